@@ -1,0 +1,50 @@
+"""The models that travel with the package: ``embedded("tales")`` gives a folder in Hugging Face format.
+
+It knows names and folders only; it reads no weights and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sakiyomi.errors import InputError, LoadError
+
+__all__ = ["EMBEDDED", "embedded"]
+
+EMBEDDED = ("tales", "tales-draft")
+"""Names whose files are part of this version."""
+
+_ANNOUNCED = ("tales-medusa", "tales-retaining", "retriever", "retriever-retaining")
+
+_ROOT = Path(__file__).resolve().parent / "models"
+
+
+def embedded(name: str) -> Path:
+    """Folder of an embedded model, usable with transformers as it is.
+
+    Args:
+        name: one of ``EMBEDDED``.
+
+    Returns:
+        The folder: config.json, model.safetensors, the tokenizer, a card.
+
+    Raises:
+        InputError: the name is not known, or its model is not part of this version.
+        LoadError: the name is known and its files are missing from this installation.
+    """
+    if name in _ANNOUNCED:
+        raise InputError(f"the embedded model {name!r} is not in this version; available are {', '.join(EMBEDDED)}")
+    if name not in EMBEDDED:
+        raise InputError(f"no embedded model is called {name!r}; available are {', '.join(EMBEDDED)}")
+    folder = _ROOT / name
+    if not (folder / "config.json").is_file():
+        raise LoadError(
+            f"the files of the embedded model {name!r} are not at {folder}; install the package again, or train the "
+            "model with `sakiyomi train` and pass its folder"
+        )
+    return folder
+
+
+def is_embedded_name(name: str) -> bool:
+    """Whether the name belongs to an embedded model, of this version or an announced one."""
+    return name in EMBEDDED or name in _ANNOUNCED

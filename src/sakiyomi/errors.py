@@ -1,0 +1,55 @@
+"""Every error that a user can cause.
+
+The tree::
+
+    SakiyomiError                 exit code 1
+    |-- InputError                exit code 2: a value, option or prompt that cannot be meant
+    |-- LoadError                 a folder, a file or a hub id that cannot be read
+    |-- UnsupportedError          a model, or a combination of options, that cannot work here
+    `-- MemoryLimitError          refused before anything was allocated
+
+Each takes one message that says what was got, what was expected and what to do. Programming mistakes of our own stay
+``AssertionError``; nothing here wraps them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = ["InputError", "LoadError", "MemoryLimitError", "SakiyomiError", "UnsupportedError"]
+
+
+class SakiyomiError(Exception):
+    """Base of the tree: catch this one to catch everything that a user can cause.
+
+    Attributes:
+        exit_code: what the command line exits with when this error ends it.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+    @property
+    def message(self) -> str:
+        """The text that was given: what was got, what was expected, what to do."""
+        return str(self.args[0])
+
+
+class InputError(SakiyomiError):
+    """A value, an option or a prompt that cannot be meant: misuse, exit code 2."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class LoadError(SakiyomiError):
+    """A folder, a file or a hub id from which a model or a tokenizer cannot be read."""
+
+
+class UnsupportedError(SakiyomiError):
+    """A model, or a combination of options, that cannot work in this version or on this machine."""
+
+
+class MemoryLimitError(SakiyomiError):
+    """More memory was asked for than there is; raised before the allocation."""
