@@ -1,0 +1,243 @@
+"""What a generation gives back: text, tokens, where each token came from, and what it cost.
+
+Plain data: this module knows no model and imports no torch. Everything has ``to_dict()``, made of JSON values only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+__all__ = ["FinishReason", "Generation", "RoundTrace", "Stats", "Status", "Step", "TokenTrace"]
+
+FinishReason = Literal["stop", "length"]
+Status = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTrace:
+    """Where one new token came from.
+
+    Attributes:
+        token_id: the token.
+        source: name of the drafter that proposed it, or ``"target"``.
+        status: "accepted" (a draft token that was kept), "recovered" (the target's own after a refusal), "bonus" (the
+            target's own after a wholly accepted draft), "plain" (nothing had been drafted).
+        round: the target pass that committed it; 0 is the prefill, which gives the first token.
+        target_prob: probability that the target gave it, after temperature and truncation; None if not recorded.
+        draft_prob: probability that the drafter gave it; None for the target's own tokens and for point masses.
+        top_logprobs: (token id, log probability) of the most probable tokens at this place, best first, when
+            ``SamplingParams.logprobs`` asked for them.
+    """
+
+    token_id: int
+    source: str = "target"
+    status: Status = "plain"
+    round: int = 0
+    target_prob: float | None = None
+    draft_prob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; ``top_logprobs`` is there only if it was asked for."""
+        values: dict[str, Any] = {
+            "token_id": self.token_id,
+            "source": self.source,
+            "status": self.status,
+            "round": self.round,
+            "target_prob": self.target_prob,
+            "draft_prob": self.draft_prob,
+        }
+        if self.top_logprobs:
+            values["top_logprobs"] = [list(pair) for pair in self.top_logprobs]
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """One round as it was decided: the proposed tree, the accepted path, what was refused.
+
+    Attributes:
+        round: as in ``TokenTrace.round``.
+        tokens: (n) the proposed tokens, parents before children.
+        parents: (n) parent node of each, -1 = hangs from the last committed token.
+        target_probs: (n) what the target gave each node's token.
+        draft_probs: (n) what its drafter gave it; None where the node is a point mass.
+        path: accepted nodes from the root on.
+        refused: the first token that the target refused after the path; None if none was.
+        token: the target's token that follows the path.
+        kind: the status of that token.
+    """
+
+    round: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    target_probs: tuple[float, ...]
+    draft_probs: tuple[float | None, ...]
+    path: tuple[int, ...]
+    refused: int | None
+    token: int
+    kind: Status
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts and clocks of one generation (or of several, see ``total``). The engine fills it while it works.
+
+    Attributes:
+        tokens: new tokens in all, the one that the prefill gives included.
+        rounds: target passes after the prefill.
+        committed: tokens that those passes committed.
+        drafted: tokens that were proposed to them.
+        accepted: proposed tokens that were kept.
+        rejected: proposed tokens that the verifier looked at and refused. Tokens behind a refused one are neither.
+        hit_rounds: rounds with at least one accepted token.
+        seconds: wall clock from the request's start to its last token.
+        prefill_seconds: inside forwards over the prompt, the target's and the draft's.
+        draft_seconds: inside draft forwards after the prefill.
+        score_seconds: inside target forwards after the prefill.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    committed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    hit_rounds: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    score_seconds: float = 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target pass after the prefill."""
+        return _ratio(self.committed, self.rounds)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted token."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of rounds with at least one accepted token."""
+        return _ratio(self.hit_rounds, self.rounds)
+
+    @property
+    def alpha(self) -> float:
+        """Accepted per token that was judged: tokens behind a refusal do not count."""
+        return _ratio(self.accepted, self.accepted + self.rejected)
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Wall clock outside every forward. Not cut at 0: a negative value would show clocks that overlap."""
+        return self.seconds - self.prefill_seconds - self.draft_seconds - self.score_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens per second of wall clock, prefill included."""
+        return _ratio(self.tokens, self.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields and derived figures, as JSON values."""
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        derived = ("tau", "acceptance_rate", "hit_rate", "alpha", "overhead_seconds", "tokens_per_second")
+        values.update((name, getattr(self, name)) for name in derived)
+        return values
+
+    @classmethod
+    def total(cls, parts: Iterable[Stats]) -> Stats:
+        """Sum over generations that ran one after another; of concurrent ones the clocks would count time twice."""
+        result = cls()
+        for part in parts:
+            for f in fields(cls):
+                setattr(result, f.name, getattr(result, f.name) + getattr(part, f.name))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one round added to one request.
+
+    Attributes:
+        text: the new text that is certain; "" while a character or a possible stop string is incomplete.
+        token_ids: the new tokens.
+        trace: one entry per new token.
+        finish_reason: None until the last step of the request.
+        request: the id that ``Engine.add`` gave.
+        stats: the request's figures, on its last step.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    trace: tuple[TokenTrace, ...] = ()
+    finish_reason: FinishReason | None = None
+    request: int = 0
+    stats: Stats | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        values: dict[str, Any] = {
+            "request": self.request,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "trace": [entry.to_dict() for entry in self.trace],
+            "finish_reason": self.finish_reason,
+        }
+        if self.stats is not None:
+            values["stats"] = self.stats.to_dict()
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished generation.
+
+    Attributes:
+        text: the new text, cut before a stop string.
+        token_ids: the new tokens only; the end token is among them, as in transformers, and after a stop string they
+            end with the token that completed it.
+        prompt_tokens: length of the prompt in tokens.
+        finish_reason: "stop" (end token or stop string) or "length".
+        trace: one entry per new token.
+        stats: counts and clocks.
+        rounds_trace: one entry per round after the prefill, if it was asked for.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    finish_reason: FinishReason
+    trace: list[TokenTrace] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    rounds_trace: list[RoundTrace] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; ``rounds_trace`` is there only if it was asked for."""
+        values: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "prompt_tokens": self.prompt_tokens,
+            "finish_reason": self.finish_reason,
+            "trace": [entry.to_dict() for entry in self.trace],
+            "stats": self.stats.to_dict(),
+        }
+        if self.rounds_trace is not None:
+            values["rounds_trace"] = [entry.to_dict() for entry in self.rounds_trace]
+        return values
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Part / whole, 0.0 when there is no whole: a generation of one token has no rounds."""
+    return part / whole if whole else 0.0
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
