@@ -1,0 +1,263 @@
+"""The stream against a slow clear version that decodes everything after every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from time import perf_counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from sakiyomi.errors import InputError
+from sakiyomi.text import TextStream
+from toys import (
+    CORPUS,
+    byte_fallback_tokenizer,
+    character_tokenizer,
+    tiny_tokenizer,
+    word_piece_tokenizer,
+)
+
+KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+    "byte-level": tiny_tokenizer,
+    "byte-fallback": byte_fallback_tokenizer,
+    "characters": character_tokenizer,
+    "word pieces": word_piece_tokenizer,
+}
+TOKENIZERS = {name: make() for name, make in KINDS.items()}
+JAPANESE = "むかしむかし、あるところに、おじいさんと😀がいました。👨‍👩‍👧 🇯🇵!"
+
+
+def run(stream: TextStream, ids: Sequence[int], cuts: Sequence[int]) -> tuple[list[str], int | None]:
+    """Push the ids cut at the places given; the deltas, and the number of tokens used at a stop."""
+    deltas = []
+    for start, end in pairwise([0, *cuts, len(ids)]):
+        delta, used = stream.push(list(ids[start:end]))
+        deltas.append(delta)
+        if used is not None:
+            return deltas, start + used
+    deltas.append(stream.finish())
+    return deltas, None
+
+
+def whole(kind: str, ids: Sequence[int]) -> str:
+    return str(TOKENIZERS[kind].decode(list(ids), skip_special_tokens=True))
+
+
+@st.composite
+def tokens_and_cuts(draw: st.DrawFn, kind: str, most: int = 60) -> tuple[list[int], list[int]]:
+    ids = draw(st.lists(st.integers(0, len(TOKENIZERS[kind]) - 1), max_size=most))
+    cuts = sorted(draw(st.sets(st.integers(0, len(ids)), max_size=len(ids))))
+    return ids, cuts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_joined_deltas_are_the_decoded_tokens(kind: str, data: st.DataObject) -> None:
+    ids, cuts = data.draw(tokens_and_cuts(kind))
+    stream = TextStream(TOKENIZERS[kind])
+    deltas, used = run(stream, ids, cuts)
+    assert used is None
+    assert "".join(deltas) == whole(kind, ids) == stream.text
+
+
+@given(text=st.text(st.sampled_from("aé あ漢😀👨‍👩‍👧\n<"), max_size=80), data=st.data())
+@settings(deadline=None, max_examples=200)
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_no_half_character_is_ever_given(kind: str, text: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(ids)))))
+    deltas, _ = run(TextStream(tokenizer), ids, cuts)
+    assert not any("\N{REPLACEMENT CHARACTER}" in delta for delta in deltas)
+    assert "".join(deltas) == whole(kind, ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_japanese_and_emoji_token_by_token(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    text = JAPANESE.replace(" ", "")
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > len(text)
+    stream = TextStream(tokenizer)
+    deltas = [stream.push([i])[0] for i in ids]
+    assert not any("\N{REPLACEMENT CHARACTER}" in delta for delta in deltas)
+    assert "".join(deltas) + stream.finish() == text
+    assert sum(map(bool, deltas)) >= 2, "the text should come while it is written"
+
+
+def test_characters_come_one_by_one_from_bytes() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("漢字", add_special_tokens=False)
+    assert len(ids) == 6
+    stream = TextStream(tokenizer)
+    assert [stream.push([i])[0] for i in ids] == ["", "", "漢", "", "", "字"]
+
+
+def test_a_character_that_never_becomes_whole_is_shown_at_the_end() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("ab漢", add_special_tokens=False)[:-1]
+    stream = TextStream(tokenizer)
+    assert stream.push(ids) == ("ab", None)
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_special_tokens_leave_no_text_and_do_not_part_a_character() -> None:
+    for kind in ("byte-level", "byte-fallback"):
+        tokenizer = TOKENIZERS[kind]
+        ids = tokenizer.encode("a漢", add_special_tokens=False)
+        ids.insert(-1, tokenizer.eos_token_id)
+        stream = TextStream(tokenizer)
+        assert "".join(stream.push([i])[0] for i in ids) + stream.finish() == "a漢"
+
+
+def test_tokens_beyond_the_vocabulary_leave_no_text() -> None:
+    # A model may have more rows than its tokenizer has tokens.
+    stream = TextStream(TOKENIZERS["byte-level"])
+    assert stream.push([5000])[0] + stream.finish() == ""
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+def slow_stop(kind: str, ids: Sequence[int], stop: Sequence[str]) -> tuple[str, int] | None:
+    """Decode everything after every token: the text before the first stop string, and the tokens up to it."""
+    for used in range(1, len(ids) + 1):
+        text = whole(kind, ids[:used])
+        if used < len(ids):
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        places = [text.find(s) for s in stop if s in text]
+        if places:
+            return text[: min(places)], used
+    return None
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "characters"])
+@given(data=st.data())
+@settings(deadline=None, max_examples=300)
+def test_stop_strings_against_the_slow_version(kind: str, data: st.DataObject) -> None:
+    ids, cuts = data.draw(tokens_and_cuts(kind))
+    text = whole(kind, ids)
+    stop = data.draw(st.lists(st.text(st.sampled_from(text or "a"), min_size=1, max_size=4), min_size=1, max_size=3))
+    stop = [s for s in stop if "\N{REPLACEMENT CHARACTER}" not in s] or ["zz"]
+    stream = TextStream(TOKENIZERS[kind], stop)
+    deltas, used = run(stream, ids, cuts)
+    expected = slow_stop(kind, ids, stop)
+    if expected is None:
+        assert used is None
+        assert "".join(deltas) == text
+    else:
+        assert ("".join(deltas), used) == expected
+    assert stream.text == "".join(deltas)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_the_split_into_pushes_changes_nothing(kind: str, data: st.DataObject) -> None:
+    ids, cuts = data.draw(tokens_and_cuts(kind))
+    source = whole(kind, ids) + "a\n"
+    stop = data.draw(st.lists(st.text(st.sampled_from(source), min_size=1, max_size=3), min_size=1, max_size=3))
+    one_by_one = run(TextStream(TOKENIZERS[kind], stop), ids, range(1, len(ids)))
+    pushed = run(TextStream(TOKENIZERS[kind], stop), ids, cuts)
+    assert ("".join(pushed[0]), pushed[1]) == ("".join(one_by_one[0]), one_by_one[1])
+
+
+def test_stop_inside_one_push_counts_its_tokens() -> None:
+    tokenizer = TOKENIZERS["characters"]
+    ids = tokenizer.encode("ab.xyz", add_special_tokens=False)
+    stream = TextStream(tokenizer, [".x"])
+    assert stream.push(ids) == ("ab", 4)
+    assert stream.stopped
+    assert stream.finish() == ""
+
+
+def test_the_beginning_of_a_stop_string_is_held_back() -> None:
+    tokenizer = TOKENIZERS["characters"]
+    stream = TextStream(tokenizer, ["..!"])
+    pushed = [stream.push(tokenizer.encode(c, add_special_tokens=False))[0] for c in "a...x"]
+    assert pushed == ["a", "", "", ".", "..x"]
+    assert stream.push(tokenizer.encode("..", add_special_tokens=False)) == ("", None)
+    assert stream.finish() == ".."
+
+
+def test_a_newline_byte_stops_at_once() -> None:
+    # In Llama's vocabulary the newline is a byte token; waiting for the end of the run would take one token too many.
+    tokenizer = TOKENIZERS["byte-fallback"]
+    newline, a = 3 + 0x0A, tokenizer.convert_tokens_to_ids("a")
+    stream = TextStream(tokenizer, ["\n\n"])
+    assert stream.push([a, newline, newline, a]) == ("a", 3)
+
+
+def test_the_earliest_of_several_stop_strings_counts() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("hello world", add_special_tokens=False)
+    stream = TextStream(tokenizer, ["world", "wor"])
+    assert stream.push(ids)[0] == "hello "
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InputError, match="empty"):
+        TextStream(TOKENIZERS["byte-level"], ["a", ""])
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A tokenizer that counts how many tokens it was asked to decode."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.decoded = 0
+        self.all_special_ids = tokenizer.all_special_ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.decoded += len(token_ids)
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]:
+        return list(self.tokenizer.convert_tokens_to_ids(tokens))
+
+    def convert_ids_to_tokens(self, index: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(index))
+
+
+@pytest.mark.parametrize("text", [" ".join(CORPUS) * 4, "漢字" * 300, "\n" * 500])
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_work_per_token_is_bounded(kind: str, text: str) -> None:
+    tokenizer = Counting(TOKENIZERS[kind])
+    ids = TOKENIZERS[kind].encode(text, add_special_tokens=False)
+    stream = TextStream(tokenizer, ["never here"])
+    tokenizer.decoded = 0
+    for i in ids:
+        stream.push([i])
+    stream.finish()
+    assert tokenizer.decoded < 300 * len(ids)
+    assert stream.text == whole(kind, ids)
+
+
+def test_stray_bytes_for_ever_stay_cheap() -> None:
+    tokenizer = Counting(TOKENIZERS["byte-level"])
+    stray = TOKENIZERS["byte-level"].encode("漢", add_special_tokens=False)[:2]
+    ids = stray * 500
+    stream = TextStream(tokenizer)
+    for i in ids:
+        stream.push([i])
+    stream.finish()
+    assert tokenizer.decoded < 300 * len(ids)
+    assert stream.text == whole("byte-level", ids)
+
+
+@pytest.mark.slow
+def test_a_push_takes_microseconds() -> None:
+    ids = TOKENIZERS["byte-level"].encode(" ".join(CORPUS) * 20, add_special_tokens=False)
+    stream = TextStream(TOKENIZERS["byte-level"], ["never here"])
+    start = perf_counter()
+    for place in range(0, len(ids), 4):
+        stream.push(ids[place : place + 4])
+    assert (perf_counter() - start) / (len(ids) / 4) < 200e-6
