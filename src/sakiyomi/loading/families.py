@@ -1,0 +1,122 @@
+"""Which models this version can run, told from their configuration alone: before any weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.errors import LoadError, UnsupportedError
+from sakiyomi.loading.checkpoint import read_json
+
+__all__ = ["check_supported", "read_config"]
+
+_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
+"""Layer types (transformers' ``layer_types``) with a state that cannot be rolled back by moving a length."""
+
+_RECURRENT_TYPES = frozenset({"rwkv", "xlstm", "minimax", "lfm2", "lfm2_moe", "lfm3"})
+"""Model types with such layers whose class does not say so by itself (``_is_stateful``)."""
+
+_ENCODERS = frozenset(
+    {
+        "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert", "roberta",
+        "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    }
+)  # fmt: skip
+"""Encoders that transformers loads as causal models all the same; without ``is_decoder`` they look ahead."""
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The configuration of a model folder, as transformers' own object.
+
+    Raises:
+        LoadError: no config.json, one that cannot be read, a model type that transformers does not know, or one that
+            needs code from the folder while ``trust_remote_code`` is False.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise LoadError(_without_config(folder))
+    raw = read_json(path)
+    kind = raw.get("model_type")
+    from transformers import AutoConfig
+    from transformers import __version__ as version
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        if "auto_map" not in raw:
+            raise LoadError(
+                f"{path} has the model type {kind!r}, which transformers {version} does not know; check the folder or "
+                "update transformers"
+            )
+        if not trust_remote_code:
+            raise LoadError(
+                f"{path} has the model type {kind!r}, which needs Python code from the model's folder; read that code, "
+                "then pass trust_remote_code=True, or use a model that transformers knows itself"
+            )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # remote code and validators raise whatever they like
+        raise LoadError(f"{path} is not a valid configuration ({_first_lines(error)})") from error
+
+
+def check_supported(config: Any, name: str, model_class: type | None = None) -> None:
+    """Refuse what cannot work.
+
+    Args:
+        config: a transformers configuration.
+        name: what the user called the model.
+        model_class: the class where it is known already; looked up otherwise.
+
+    Raises:
+        UnsupportedError: encoder-decoder, recurrent or hybrid, an encoder, or no language model at all.
+    """
+    kind = getattr(config, "model_type", None) or type(config).__name__
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{name!r} is an encoder-decoder model ({kind}), and this version generates with decoder-only models; use "
+            "transformers' generate() for it"
+        )
+    if model_class is None:
+        model_class = _causal_class(config)
+    if kind in _ENCODERS and not getattr(config, "is_decoder", False):
+        raise UnsupportedError(
+            f"{name!r} is an encoder ({kind}), not a causal language model; choose a decoder-only model"
+        )
+    if model_class is None and not getattr(config, "auto_map", None):
+        raise UnsupportedError(
+            f"{name!r} ({kind}) has no causal language model in transformers; choose a decoder-only text model"
+        )
+    layers = _RECURRENT_LAYERS.intersection(getattr(text, "layer_types", None) or ())
+    if layers or kind in _RECURRENT_TYPES or getattr(model_class, "_is_stateful", False):
+        reason = f"its layers include {', '.join(sorted(layers))}" if layers else "it keeps a recurrent state"
+        raise UnsupportedError(
+            f"{name!r} is a recurrent or hybrid model ({kind}: {reason}); refused draft tokens cannot be taken back "
+            "from such a state, so it cannot be verified ahead; choose a model with attention in every layer, or use "
+            "transformers' generate()"
+        )
+
+
+def _causal_class(config: Any) -> type | None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"{folder} holds an adapter, not a model (adapter_config.json, no config.json); merge it into its base "
+            "model, save that, and pass its folder"
+        )
+    if any(folder.glob("*.gguf")):
+        return f"{folder} holds GGUF files and no config.json; pass the model's folder in Hugging Face format"
+    return (
+        f"no config.json in {folder}; expected a model folder in Hugging Face format (config.json, model.safetensors, "
+        "tokenizer.json)"
+    )
+
+
+def _first_lines(error: Exception, most: int = 300) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:most]}"

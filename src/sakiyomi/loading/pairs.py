@@ -1,0 +1,104 @@
+"""Whether a target and a draft model belong together: the same token must have the same number in both."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from sakiyomi.loading.model import Loaded
+
+__all__ = ["check_pair", "same_tokenizer"]
+
+_PLACEHOLDER = re.compile(
+    r"""[<\[(]?\|?_?(pad|padding|extra|extra_id|extra_token|unused|reserved|reserved_special_token|dummy|empty
+        |placeholder|madeupword|filler)[-_ ]?(token|id)?[-_ ]?\d*_?\|?[>\])]?""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""Names that are only there to round a vocabulary up: <pad>, [unused7], <|reserved_special_token_3|>, <extra_id_0>."""
+
+
+def same_tokenizer(a: Any, b: Any) -> bool:
+    """Whether two tokenizers number the same pieces alike; padding entries may differ.
+
+    Args:
+        a, b: transformers tokenizers.
+    """
+    if a is b:
+        return True
+    if a is None or b is None or not hasattr(a, "get_vocab") or not hasattr(b, "get_vocab"):
+        return False
+    first, second = a.get_vocab(), b.get_vocab()
+    if first == second:
+        return True
+    return all(_is_padding(a, token) for token, i in first.items() if second.get(token) != i) and all(
+        _is_padding(b, token) for token, i in second.items() if first.get(token) != i
+    )
+
+
+def check_pair(target: Loaded, draft: Loaded) -> int:
+    """Refuse a draft model that cannot write for the target.
+
+    Args:
+        target: the large model.
+        draft: the small one.
+
+    Returns:
+        How many token ids both models know: the smaller vocabulary of the two. Rows beyond it are padding.
+
+    Raises:
+        UnsupportedError: the tokenizers differ, or the draft has no row for some token of theirs.
+    """
+    sizes = _rows(target.model), _rows(draft.model)
+    remedy = (
+        "choose a draft with the target's own tokenizer, train one with `sakiyomi train draft --target ...`, or pass "
+        "draft='none'"
+    )
+    if not same_tokenizer(target.tokenizer, draft.tokenizer):
+        raise UnsupportedError(
+            f"the draft {draft.name!r} does not fit the target {target.name!r}: their tokenizers differ (draft "
+            f"{_count(draft.tokenizer)} tokens, target {_count(target.tokenizer)}{_first_difference(target, draft)}); "
+            f"{remedy}"
+        )
+    used = _highest_used(target.tokenizer)
+    if sizes[1] <= used:
+        raise UnsupportedError(
+            f"the draft {draft.name!r} does not fit the target {target.name!r}: the draft has rows for {sizes[1]} "
+            f"tokens, the target for {sizes[0]}, and their tokenizer uses numbers up to {used}; {remedy}"
+        )
+    return min(sizes)
+
+
+def _is_padding(tokenizer: Any, token: str) -> bool:
+    if _PLACEHOLDER.fullmatch(token):
+        return True
+    # Many tokenizers use their end or unknown token for padding too; those carry a meaning.
+    meant = (tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
+    return bool(token == tokenizer.pad_token and token not in meant)
+
+
+def _rows(model: Any) -> int:
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _count(tokenizer: Any) -> int:
+    return len(tokenizer) if hasattr(tokenizer, "__len__") else 0
+
+
+def _highest_used(tokenizer: Any) -> int:
+    if not hasattr(tokenizer, "get_vocab"):
+        return -1
+    return max((i for token, i in tokenizer.get_vocab().items() if not _is_padding(tokenizer, token)), default=-1)
+
+
+def _first_difference(target: Loaded, draft: Loaded) -> str:
+    """For the message: one number that means different things, where there is one."""
+    if not hasattr(target.tokenizer, "get_vocab") or not hasattr(draft.tokenizer, "get_vocab"):
+        return ""
+    theirs = {i: token for token, i in draft.tokenizer.get_vocab().items()}
+    for token, i in sorted(target.tokenizer.get_vocab().items(), key=lambda item: int(item[1])):
+        if i in theirs and theirs[i] != token:
+            return f"; token {i} is {theirs[i]!r} in the draft and {token!r} in the target"
+    return ""

@@ -1,0 +1,102 @@
+"""How much memory there is, asked before anything large is allocated. Knows no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sakiyomi.errors import MemoryLimitError
+
+__all__ = ["available_bytes", "readable", "require_bytes"]
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUP = Path("/proc/self/cgroup")
+
+
+def available_bytes(device: str = "cpu") -> int:
+    """Bytes that can be allocated now on a device, without pushing others out.
+
+    On "cpu" this is the machine's available memory or what the process's control group leaves of its limit (containers
+    see the whole machine's memory but are killed at their own limit), whichever is less.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N".
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    group = _group_headroom()
+    return available if group is None else min(available, group)
+
+
+def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -> None:
+    """Refuse what does not fit, before it is allocated.
+
+    Args:
+        needed: bytes.
+        what: subject of the message, "the model 'x' in float32".
+        device: where the bytes are to be.
+        remedy: what to do instead; the largest that fits belongs here.
+
+    Raises:
+        MemoryLimitError: ``needed`` is more than is available.
+    """
+    available = available_bytes(device)
+    if needed > available:
+        raise MemoryLimitError(
+            f"{what} needs {readable(needed)} on {device}, where {readable(available)} are available; {remedy}"
+        )
+
+
+def readable(count: float) -> str:
+    """Bytes for a reader: "1.5 GB" (decimal units, as disks and checkpoints are labelled)."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _group_headroom() -> int | None:
+    """What the limits of our control groups leave, None where there is no limit or no such thing."""
+    try:
+        lines = _OWN_GROUP.read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, names = _CGROUPS, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = (
+                _CGROUPS / "memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        # Inside a container the group is often mounted as the root itself. Limits of parents hold for children too.
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            headroom = _headroom(group, *names)
+            if headroom is not None:
+                found.append(headroom)
+            if group == root:
+                break
+    return min(found, default=None)
+
+
+def _headroom(group: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
+    try:
+        limit = int((group / limit_name).read_text())
+        usage = int((group / usage_name).read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or the limit is "max"
+        return None
+    # Version 1 says "no limit" with a number near 2^63. File pages not in use are given back under pressure.
+    if limit >= 1 << 60:
+        return None
+    return max(limit - usage + int(statistics.get(cache_name, 0)), 0)
