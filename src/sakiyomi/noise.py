@@ -1,0 +1,212 @@
+"""Randomness of one request: nothing in it depends on other requests, on the batch, or on what was drafted.
+
+Two kinds are kept apart. *Keyed noise* is a function of (seed, request, position, token): whoever asks, in whatever
+order and on whatever device, finds the same value. It makes the coupled rule (arXiv 2408.07978) independent of the
+draft. *Streams* are sequences of uniforms for the ratio rule, one per purpose, so that drawing, accepting and drawing
+again never share a number.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sakiyomi.numerics import Row, largest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["RequestNoise", "Uniforms"]
+
+Hashes = NDArray[np.uint32]
+
+_MASK = (1 << 64) - 1
+_MASK32 = (1 << 32) - 1
+# Odd multipliers below 2^31 (from the integer hashes of C. Wellons, public domain): a product with 32 bits stays below
+# 2^63, so that torch's int64 computes it without overflow on every device.
+_FIRST, _SECOND = 0x7FEB352D, 0x31848BAB
+# Noise is kept as float32 of an odd 32-bit number; this scales it into (0, 1). Just below 2^-32, because the largest
+# numbers round up to 2^32 and a uniform of 1 would never win, not even where it is the only one.
+_SCALE = 2.0**-32 * (1 - 2.0**-24)
+# Rounding of a float32 quotient must not hide a winner.
+_SLACK = 1 - 1e-6
+# Positions whose noise is held at once: more than a round's depth. 128 KB each at a vocabulary of 32000.
+_HELD = 24
+_NOTHING: Hashes = np.empty(0, np.uint32)
+
+
+def _mix(value: int) -> int:
+    """The finaliser of splitmix64 (Steele et al. 2014): a bijection of 64 bits in which every input bit counts."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class Uniforms:
+    """A stream of uniforms in [0, 1), determined by its key (64 bits)."""
+
+    __slots__ = ("_draw", "_key")
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._draw: Any = None
+
+    def uniform(self) -> float:
+        """The next one."""
+        if self._draw is None:
+            # Made on first use: a request under the coupled rule needs none.
+            self._draw = np.random.Generator(np.random.Philox(key=self._key)).random
+        return float(self._draw())
+
+
+class RequestNoise(Uniforms):
+    """The randomness of one request, or of one sample of it; itself the verifier's stream of uniforms.
+
+    Args:
+        seed: what the user gave, or a fresh number.
+        key: request index in its list, and sample index if there are several.
+    """
+
+    __slots__ = ("_forks", "_held", "_scratch", "_state")
+
+    def __init__(self, seed: int, *key: int) -> None:
+        state = _mix(seed & _MASK)
+        for part in key:
+            # Mixed at each step, not added up: (1, 2) and (2, 1) are different requests.
+            state = _mix(state ^ _mix(part & _MASK))
+        super().__init__(_mix(state ^ 0x5EED))
+        self._state = state
+        self._forks: dict[str, Uniforms] = {}
+        self._held: dict[int, Row] = {}
+        self._scratch = (_NOTHING, _NOTHING)
+
+    def fork(self, name: str) -> Uniforms:
+        """The stream called ``name``, for instance a drafter's; it goes on where it stopped when asked for again."""
+        stream = self._forks.get(name)
+        if stream is None:
+            state = self._state
+            for byte in name.encode():
+                state = _mix(state ^ (byte + 1))
+            stream = self._forks[name] = Uniforms(state)
+        return stream
+
+    def top(self, position: int, weights: Row, count: int = 1) -> list[int]:
+        """Tokens with the largest log weight + Gumbel noise of this position, best first.
+
+        The first is a draw from the weights; all are a draw without replacement. This is the fast way of
+        ``argmax(log p + gumbel)``: the winner has the largest weight / E, E = -log(1 - w) exponential and w uniform.
+        As E >= w, only tokens whose weight / w reaches the best known weight / E can win, so that logarithms are
+        taken of a handful instead of V.
+
+        Args:
+            position: absolute position of the token in the request's sequence.
+            weights: (V,) float32 on the CPU, not negative, not all 0; they need not sum to 1.
+            count: how many; fewer come back where fewer weights are positive.
+        """
+        held = self._held.get(position)
+        if held is None or held.size < weights.size:
+            support = weights > 0
+            if np.count_nonzero(support) * 8 < weights.size:
+                # After top-k or top-p it is cheaper to hash what is left than the vocabulary.
+                tokens = np.flatnonzero(support)
+                return _best(weights[tokens], self._noise(position, tokens), tokens, count)
+            held = self._hold(position, weights.size)
+        noise = held[: weights.size]
+        bound = np.divide(weights, noise)
+        some = largest(bound, count) if count > 1 else np.array([bound.argmax()])
+        scores = np.sort(weights[some] / _exponential(noise[some]))
+        floor = float(scores[-min(count, scores.size)]) * _SCALE * _SLACK
+        tokens = np.flatnonzero(bound >= floor)
+        return _best(weights[tokens], noise[tokens], tokens, count)
+
+    def gumbel(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Standard Gumbel noise of one position, (V,) float32 on ``device``; a prefix of that of any larger V.
+
+        For drafters that stay on an accelerator, and as the clear form of ``top``.
+        """
+        import torch
+
+        first, second = self._keys(position)
+        hashed = torch.arange(vocab_size, dtype=torch.int64, device=device)
+        hashed = _stir_wide(_stir_wide(hashed, 0, 0), first, second) | 1
+        exponential = -torch.log1p(-(hashed.to(torch.float32).to(torch.float64) * _SCALE))
+        return -exponential.log().to(torch.float32)
+
+    def _keys(self, position: int) -> tuple[int, int]:
+        key = _mix(self._state ^ _mix(position & _MASK))
+        return key & _MASK32, key >> 32
+
+    def _noise(self, position: int, tokens: NDArray[np.intp]) -> Row:
+        """Noise of some tokens, (n,) float32, unscaled."""
+        hashed = _token_table(_width(int(tokens[-1]) + 1))[tokens]
+        _stir(hashed, hashed, np.empty_like(hashed), *self._keys(position))
+        hashed |= np.uint32(1)
+        return hashed.astype(np.float32)
+
+    def _hold(self, position: int, vocab_size: int) -> Row:
+        """Noise of a position's whole vocabulary, (>= V,) float32, unscaled, kept for the next who asks."""
+        if vocab_size > self._scratch[0].size:
+            # Draft and target may differ in size: both then read the wider one.
+            width = _width(vocab_size)
+            self._scratch = (np.empty(width, np.uint32), np.empty(width, np.uint32))
+            self._held.clear()
+        hashed, shifted = self._scratch
+        # The lowest position is the one least likely to be asked for again; its buffer is used again.
+        noise = self._held.pop(min(self._held)) if len(self._held) >= _HELD else np.empty(hashed.size, np.float32)
+        _stir(_token_table(hashed.size), hashed, shifted, *self._keys(position))
+        np.bitwise_or(hashed, 1, out=hashed)
+        np.copyto(noise, hashed)
+        self._held[position] = noise
+        return noise
+
+
+def _width(vocab_size: int) -> int:
+    """The vocabulary size rounded up a little, so that padded vocabularies share tables."""
+    return -(-vocab_size // 512) * 512
+
+
+@lru_cache(maxsize=4)
+def _token_table(width: int) -> Hashes:
+    """(width,) a fixed bijection of token ids, so that neighbouring ids have nothing in common. Read only."""
+    table = np.arange(width, dtype=np.uint32)
+    _stir(table, table, np.empty_like(table), 0, 0)
+    table.setflags(write=False)
+    return table
+
+
+def _stir(source: Hashes, out: Hashes, shifted: Hashes, first: int, second: int) -> None:
+    """Two rounds of multiply and shift with two keys, a bijection of 32 bits, from ``source`` into ``out``."""
+    np.bitwise_xor(source, first, out=out)
+    np.multiply(out, _FIRST, out=out)
+    np.right_shift(out, 15, out=shifted)
+    np.bitwise_xor(out, shifted, out=out)
+    # The second key comes by addition, in between: keys that differ in one half only still part at once.
+    np.add(out, second, out=out)
+    np.multiply(out, _SECOND, out=out)
+    np.right_shift(out, 16, out=shifted)
+    np.bitwise_xor(out, shifted, out=out)
+
+
+def _stir_wide(hashed: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """``_stir`` in int64, for devices whose unsigned types are incomplete; values stay below 2^32."""
+    hashed = ((hashed ^ first) * _FIRST) & _MASK32
+    hashed = ((hashed ^ (hashed >> 15)) + second) & _MASK32
+    hashed = (hashed * _SECOND) & _MASK32
+    return hashed ^ (hashed >> 16)
+
+
+def _exponential(noise: Row) -> NDArray[np.float64]:
+    """Standard exponential variates of unscaled noise."""
+    return -np.log1p(noise.astype(np.float64) * -_SCALE)
+
+
+def _best(weights: Row, noise: Row, tokens: NDArray[np.intp], count: int) -> list[int]:
+    scores = weights / _exponential(noise)
+    if count == 1:
+        return [int(tokens[scores.argmax()])]
+    order = np.argsort(-scores, kind="stable")[:count]
+    return [int(tokens[i]) for i in order if scores[i] > 0]

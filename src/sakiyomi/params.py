@@ -1,0 +1,174 @@
+"""How a request wants its text: the only home of these defaults.
+
+Imports no torch, so that a command line may read the defaults quickly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from sakiyomi.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
+
+__all__ = ["ACCEPTANCES", "Acceptance", "SamplingParams"]
+
+Acceptance = Literal["auto", "ratio", "coupled", "typical"]
+ACCEPTANCES = ("auto", "ratio", "coupled")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What to generate and how to choose its tokens; wrong values are refused on construction.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
+        temperature: 0 is greedy; 1 the model's own distribution.
+        top_k: keep the k most probable tokens; 0: all.
+        top_p: keep the fewest most probable tokens that together reach this probability; 1: all.
+        min_p: keep tokens of at least this share of the most probable one's probability; 0: all.
+        seed: makes sampling reproducible; None: a new one for each request.
+        stop: strings that end the text (one string counts as a list of one).
+        stop_token_ids: tokens that end the text, besides the model's own end tokens.
+        gamma: draft tokens, or tree depth, a round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
+        repetition_penalty: above 1 makes tokens of prompt and text less probable, below 1 more.
+        bad_words: words, or lists of token ids, that must not be generated.
+        logit_bias: added to the logits of these tokens.
+        logits_processors: transformers' own, called after the options above and before temperature.
+        logprobs: how many of the most probable tokens to report at each place; None: none.
+        ignore_eos: go on after the model's end token.
+        n: samples per prompt.
+        acceptance: rule by which draft tokens are accepted: "ratio" or "coupled", both lossless; "auto" chooses.
+        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1).
+
+    Raises:
+        InputError: a value that cannot be meant.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    gamma: int | str = "auto"
+    repetition_penalty: float = 1.0
+    bad_words: Sequence[str | Sequence[int]] = ()
+    logit_bias: Mapping[int, float] | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    n: int = 1
+    acceptance: Acceptance = "auto"
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
+            object.__setattr__(self, name, _several(name, getattr(self, name)))
+        self.validate()
+
+    @property
+    def greedy(self) -> bool:
+        """Temperature 0, or so near that float32 logits cannot tell it from 0."""
+        return self.temperature < 1e-30
+
+    def validate(self) -> None:
+        """Refuse what cannot be meant; called on construction.
+
+        Raises:
+            InputError: with the value and the remedy.
+        """
+        _integer("max_new_tokens", self.max_new_tokens, 1, "ask for at least one token")
+        _integer("top_k", self.top_k, 0, "0 keeps all tokens")
+        _integer("n", self.n, 1, "ask for at least one sample")
+        _number("temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 the model's own distribution")
+        _number("top_p", self.top_p, 0.0, 1.0, "1 keeps all tokens", open_low=True)
+        _number("min_p", self.min_p, 0.0, 1.0, "0 keeps all tokens")
+        _number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is no penalty", open_low=True)
+        _number("epsilon", self.epsilon, 0.0, 1.0, "the default is 0.09")
+        _number("delta", self.delta, 0.0, math.inf, "the default is 0.3")
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), "None takes a new one for each request", 2**64 - 1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, "None reports none")
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos is {self.ignore_eos!r}; it is True or False")
+        self._validate_gamma()
+        self._validate_acceptance()
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InputError(f"stop has {text!r} in it; a stop string is a text of at least one character")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, "they are token ids")
+        for word in self.bad_words:
+            self._validate_bad_word(word)
+        for token, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias", token, 0, "its keys are token ids")
+            if not _is_number(bias) or math.isnan(bias) or bias == math.inf:
+                raise InputError(f"logit_bias of token {token} is {bias!r}; give a number, or -inf to ban the token")
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise InputError(
+                    f"logits_processors has {processor!r} in it; give transformers LogitsProcessor objects"
+                )
+
+    def _validate_gamma(self) -> None:
+        if isinstance(self.gamma, str):
+            if self.gamma not in ("auto", "heuristic"):
+                raise InputError(f'gamma is {self.gamma!r}; it is a number of tokens, "auto" or "heuristic"')
+        else:
+            _integer("gamma", self.gamma, 1, 'to generate without a draft pass draft="none"')
+
+    def _validate_acceptance(self) -> None:
+        known = ", ".join(f'"{name}"' for name in ACCEPTANCES)
+        if self.acceptance == "typical":
+            raise InputError(
+                'acceptance is "typical", which is lossy and needs Medusa heads, not yet in this version; '
+                f"available are {known}"
+            )
+        if self.acceptance not in ACCEPTANCES:
+            raise InputError(f"acceptance is {self.acceptance!r}; available are {known}")
+
+    @staticmethod
+    def _validate_bad_word(word: str | Sequence[int]) -> None:
+        if not isinstance(word, (str, Sequence)) or not word:
+            raise InputError(f"bad_words has {word!r} in it; a bad word is a text or a list of token ids, not empty")
+        if not isinstance(word, str):
+            for token in word:
+                _integer("bad_words", token, 0, "a list in it holds token ids")
+
+
+def _several(name: str, value: Any) -> tuple[Any, ...]:
+    """The values as a tuple. None means none; a lone text, number or processor is a list of one, for what else?"""
+    if value is None:
+        return ()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(value)
+    if isinstance(value, (str, int)) or (name == "logits_processors" and callable(value)):
+        return (value,)
+    raise InputError(f"{name} is {value!r}; expected a list")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _integer(name: str, value: Any, low: int, remedy: str, high: int | None = None) -> None:
+    # bool is an int in Python, but top_k=True is a mistake.
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InputError(f"{name} is {value!r}; expected an integer of {bounds}: {remedy}")
+
+
+def _number(name: str, value: Any, low: float, high: float, remedy: str, *, open_low: bool = False) -> None:
+    if not _is_number(value) or not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        bounds = f"above {low:g}" if open_low else f"of at least {low:g}"
+        bounds += "" if high == math.inf else f" and at most {high:g}"
+        raise InputError(f"{name} is {value!r}; expected a finite number {bounds}: {remedy}")

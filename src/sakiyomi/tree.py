@@ -1,0 +1,219 @@
+"""What a drafter proposes and what a verifier answers: trees of tokens as plain Python integers.
+
+A chain is a tree with one path. Nothing here knows a model, a tokenizer or a cache, and no tensor is kept but the rows
+of draft probabilities: at a batch of one, tuples of a few integers are faster than any tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "TokenTree", "Verdict", "VerdictKind"]
+
+DraftKind = Literal["chain", "iid", "without_replacement", "point_mass", "merged"]
+VerdictKind = Literal["recovered", "bonus", "plain"]
+DRAFT_KINDS: frozenset[DraftKind] = frozenset(get_args(DraftKind))
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Proposed tokens; every node continues its parent. Several nodes may hang from the last committed token.
+
+    Attributes:
+        tokens: (n) token ids.
+        parents: (n) parent node of each, always an earlier one; -1 = hangs from the last committed token.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> TokenTree:
+        """The tree with one path: parents -1, 0, 1, ..."""
+        return cls(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def _depths(self) -> tuple[int, ...]:
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def _children(self) -> dict[int, tuple[int, ...]]:
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(node)
+        return {parent: tuple(nodes) for parent, nodes in children.items()}
+
+    def depths(self) -> tuple[int, ...]:
+        """(n) distance from the last committed token, less one: 0 for its children."""
+        return self._depths
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """Nodes that continue ``node`` (-1: the last committed token), in the order in which they were added."""
+        return self._children.get(node, ())
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Nodes from the root down to ``node``, itself included; empty for -1."""
+        nodes = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return tuple(reversed(nodes))
+
+    def path_tokens(self, node: int) -> tuple[int, ...]:
+        """Tokens from the root down to ``node``, its own included: the history of the row that follows it."""
+        return tuple(self.tokens[step] for step in self.path(node))
+
+    def mask(self) -> Tensor:
+        """(n, n) bool on the CPU: True where the column's node is the row's node itself or one of its ancestors."""
+        import numpy as np
+        import torch
+
+        mask = np.eye(len(self), dtype=np.bool_)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                # The parent's row is complete, because parents come first.
+                mask[node] |= mask[parent]
+        return torch.from_numpy(mask)
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check that this is a tree, and that its tokens exist.
+
+        Args:
+            vocab_size: number of tokens of the target; None: tokens are only checked not to be negative.
+
+        Raises:
+            ValueError: lengths differ, a parent does not come before its child (which a cycle implies), or a token
+                does not exist.
+        """
+        if len(self.tokens) != len(self.parents):
+            raise ValueError(f"a tree of {len(self.tokens)} tokens has {len(self.parents)} parents; one each is needed")
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(
+                    f"node {node} hangs from node {parent}; a parent is an earlier node, or -1 for the last "
+                    "committed token"
+                )
+        for node, token in enumerate(self.tokens):
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                raise ValueError(f"node {node} holds token {token}, outside the vocabulary of {vocab_size} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How one node came about. A node may have several: the same token drawn twice from the same parent.
+
+    Attributes:
+        node: the node, drawn as a child of its parent.
+        drafter: name of who proposed it.
+        row: row of ``Draft.probs`` with the distribution it was drawn from; None: it was chosen, not drawn (a point
+            mass), which is always safe to say and only lowers the acceptance.
+    """
+
+    node: int
+    drafter: str
+    row: int | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One round's proposal for one request.
+
+    Attributes:
+        tree: the tokens.
+        kind: how siblings were drawn: "chain" (one path, each node drawn from its row), "iid" (siblings drawn
+            independently from the same row), "without_replacement" (siblings drawn one after another from the same
+            row, the earlier ones left out), "point_mass" (chosen, not drawn), "merged" (independent draws of several
+            drafters, point masses among them).
+        draws: at least one per node; those with the same parent stand in the order in which they were drawn.
+        probs: (rows, V) float32 the distributions drawn from, after temperature and truncation; rows sum to 1.
+    """
+
+    tree: TokenTree
+    kind: DraftKind
+    draws: tuple[Draw, ...] = ()
+    probs: Tensor | None = None
+
+    @classmethod
+    def empty(cls) -> Draft:
+        """Nothing proposed: the round is a plain step of the target."""
+        return cls(TokenTree(), "point_mass")
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], drafter: str, probs: Tensor | None = None) -> Draft:
+        """One path; row i of ``probs`` is what token i was drawn from, and without ``probs`` all are point masses."""
+        draws = tuple(Draw(node, drafter, None if probs is None else node) for node in range(len(tokens)))
+        return cls(TokenTree.chain(tokens), "point_mass" if probs is None else "chain", draws, probs)
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    @cached_property
+    def _draws_at(self) -> dict[int, tuple[Draw, ...]]:
+        draws: dict[int, list[Draw]] = {}
+        for draw in self.draws:
+            draws.setdefault(self.tree.parents[draw.node], []).append(draw)
+        return {parent: tuple(found) for parent, found in draws.items()}
+
+    def draws_at(self, parent: int) -> tuple[Draw, ...]:
+        """Draws of the children of ``parent`` (-1: the last committed token), in the order drawn."""
+        return self._draws_at.get(parent, ())
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check the tree, that each node has a draw, and that the draws fit the kind.
+
+        Not called in the loop: it is for tests and for whoever writes a drafter.
+
+        Raises:
+            ValueError: what is wrong, in words.
+        """
+        self.tree.validate(vocab_size)
+        if self.kind not in DRAFT_KINDS:
+            raise ValueError(f"a draft of kind {self.kind!r}; the kinds are {', '.join(sorted(DRAFT_KINDS))}")
+        rows = 0 if self.probs is None else self.probs.shape[0]
+        drawn: set[int] = set()
+        for draw in self.draws:
+            if not 0 <= draw.node < len(self):
+                raise ValueError(f"a draw names node {draw.node} of a tree of {len(self)}")
+            if draw.row is not None and not 0 <= draw.row < rows:
+                raise ValueError(f"the draw of node {draw.node} names row {draw.row} of {rows} rows of probabilities")
+            drawn.add(draw.node)
+        if len(drawn) != len(self):
+            raise ValueError(f"nodes {sorted(set(range(len(self))) - drawn)} have no draw; say who proposed each")
+        if self.kind == "point_mass" and any(draw.row is not None for draw in self.draws):
+            raise ValueError("a draft of point masses names rows of probabilities; a drawn one is of another kind")
+        if self.kind == "chain" and self.tree.parents != tuple(range(-1, len(self) - 1)):
+            raise ValueError(f"a chain with parents {self.tree.parents}; a tree is of another kind")
+        if self.kind in ("iid", "without_replacement"):
+            for parent in {self.tree.parents[draw.node] for draw in self.draws}:
+                if len({draw.row for draw in self.draws_at(parent)}) > 1:
+                    raise ValueError(f"siblings under node {parent} of kind {self.kind!r} were drawn from unlike rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the target said to a draft.
+
+    Attributes:
+        path: accepted nodes from the root on; empty if none was.
+        token: the target's own token, which follows the path.
+        kind: "recovered" if the path ended at a place that had children (all refused), "bonus" if it ended in a leaf,
+            "plain" if nothing had been drafted.
+        refused: nodes that were judged and refused, in that order; those that nobody looked at are in neither list.
+    """
+
+    path: tuple[int, ...]
+    token: int
+    kind: VerdictKind
+    refused: tuple[int, ...] = ()

@@ -1,0 +1,161 @@
+"""What every verifier is given and gives: the target's rows, lazily turned into distributions, and the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sakiyomi.noise import RequestNoise
+from sakiyomi.numerics import Row, as_row
+from sakiyomi.sampling import Sampler, best_token, require_number
+from sakiyomi.tree import Draft, DraftKind, TokenTree, Verdict, VerdictKind
+
+__all__ = ["Rows", "Verifier", "ended"]
+
+_NO_TREE = TokenTree()
+
+
+class Rows:
+    """What the target said for one request: row 0 follows the last committed token, row i + 1 follows node i.
+
+    A walk reads few rows of a wide tree, so that on the CPU each is processed and normalised when it is first read; the
+    result depends on that row alone. On an accelerator all are computed at once, and read back one by one.
+
+    Args:
+        logits: (n + 1, V) raw logits of any float type.
+        sampler: made for the target's vocabulary.
+        position: absolute position of the token that row 0 predicts; row i + 1 predicts ``position + depth(i) + 1``.
+        tree: the tree that was scored; only read where ``sampler.needs_history``.
+        committed: all tokens before, prompt included, list or (length,) int64; only read with ``needs_history``.
+    """
+
+    __slots__ = ("_all", "_committed", "_logits", "_probs", "_processed", "_tree", "position", "sampler")
+
+    def __init__(
+        self,
+        logits: Tensor,
+        sampler: Sampler,
+        position: int,
+        tree: TokenTree = _NO_TREE,
+        committed: Sequence[int] | Tensor = (),
+    ) -> None:
+        self.sampler: Sampler | None = sampler
+        self.position = position
+        self._logits = logits
+        self._tree = tree
+        self._committed = committed
+        self._processed: dict[int, Tensor] = {}
+        self._probs: dict[int, Row] = {}
+        self._all: Tensor | None = None
+
+    @classmethod
+    def of_probs(cls, probs: Tensor | Row, position: int) -> Rows:
+        """Rows whose distributions are known, (n + 1, V) float32: for tables, look-ups and tests."""
+        rows = cls.__new__(cls)
+        table = probs if isinstance(probs, Tensor) else torch.from_numpy(probs)
+        rows.sampler = None
+        rows.position = position
+        rows._logits = rows._all = table
+        rows._tree, rows._committed = _NO_TREE, ()
+        rows._processed = {}
+        rows._probs = dict(enumerate(as_row(table)))
+        return rows
+
+    def __len__(self) -> int:
+        return int(self._logits.shape[0])
+
+    def processed(self, index: int) -> Tensor:
+        """Logits of one row after bias, penalties and bans, (1, V); raw ones where no such option is set."""
+        if self.sampler is None or not self.sampler.edits:
+            return self._logits[index : index + 1]
+        row = self._processed.get(index)
+        if row is None:
+            if self.sampler.needs_history and not isinstance(self._committed, Tensor):
+                # Made a tensor once, not once a row.
+                self._committed = torch.tensor(list(self._committed), dtype=torch.int64)
+            paths = (self._tree.path_tokens(index - 1),)
+            row = self.sampler.process(self._logits[index : index + 1], paths, self._committed)
+            self._processed[index] = row
+        return row
+
+    @property
+    def logits(self) -> Tensor:
+        """(n + 1, V) processed logits of all rows."""
+        if self.sampler is None or not self.sampler.edits:
+            return self._logits
+        return torch.cat([self.processed(index) for index in range(len(self))])
+
+    def probs(self) -> Tensor:
+        """(n + 1, V) float32 distributions of all rows, on the logits' device."""
+        if self._all is None:
+            assert self.sampler is not None
+            self._all = self.sampler.probs(self.logits)
+        return self._all
+
+    def row(self, index: int) -> Row:
+        """Distribution of one row, (V,) float32 in numpy. Shared: not to be written to."""
+        row = self._probs.get(index)
+        if row is None:
+            assert self.sampler is not None
+            if self._all is not None or self._logits.device.type != "cpu":
+                row = as_row(self.probs()[index])
+                require_number(row)
+            else:
+                row = np.empty(self._logits.shape[1], np.float32)
+                self.sampler.fill(as_row(self.processed(index)[0]), row)
+            self._probs[index] = row
+        return row
+
+    def best(self, index: int) -> int:
+        """First most probable token of one row; no softmax."""
+        return best_token(as_row(self.processed(index)[0]))
+
+    def argmax(self) -> list[int]:
+        """``best`` of all rows."""
+        if self._logits.device.type != "cpu":
+            # One read-back; the lower token among equals is not promised by every device.
+            return [int(token) for token in self.logits.argmax(-1).tolist()]
+        return [self.best(index) for index in range(len(self))]
+
+
+class Verifier(Protocol):
+    """An acceptance rule. It is pure: randomness comes in as ``noise``, and nothing is kept between rounds."""
+
+    @property
+    def name(self) -> str:
+        """As in ``SamplingParams.acceptance``."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the target's own distribution; True enrols the rule in the distribution tests."""
+        ...
+
+    @property
+    def takes(self) -> frozenset[DraftKind]:
+        """Kinds of draft for which that holds."""
+        ...
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        """Walk the draft from the root and say which nodes stay and which token follows them.
+
+        Args:
+            draft: of a kind that the rule takes; not changed.
+            rows: the target's, n + 1 for a draft of n nodes; not changed.
+            noise: of this request.
+        """
+        ...
+
+
+def ended(draft: Draft, path: Sequence[int], token: int, refused: Sequence[int] = ()) -> Verdict:
+    """The verdict of a walk that took ``path`` and then chose ``token``."""
+    kind: VerdictKind = "bonus"
+    if not len(draft):
+        kind = "plain"
+    elif draft.tree.children(path[-1] if path else -1):
+        kind = "recovered"
+    return Verdict(tuple(path), token, kind, tuple(refused))

@@ -1,0 +1,28 @@
+"""The coupled rule: a token is a function of (seed, request, position) and the target's distribution, of nothing else.
+
+The token at a position is the argmax of log p + g with the Gumbel noise g of that position: a draw from p. A drafter
+that proposes the top of log q + g with the same g is right when q is near p (arXiv 2408.07978, section 4), but whatever
+it proposes, the text is the same: for every drafter, gamma, tree, pruning and batch.
+"""
+
+from __future__ import annotations
+
+from sakiyomi.noise import RequestNoise
+from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.verifiers.base import Rows
+from sakiyomi.verifiers.greedy import follow
+
+__all__ = ["CoupledVerifier"]
+
+
+class CoupledVerifier:
+    """Keeps the longest path of the target's own noisy choices; takes every draft and reads no draft probability."""
+
+    name = "coupled"
+    lossless = True
+    takes: frozenset[DraftKind] = DRAFT_KINDS
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        """See ``Verifier.verify``."""
+        # The key is the depth in the tree, never the row: rows of one depth are alternatives for one position.
+        return follow(draft, lambda row, depth: noise.top(rows.position + depth, rows.row(row))[0])

@@ -1,0 +1,49 @@
+"""Temperature 0: a node stays if it is the target's most probable token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sakiyomi.noise import RequestNoise
+from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.verifiers.base import Rows, ended
+
+__all__ = ["GreedyVerifier", "follow"]
+
+
+def follow(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
+    """Walk down while the tree holds a child with the token that the target chose.
+
+    The output is the target's choices alone: the draft only decides how many of them one pass can give.
+
+    Args:
+        draft: of any kind.
+        choose: the target's token from (row, depth): row 0, depth 0 follows the last committed token.
+    """
+    tree = draft.tree
+    node, depth = -1, 0
+    path: list[int] = []
+    refused: list[int] = []
+    while True:
+        token = choose(node + 1, depth)
+        for child in tree.children(node):
+            if tree.tokens[child] == token:
+                break
+            refused.append(child)
+        else:
+            return ended(draft, path, token, refused)
+        path.append(child)
+        node = child
+        depth += 1
+
+
+class GreedyVerifier:
+    """Keeps the longest path of most probable tokens; takes every draft, and needs no distribution and no noise."""
+
+    name = "greedy"
+    lossless = True
+    takes: frozenset[DraftKind] = DRAFT_KINDS
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        """See ``Verifier.verify``."""
+        return follow(draft, lambda row, depth: rows.best(row))

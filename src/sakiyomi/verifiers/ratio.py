@@ -1,0 +1,111 @@
+"""Speculative sampling by the ratio rule: accept with min(1, p / q), else draw from what q left of p.
+
+Sources: chains, Leviathan et al. 2023 (arXiv 2211.17192), sections 2.3 and A.1, and Chen et al. 2023 (2302.01318);
+several independent siblings, SpecInfer (2305.09781), algorithm 2; siblings without replacement, recursive rejection
+sampling (Jeon et al. 2024, 2402.14160; Sequoia, 2402.12374).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sakiyomi.noise import RequestNoise
+from sakiyomi.numerics import Row, as_row, draw
+from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.verifiers.base import Rows, ended
+
+__all__ = ["RatioVerifier", "residual"]
+
+# Below this mass a residual is rounding error of float32 rows, not a distribution.
+_LEAST_MASS = 1e-7
+
+
+class RatioVerifier:
+    """Tries the children of a place in the order drawn, against what the refused ones left of the target's row.
+
+    A child that was chosen and not drawn is one drawn from a point mass: it stays with probability p(x), and its
+    refusal takes x out of p. So one loop serves chains, independent siblings, siblings without replacement and merged
+    drafts; only the last but one changes q on the way.
+    """
+
+    name = "ratio"
+    lossless = True
+    takes: frozenset[DraftKind] = DRAFT_KINDS
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        """See ``Verifier.verify``."""
+        path: list[int] = []
+        refused: list[int] = []
+        probs = None if draft.probs is None else as_row(draft.probs)
+        place = -1
+        while True:
+            child, left = self._try_children(draft, place, rows.row(place + 1), probs, noise, refused)
+            if child is None:
+                # One more uniform, never one that an acceptance has used.
+                return ended(draft, path, draw(left, noise.uniform()), refused)
+            path.append(child)
+            place = child
+
+    @staticmethod
+    def _try_children(
+        draft: Draft, place: int, target: Row, probs: Row | None, noise: RequestNoise, refused: list[int]
+    ) -> tuple[int | None, Row]:
+        """The accepted child of ``place``, or None and the distribution of the recovered token, (V,), sum about 1."""
+        distinct = draft.kind == "without_replacement"
+        tokens = draft.tree.tokens
+        untried: Row | None = None
+        for drawn in draft.draws_at(place):
+            token = tokens[drawn.node]
+            row: Row | None = None
+            if drawn.row is not None and probs is not None:
+                row = untried if untried is not None else probs[drawn.row]
+            chance = 1.0 if row is None else float(row[token])
+            if chance <= 0.0:
+                # It cannot have been drawn from this row; as a point mass it does no harm.
+                row, chance = None, 1.0
+            if noise.uniform() * chance < float(target[token]):
+                return drawn.node, target
+            if drawn.node not in refused:
+                refused.append(drawn.node)
+            target = residual(target, row, token)
+            if distinct and row is not None:
+                untried = _without(row, token)
+        return None, target
+
+
+def residual(target: Row, drawn_from: Row | None, token: int) -> Row:
+    """Distribution that is left after a refusal: max(p - q, 0), normalised. Leviathan et al. 2023, section 2.3.
+
+    Taken after top-k and top-p on both sides; truncating it again would change the output's distribution.
+
+    Args:
+        target: p, (V,) float32, sum 1; not changed.
+        drawn_from: q, (V,) float32, sum 1; None: the token was a point mass.
+        token: the refused one.
+
+    Returns:
+        (V,) float32, sum 1: new memory. Where next to nothing is left, p without the token: then p and q differ by
+        rounding alone.
+    """
+    if drawn_from is None:
+        return _without(target, token)
+    left = np.subtract(target, drawn_from)
+    positive = torch.from_numpy(left).clamp_(min=0.0)
+    mass = float(positive.sum())
+    if mass < _LEAST_MASS:
+        return _without(target, token)
+    positive /= mass
+    return left
+
+
+def _without(row: Row, token: int) -> Row:
+    """The row without one token, normalised; the row itself where it had no other."""
+    left = row.copy()
+    left[token] = 0.0
+    flat = torch.from_numpy(left)
+    mass = float(flat.sum())
+    if mass <= 0.0:
+        return row
+    flat /= mass
+    return left
