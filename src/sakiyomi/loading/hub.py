@@ -60,7 +60,7 @@ def fetch(
         if info is None:
             return Path(snapshot_download(name, allow_patterns=small + weights, local_files_only=True, **options))
         _check_files(name, info, allow_pickle)
-        options["revision"] = info.sha
+        # By branch, not by info.sha: only then does the cache know what the name stands for when there is no network.
         with _progress():
             check(Path(snapshot_download(name, allow_patterns=small, **options)))
             _check_disk(name, info, Path(constants.HF_HUB_CACHE))
@@ -144,13 +144,15 @@ def _unreachable(name: str, offline: bool) -> str:
 @contextmanager
 def _progress() -> Iterator[None]:
     """huggingface_hub's download bars on a terminal only."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    import huggingface_hub.utils
 
-    if sys.stderr.isatty() or are_progress_bars_disabled():
+    bars: Any = huggingface_hub.utils
+
+    if sys.stderr.isatty() or bars.are_progress_bars_disabled():
         yield
         return
-    disable_progress_bars()
+    bars.disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        bars.enable_progress_bars()

@@ -165,9 +165,9 @@ def _local_folder(name: str) -> Path | None:
     if is_embedded_name(name):
         return embedded(name)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return path
-    if path.exists():
+    if path.is_file():
         raise LoadError(
             f"{name!r} is a file, expected a folder in Hugging Face format (config.json, model.safetensors, "
             "tokenizer.json); pass the folder" + (", and convert GGUF files first" if path.suffix == ".gguf" else "")
@@ -223,10 +223,10 @@ def _read_weights(
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model: Any
+    reader: Any = AutoModelForCausalLM  # its signature knows nothing of output_loading_info
     try:
         with _quiet(), _progress(name, checkpoint):
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = reader.from_pretrained(
                 folder,
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
