@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sakiyomi import theory
     from sakiyomi.generate import LLM, Engine
     from sakiyomi.outputs import Generation, Stats, Step, TokenTrace
-    from sakiyomi.sampling import SamplingParams
+    from sakiyomi.params import SamplingParams
     from sakiyomi.tree import Draft, TokenTree, Verdict
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ __all__ = [
 _HOME = {
     "LLM": "sakiyomi.generate",
     "Engine": "sakiyomi.generate",
-    "SamplingParams": "sakiyomi.sampling",
+    "SamplingParams": "sakiyomi.params",
     "Generation": "sakiyomi.outputs",
     "Stats": "sakiyomi.outputs",
     "Step": "sakiyomi.outputs",

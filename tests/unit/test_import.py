@@ -1,0 +1,94 @@
+"""``import sakiyomi`` is light, and what it promises is there."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import pytest
+
+import sakiyomi
+from sakiyomi import errors
+
+HEAVY = ("torch", "transformers", "numpy", "typer", "rich", "fastapi", "matplotlib", "ray", "huggingface_hub")
+
+PUBLIC = {
+    "LLM", "Engine", "SamplingParams", "Generation", "Stats", "TokenTrace", "Step", "TokenTree", "Draft", "Verdict",
+    "embedded", "theory", "SakiyomiError", "InputError", "LoadError", "UnsupportedError", "MemoryLimitError",
+    "__version__",
+}  # fmt: skip
+
+
+def in_new_process(code: str) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import sakiyomi",
+        "from sakiyomi import SakiyomiError, embedded, __version__",
+        "from sakiyomi import Generation, Stats, Step, TokenTrace",
+        "from sakiyomi import SamplingParams, theory",
+        "import sakiyomi; dir(sakiyomi)",
+    ],
+)
+def test_import_is_light(statement: str) -> None:
+    allowed = {"numpy"} if "theory" in statement else set()
+    loaded = in_new_process(f"{statement}\nimport sys\nprint(*(m for m in {HEAVY!r} if m in sys.modules))")
+    assert set(loaded.split()) <= allowed
+
+
+def test_all_is_the_public_contract() -> None:
+    assert set(sakiyomi.__all__) == PUBLIC
+    assert len(sakiyomi.__all__) == len(PUBLIC)
+    assert set(dir(sakiyomi)) >= PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_is_there(name: str) -> None:
+    if name in {"LLM", "Engine"} and find_spec("sakiyomi.generate") is None:
+        pytest.skip("the engine is not part of this checkout")
+    value = getattr(sakiyomi, name)
+    if inspect.isclass(value):
+        assert value.__name__ == name
+        assert value.__doc__
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="nonesuch"):
+        _ = sakiyomi.nonesuch
+
+
+def test_embedded_stays_a_function() -> None:
+    """The submodule has the same name; importing it first, or later, must not put it in the function's place."""
+    for code in (
+        "import sakiyomi.embedded, sakiyomi",
+        "import sakiyomi, sakiyomi.loading, sakiyomi.embedded",
+        "from sakiyomi.embedded import EMBEDDED; import sakiyomi",
+    ):
+        assert in_new_process(f"{code}\nprint(callable(sakiyomi.embedded))") == "True"
+
+
+def test_version_is_the_installed_one() -> None:
+    try:
+        assert version("sakiyomi") == sakiyomi.__version__
+    except PackageNotFoundError:
+        pytest.skip("sakiyomi is not installed in this environment")
+
+
+def test_error_tree() -> None:
+    """One base class, one message, exit codes for the command line; the docstring draws every class."""
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        error = kind("got 3, expected 2, take one away")
+        assert isinstance(error, errors.SakiyomiError)
+        assert str(error) == error.message == "got 3, expected 2, take one away"
+        assert kind.exit_code == (2 if kind is errors.InputError else 1)
+        assert name in (errors.__doc__ or "")
