@@ -1,0 +1,133 @@
+"""The slot cache: keys and values of every running request, in one place per request.
+
+Layers of equal (KV heads, key dim, value dim) have tensors of one shape. A slot is one request's place; its rows lie one after the other, so
+rolling back is moving a length, and keeping one path of a token tree is one gather. Storage grows by doubling and is never
+allocated for a model's maximal context in advance. The cache knows tokens' columns only; it knows no model and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sakiyomi.errors import MemoryLimitError
+
+FIRST_ROOM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """KV heads, and the size of a key and of a value, of one attention layer."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def pair_bytes(self, itemsize: int) -> int:
+        """Bytes of one token's keys and values in this layer."""
+        return self.heads * (self.key_dim + self.value_dim) * itemsize
+
+
+class SlotCache:
+    """Keys and values by layer, `(slots, heads, room, dim)` each, with growth and roll-back.
+
+    Args:
+        shapes: one per attention layer.
+        dtype, device: of the stored tensors.
+        max_slots: requests at once at most.
+        on_move: called with the cache whenever its tensors are new ones, so that whoever keeps pointers can renew them.
+        available: returns the bytes that may still be allocated; None: no limit is known.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_slots: int,
+        on_move: Callable[[SlotCache], None] | None = None,
+        available: Callable[[], int] | None = None,
+    ) -> None:
+        self.shapes = tuple(shapes)
+        self.dtype, self.device, self.max_slots = dtype, device, max_slots
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.room = 0
+        self.slots = 0
+        self.lengths = [0] * max_slots
+        self._free = list(range(max_slots - 1, -1, -1))
+        self._on_move, self._available = on_move, available
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes that one token of one request takes over all layers."""
+        return sum(shape.pair_bytes(self.dtype.itemsize) for shape in self.shapes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated now."""
+        return self.pair_bytes * self.slots * self.room
+
+    def take(self) -> int:
+        """The lowest free slot, empty."""
+        self._free.sort(reverse=True)
+        slot = self._free.pop()
+        self.lengths[slot] = 0
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot back; its storage is used again by the next request."""
+        self.lengths[slot] = 0
+        self._free.append(slot)
+
+    def reserve(self, slot: int, columns: int) -> None:
+        """Make room for `columns` tokens in a slot, growing all storage by doubling where needed.
+
+        Raises:
+            MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
+        """
+        slots, room = max(self.slots, 1), max(self.room, FIRST_ROOM)
+        while slots <= slot:
+            slots = min(slots * 2, self.max_slots)
+        while room < columns:
+            room *= 2
+        if (slots, room) != (self.slots, self.room):
+            self._grow(slots, room)
+
+    def _grow(self, slots: int, room: int) -> None:
+        need = self.pair_bytes * slots * room
+        if self._available is not None and need > (left := self._available()):
+            fits = left // (self.pair_bytes * slots)
+            raise MemoryLimitError(
+                f"the KV cache needs {need:,} bytes for {slots} requests of {room} tokens, {left:,} are available; "
+                f"about {fits} tokens a request fit: shorten the prompt or lower max_new_tokens or max_batch"
+            )
+        for store, dims in ((self.keys, "key_dim"), (self.values, "value_dim")):
+            for i, shape in enumerate(self.shapes):
+                fresh = torch.zeros(slots, shape.heads, room, getattr(shape, dims), dtype=self.dtype, device=self.device)
+                if self.room:
+                    fresh[: self.slots, :, : self.room] = store[i]
+                    store[i] = fresh
+                else:
+                    store.append(fresh)
+        self.slots, self.room = slots, room
+        if self._on_move is not None:
+            self._on_move(self)
+
+    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, in this order, and drop the rest.
+
+        Args:
+            slot: the request's slot.
+            length: pairs that were there before the pass.
+            rows: rows of the pass, counted from its first, ascending.
+        """
+        if any(row != i for i, row in enumerate(rows)):
+            source = torch.tensor([length + row for row in rows], device=self.device)
+            for store in (*self.keys, *self.values):
+                store[slot, :, length : length + len(rows)] = store[slot].index_select(1, source)
+        self.lengths[slot] = length + len(rows)

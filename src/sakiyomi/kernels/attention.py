@@ -1,0 +1,103 @@
+"""The attention functions that transformers' models are switched to.
+
+Three names are registered once with transformers: `sakiyomi_cpu` (the compiled operator), `sakiyomi_torch` (plain torch) and `sakiyomi_probe`, which
+computes ordinary causal attention and notes what each layer asked for. Masks are ours, so the mask functions return None.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from sakiyomi.cache.slots import LayerShape
+from sakiyomi.errors import UnsupportedError
+
+# Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
+UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")
+
+
+@dataclass(slots=True)
+class _Probe:
+    shapes: dict[int, LayerShape]
+    calls: int = 0
+
+
+_probe: _Probe | None = None
+
+
+def _arguments(module: nn.Module, query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> tuple[int, float, float, int]:
+    for name in UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(f"attention of {type(module).__name__} uses {name}, which is not supported; use transformers for this model")
+    return (
+        int(module.layer_idx),  # type: ignore[arg-type]
+        float(scaling if scaling is not None else query.shape[-1] ** -0.5),
+        float(kwargs.get("softcap") or 0.0),
+        int(kwargs.get("sliding_window") or 0),
+    )
+
+
+def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        return attend()(query, key, value, *_arguments(module, query, scaling, kwargs)), None
+
+    return attention
+
+
+def _probing(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    layer, scale, _, _ = _arguments(module, query, scaling, kwargs)
+    assert _probe is not None
+    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    _probe.calls += 1
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def register() -> None:
+    """Make the names known to transformers, once a process."""
+    for name, function in (
+        ("sakiyomi_cpu", _with(lambda: torch.ops.sakiyomi_cpu.attend)),
+        ("sakiyomi_torch", _with(lambda: torch.ops.sakiyomi.attend)),
+        ("sakiyomi_probe", _probing),
+    ):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+
+
+def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int) -> list[LayerShape] | None:
+    """What each attention layer stores, learnt from one small pass; None where the model does not come to our operator.
+
+    Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own, so the switch is not believed: the
+    operator must have been called exactly once for every layer.
+
+    Args:
+        model: its attention is left switched to the probe.
+        forward: runs the model on two tokens.
+        layers: attention layers that the config announces.
+    """
+    global _probe
+    register()
+    _probe = _Probe({})
+    try:
+        try:
+            model.set_attn_implementation("sakiyomi_probe")  # type: ignore[operator]
+        except ValueError:  # the class says itself that it has only its own attention
+            return None
+        forward()
+        if _probe.calls != layers or sorted(_probe.shapes) != list(range(layers)):
+            return None
+        return [_probe.shapes[i] for i in range(layers)]
+    finally:
+        _probe = None

@@ -1,0 +1,108 @@
+"""Compiles `cpu.cpp` at first use and keeps the result.
+
+The library is built once for a (source, torch, processor) triple with the system's C++ compiler, put in place by an atomic
+rename, and loaded from the user's cache folder afterwards. Where no compiler works, the caller gets None and one log line: the
+plain torch path then runs, with the same tokens and less speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger("sakiyomi")
+SOURCE = Path(__file__).with_name("cpu.cpp")
+_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "sk_model": ([], _int64),
+    "sk_free": ([_int64], None),
+    "sk_weight": ([_int64, _pointer, _pointer, _int64, _int64, ctypes.c_int], _int64),
+    "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
+    "sk_begin": ([_int64, _int64, _pointer, _int64, _pointer, _pointer], None),
+    "sk_calls": ([], _int64),
+}
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels and graphs are kept: `$SAKIYOMI_CACHE`, else the user's cache folder."""
+    root = os.environ.get("SAKIYOMI_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "sakiyomi"
+    )
+    return Path(root)
+
+
+def compiler() -> str | None:
+    """The C++ compiler to use: `$CXX`, else the first of g++, clang++, c++ on the path."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _command(cxx: str, target: Path) -> list[str]:
+    root = Path(torch.__file__).parent
+    include, lib = root / "include", root / "lib"
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    return [
+        *(cxx, "-O3", native, "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w"),
+        *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
+        *(str(SOURCE), "-o", str(target), f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"),
+    ]
+
+
+def library_path() -> Path:
+    """The compiled library's place; its name changes with source, torch version and processor."""
+    key = "\0".join((SOURCE.read_text(), torch.__version__, _processor(), platform.machine()))
+    return cache_folder() / "kernels" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+
+
+def _build(path: Path) -> None:
+    cxx = compiler()
+    if cxx is None:
+        raise OSError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        done = subprocess.run(_command(cxx, fresh), capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            raise OSError(f"{cxx} failed: {done.stderr.strip()[-300:]}")
+        os.replace(fresh, path)
+
+
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    """The compiled kernels, built if need be; None, after one warning, where that does not work.
+
+    Set `SAKIYOMI_NATIVE=0` to run without them.
+    """
+    if os.environ.get("SAKIYOMI_NATIVE") == "0":
+        return None
+    try:
+        path = library_path()
+        if not path.exists():
+            _build(path)
+        torch.ops.load_library(str(path))
+        library = ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("CPU kernels are not available, plain torch runs instead: %s", error)
+        return None
+    for name, (arguments, result) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library

@@ -1,0 +1,481 @@
+// Two operators for packed rows on a CPU, compiled at first use (see build.py).
+//
+//   sakiyomi_cpu::linear  rows x prepacked weight, for the few rows of a decoding pass
+//   sakiyomi_cpu::attend  cache write and tree attention of all requests of a pass
+//
+// Both compute every row alone: the order of additions of a row depends neither on how many rows the pass has nor on where the
+// row stands in it. That is what `exact=True` rests on, and it costs nothing here, because these passes are bound by reading
+// weights and keys, not by arithmetic.
+//
+// What a pass looks like (which request, which cache slot, which tree) is set by sk_begin() before the model runs, so compiled
+// graphs hold only layer and weight numbers.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using bf16 = uint16_t;
+typedef float f16v __attribute__((vector_size(64)));
+typedef uint32_t u16v __attribute__((vector_size(64)));
+typedef int32_t i16v __attribute__((vector_size(64)));
+typedef uint16_t h16v __attribute__((vector_size(32)));
+
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+
+inline bf16 narrow(float x) {  // round to nearest even, as torch does
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline f16v load16(const float* p) {
+  f16v y;
+  std::memcpy(&y, p, 64);
+  return y;
+}
+
+inline f16v load16(const bf16* p) {
+  h16v h;
+  std::memcpy(&h, p, 32);
+  return (f16v)(__builtin_convertvector(h, u16v) << 16);
+}
+
+inline void store16(float* p, f16v x) { std::memcpy(p, &x, 64); }
+
+inline float total(f16v x) {  // a fixed tree of additions
+  typedef float f8v __attribute__((vector_size(32)));
+  typedef float f4v __attribute__((vector_size(16)));
+  f8v a, b;
+  std::memcpy(&a, &x, 32);
+  std::memcpy(&b, (const char*)&x + 32, 32);
+  a += b;
+  f4v c, d;
+  std::memcpy(&c, &a, 16);
+  std::memcpy(&d, (const char*)&a + 16, 16);
+  c += d;
+  return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+// exp by Cody-Waite reduction and a polynomial of degree 6: relative error about 2e-7 on [-87, 0].
+inline f16v exp16(f16v x) {
+  const f16v low = f16v{} - 87.0f;
+  x = x < low ? low : x;
+  f16v scaled = x * 1.44269504088896341f;
+  i16v k = __builtin_convertvector(scaled - 0.5f, i16v);  // x <= 0: truncation rounds to nearest
+  f16v n = __builtin_convertvector(k, f16v);
+  f16v r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  f16v y = f16v{} + 1.9875691500e-4f;
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  i16v bits = (k + 127) << 23;
+  return y * (f16v)bits;
+}
+
+// ---------------------------------------------------------------- state set between passes
+
+struct Weight {
+  const void* data;   // bf16: [ceil(out/16)][in/2][16][2]; float: [ceil(out/16)][in][16]
+  const float* bias;  // or null
+  int64_t in, out;
+  bool half;
+};
+
+struct Layer {
+  char *keys, *values;  // [slots][heads][room][dim]
+  int64_t heads, room, key_dim, value_dim;
+  bool half;
+};
+
+struct Segment {
+  // cache slot, first row in the pass, rows, pairs in the cache before the pass, whether it is a chunk of a prompt (a chain)
+  int32_t slot, row, rows, length, prompt;
+};
+
+struct Model {
+  std::vector<Weight> weights;
+  std::vector<Layer> layers;
+};
+
+struct Pass {
+  const Model* model = nullptr;
+  std::vector<Segment> segments;
+  std::vector<int32_t> path_start;  // per row: where its path begins in `path`
+  std::vector<int32_t> path;        // rows (counted from the segment's first) from the tree's root down to the row itself
+  int64_t calls = 0;                // attention calls since sk_begin: proof that every layer came here
+};
+
+// One pass per thread: a graph that is compiled in the background runs once there, with an empty pass of its own.
+thread_local Pass current;
+
+// ---------------------------------------------------------------- linear
+
+template <int R, int C>
+inline void dot_float(const float* x, int64_t x_stride, const float* w, int64_t in, int64_t w_stride, f16v acc[R][C]) {
+  for (int64_t k = 0; k < in; ++k) {
+    f16v col[C];
+    for (int c = 0; c < C; ++c) col[c] = load16(w + c * w_stride + k * 16);
+    for (int r = 0; r < R; ++r) {
+      float s = x[r * x_stride + k];
+      for (int c = 0; c < C; ++c) acc[r][c] += col[c] * s;
+    }
+  }
+}
+
+template <int R, int C>
+inline void dot_half(const bf16* x, int64_t x_stride, const bf16* w, int64_t in, int64_t w_stride, f16v acc[R][C]) {
+#if defined(__AVX512BF16__)
+  __m512 a[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) a[r][c] = (__m512)acc[r][c];
+  for (int64_t k = 0; k < in / 2; ++k) {
+    __m512i col[C];
+    for (int c = 0; c < C; ++c) col[c] = _mm512_loadu_si512(w + c * w_stride + k * 32);
+    for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, x + r * x_stride + 2 * k, 4);
+      __m512i s = _mm512_set1_epi32(pair);
+      for (int c = 0; c < C; ++c) a[r][c] = _mm512_dpbf16_ps(a[r][c], (__m512bh)col[c], (__m512bh)s);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = (f16v)a[r][c];
+#else
+  for (int64_t k = 0; k < in / 2; ++k) {
+    f16v even[C], odd[C];
+    for (int c = 0; c < C; ++c) {
+      u16v both;
+      std::memcpy(&both, w + c * w_stride + k * 32, 64);
+      even[c] = (f16v)(both << 16);
+      odd[c] = (f16v)(both & 0xffff0000u);
+    }
+    for (int r = 0; r < R; ++r) {
+      float s = widen(x[r * x_stride + 2 * k]), t = widen(x[r * x_stride + 2 * k + 1]);
+      for (int c = 0; c < C; ++c) acc[r][c] += even[c] * s;
+      for (int c = 0; c < C; ++c) acc[r][c] += odd[c] * t;
+    }
+  }
+#endif
+}
+
+inline void put(float* y, f16v v, int64_t n) { std::memcpy(y, &v, 4 * n); }
+inline void put(bf16* y, f16v v, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = narrow(v[i]);
+}
+
+template <typename T, int R, int C>
+void block(const Weight& w, const T* x, T* y, int64_t first) {
+  f16v acc[R][C];
+  for (int c = 0; c < C; ++c) {
+    f16v b = {};
+    int64_t n = std::min<int64_t>(16, w.out - (first + 16 * c));
+    if (w.bias && n > 0) std::memcpy(&b, w.bias + first + 16 * c, 4 * n);
+    for (int r = 0; r < R; ++r) acc[r][c] = b;
+  }
+  const T* start = (const T*)w.data + first * w.in;
+  if constexpr (sizeof(T) == 2)
+    dot_half<R, C>(x, w.in, start, w.in, 16 * w.in, acc);
+  else
+    dot_float<R, C>(x, w.in, start, w.in, 16 * w.in, acc);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) {
+      int64_t n = std::min<int64_t>(16, w.out - (first + 16 * c));
+      if (n > 0) put(y + r * w.out + first + 16 * c, acc[r][c], n);
+    }
+}
+
+template <typename T, int C>
+void rows_of_block(const Weight& w, const T* x, T* y, int64_t rows, int64_t first) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) block<T, 6, C>(w, x + r * w.in, y + r * w.out, first);
+  const T* xr = x + r * w.in;
+  T* yr = y + r * w.out;
+  switch (rows - r) {
+    case 5: block<T, 5, C>(w, xr, yr, first); break;
+    case 4: block<T, 4, C>(w, xr, yr, first); break;
+    case 3: block<T, 3, C>(w, xr, yr, first); break;
+    case 2: block<T, 2, C>(w, xr, yr, first); break;
+    case 1: block<T, 1, C>(w, xr, yr, first); break;
+  }
+}
+
+template <typename T>
+void multiply(const Weight& w, const T* x, T* y, int64_t rows) {
+  constexpr int64_t wide = 64;  // output channels of one task: four streams of weights
+  int64_t tasks = (w.out + wide - 1) / wide;
+  // Below about 100k multiplications a second thread costs more than it brings.
+  int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, wide * w.in * rows));
+  at::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      int64_t first = t * wide, columns = (w.out - first + 15) / 16;
+      if (columns >= 4)
+        rows_of_block<T, 4>(w, x, y, rows, first);
+      else
+        for (int64_t c = 0; c < columns; ++c) rows_of_block<T, 1>(w, x, y, rows, first + 16 * c);
+    }
+  });
+}
+
+at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
+  const Model* model = current.model;
+  TORCH_CHECK(model && index < (int64_t)model->weights.size(), "sakiyomi_cpu::linear called outside a pass");
+  const Weight& w = model->weights[index];
+  at::Tensor x = input.contiguous();
+  TORCH_CHECK(x.size(-1) == w.in && out == w.out, "sakiyomi_cpu::linear: shapes differ from the packed weight");
+  TORCH_CHECK(x.scalar_type() == (w.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::linear: wrong dtype");
+  auto shape = x.sizes().vec();
+  shape.back() = out;
+  at::Tensor y = at::empty(shape, x.options());
+  int64_t rows = x.numel() / w.in;
+  if (w.half)
+    multiply<bf16>(w, (const bf16*)x.const_data_ptr(), (bf16*)y.mutable_data_ptr(), rows);
+  else
+    multiply<float>(w, (const float*)x.const_data_ptr(), (float*)y.mutable_data_ptr(), rows);
+  return y;
+}
+
+// ---------------------------------------------------------------- attention
+
+struct View {  // [1, heads, rows, dim] with any strides but the last
+  const char* data;
+  int64_t head, row;
+};
+
+template <typename T>
+float dot(const float* q, const T* k, int64_t dim) {
+  f16v sum = {};
+  int64_t d = 0;
+  for (; d + 16 <= dim; d += 16) sum += load16(q + d) * load16(k + d);
+  float rest = 0;
+  for (; d < dim; ++d) rest += q[d] * (sizeof(T) == 2 ? widen(((const bf16*)k)[d]) : ((const float*)k)[d]);
+  return total(sum) + rest;
+}
+
+template <typename T>
+void add_scaled(float* y, float s, const T* v, int64_t dim) {
+  int64_t d = 0;
+  for (; d + 16 <= dim; d += 16) store16(y + d, load16(y + d) + load16(v + d) * s);
+  for (; d < dim; ++d) y[d] += s * (sizeof(T) == 2 ? widen(((const bf16*)v)[d]) : ((const float*)v)[d]);
+}
+
+struct Scratch {
+  std::vector<float> q, scores, y;
+};
+
+// One request, one key head: all its rows and the query heads of its group.
+template <typename T>
+void attend_group(const Pass& pass, const Layer& layer, const Segment& seg, int64_t head, int64_t group, View q, View k, View v, T* out,
+                  int64_t heads, float scaling, float softcap, int64_t window) {
+  static thread_local Scratch scratch;
+  const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group;
+  const int64_t stride = (seg.length + seg.rows + 31) / 16 * 16;
+  T* keys = (T*)layer.keys + (seg.slot * layer.heads + head) * layer.room * kd;
+  T* values = (T*)layer.values + (seg.slot * layer.heads + head) * layer.room * vd;
+  for (int64_t i = 0; i < seg.rows; ++i) {
+    std::memcpy(keys + (seg.length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
+    std::memcpy(values + (seg.length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
+  }
+  scratch.q.resize(rows * kd);
+  scratch.scores.resize(rows * stride);
+  scratch.y.assign(rows * vd, 0.0f);
+  for (int64_t i = 0; i < seg.rows; ++i)
+    for (int64_t g = 0; g < group; ++g) {
+      const T* from = (const T*)q.data + (head * group + g) * q.head + (seg.row + i) * q.row;
+      float* to = scratch.q.data() + (i * group + g) * kd;
+      for (int64_t d = 0; d < kd; ++d) to[d] = scaling * (sizeof(T) == 2 ? widen(((const bf16*)from)[d]) : ((const float*)from)[d]);
+    }
+  constexpr int64_t tile = 64;  // keys that stay in the first-level cache while all rows read them
+  for (int64_t j = 0; j < seg.length; j += tile)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t t = j, stop = std::min<int64_t>(seg.length, j + tile); t < stop; ++t)
+        scratch.scores[r * stride + t] = dot(scratch.q.data() + r * kd, keys + t * kd, kd);
+  std::vector<float> weight(rows);
+  std::vector<int64_t> begin(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int32_t* start = pass.path_start.data() + seg.row + r / group;
+    const int32_t* own = pass.path.data() + start[0];
+    int64_t depth = start[1] - start[0];
+    float* s = scratch.scores.data() + r * stride;
+    for (int64_t t = 0; t < depth; ++t)
+      s[seg.length + t] = dot(scratch.q.data() + r * kd, keys + (seg.length + own[t]) * kd, kd);
+    int64_t end = seg.length + depth;
+    begin[r] = window > 0 ? std::max<int64_t>(0, end - window) : 0;  // the window counts positions, not columns
+    if (softcap > 0)
+      for (int64_t t = begin[r]; t < end; ++t) s[t] = softcap * std::tanh(s[t] / softcap);
+    float top = -INFINITY;
+    for (int64_t t = begin[r]; t < end; ++t) top = std::max(top, s[t]);
+    for (int64_t t = 0; t < begin[r]; ++t) s[t] = -INFINITY;
+    for (int64_t t = end; t < (end + 15) / 16 * 16; ++t) s[t] = -INFINITY;
+    f16v sum = {};
+    for (int64_t t = begin[r] / 16 * 16; t < end; t += 16) {
+      f16v e = load16(s + t) - top;
+      f16v p = exp16(e);
+      p = e < -86.0f ? f16v{} : p;
+      sum += p;
+      store16(s + t, p);
+    }
+    weight[r] = 1.0f / total(sum);
+  }
+  for (int64_t j = 0; j < seg.length; j += tile)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t t = std::max(j, begin[r]), stop = std::min<int64_t>(seg.length, j + tile); t < stop; ++t)
+        add_scaled(scratch.y.data() + r * vd, scratch.scores[r * stride + t], values + t * vd, vd);
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t row = seg.row + r / group;
+    const int32_t* own = pass.path.data() + pass.path_start[row];
+    int64_t depth = pass.path_start[row + 1] - pass.path_start[row];
+    float* y = scratch.y.data() + r * vd;
+    for (int64_t t = std::max<int64_t>(0, begin[r] - seg.length); t < depth; ++t)
+      add_scaled(y, scratch.scores[r * stride + seg.length + t], values + (seg.length + own[t]) * vd, vd);
+    T* to = out + (row * heads + head * group + r % group) * vd;
+    for (int64_t d = 0; d < vd; ++d) {
+      float x = y[d] * weight[r];
+      if constexpr (sizeof(T) == 2)
+        to[d] = narrow(x);
+      else
+        to[d] = x;
+    }
+  }
+}
+
+// A chunk of a prompt has hundreds of rows: arithmetic bounds it, and torch's blocked kernel is the fast one. Its rows need not
+// equal those of other row counts, since where the chunks of a prompt begin depends on the prompt alone.
+void attend_prompt(const Layer& layer, const Segment& seg, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
+                   double scaling, int64_t window) {
+  auto options = q.options();
+  int64_t heads = q.size(1), end = seg.length + seg.rows;
+  auto store = [&](char* data, int64_t dim) {
+    int64_t bytes = layer.room * dim * (layer.half ? 2 : 4);
+    return at::from_blob(data + seg.slot * layer.heads * bytes, {layer.heads, layer.room, dim}, options);
+  };
+  at::Tensor keys = store(layer.keys, layer.key_dim), values = store(layer.values, layer.value_dim);
+  keys.narrow(1, seg.length, seg.rows).copy_(k[0].narrow(1, seg.row, seg.rows));
+  values.narrow(1, seg.length, seg.rows).copy_(v[0].narrow(1, seg.row, seg.rows));
+  at::Tensor rows = q.narrow(2, seg.row, seg.rows);
+  std::optional<at::Tensor> mask;
+  bool causal = seg.length == 0 && window <= 0;
+  if (!causal) {
+    at::Tensor seen = at::ones({seg.rows, end}, options.dtype(at::kBool)).tril_(seg.length);
+    if (window > 0) seen.logical_and_(at::ones({seg.rows, end}, options.dtype(at::kBool)).triu_(seg.length - window + 1));
+    mask = seen;
+  }
+  at::Tensor y = at::scaled_dot_product_attention(rows, keys.narrow(1, 0, end).unsqueeze(0), values.narrow(1, 0, end).unsqueeze(0), mask, 0.0,
+                                                  causal, scaling, heads != layer.heads);
+  out.narrow(1, seg.row, seg.rows).copy_(y.transpose(1, 2));
+}
+
+at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, int64_t index, double scaling,
+                  double softcap, int64_t window) {
+  Pass& pass = current;
+  if (pass.segments.empty())  // a graph that is run once for its compilation
+    return at::zeros({1, query.size(2), query.size(1), value.size(3)}, query.options());
+  TORCH_CHECK(pass.model && index < (int64_t)pass.model->layers.size(), "sakiyomi_cpu::attend called outside a pass");
+  const Layer& layer = pass.model->layers[index];
+  auto fit = [](const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
+  at::Tensor q = fit(query), k = fit(key), v = fit(value);
+  TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::attend: wrong dtype");
+  TORCH_CHECK(k.size(1) == layer.heads && q.size(3) == layer.key_dim && v.size(3) == layer.value_dim,
+              "sakiyomi_cpu::attend: shapes differ from the cache");
+  int64_t heads = q.size(1), rows = q.size(2), group = heads / layer.heads;
+  at::Tensor out = at::empty({1, rows, heads, layer.value_dim}, q.options());
+  auto view = [](const at::Tensor& x) { return View{(const char*)x.const_data_ptr(), x.stride(1), x.stride(2)}; };
+  View qv = view(q), kv = view(k), vv = view(v);
+  ++pass.calls;
+  int64_t work = 0, used = 0;
+  std::vector<const Segment*> short_segments;
+  for (const Segment& s : pass.segments) {
+    if (s.prompt && softcap <= 0)
+      attend_prompt(layer, s, q, k, v, out, scaling, window);
+    else
+      short_segments.push_back(&s);
+    work += s.rows * (s.length + s.rows) * layer.key_dim * group * 2;
+    used += s.rows;
+  }
+  // Rows that only fill the pass up to its size must not carry garbage (a NaN there would be harmless but alarming).
+  if (used < rows)
+    std::memset((char*)out.mutable_data_ptr() + used * heads * layer.value_dim * q.element_size(), 0,
+                (rows - used) * heads * layer.value_dim * q.element_size());
+  int64_t tasks = (int64_t)short_segments.size() * layer.heads;
+  int64_t grain = std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work));
+  at::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const Segment& seg = *short_segments[t / layer.heads];
+      int64_t head = t % layer.heads;
+      if (layer.half)
+        attend_group<bf16>(pass, layer, seg, head, group, qv, kv, vv, (bf16*)out.mutable_data_ptr(), heads, scaling, softcap, window);
+      else
+        attend_group<float>(pass, layer, seg, head, group, qv, kv, vv, (float*)out.mutable_data_ptr(), heads, scaling, softcap, window);
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t sk_model() { return (int64_t) new Model(); }
+
+void sk_free(int64_t m) { delete (Model*)m; }
+
+int64_t sk_weight(int64_t m, const void* data, const float* bias, int64_t in, int64_t out, int half) {
+  auto& weights = ((Model*)m)->weights;
+  weights.push_back({data, bias, in, out, half != 0});
+  return (int64_t)weights.size() - 1;
+}
+
+void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads, int64_t room, int64_t key_dim, int64_t value_dim,
+              int half) {
+  auto& layers = ((Model*)m)->layers;
+  if ((int64_t)layers.size() <= index) layers.resize(index + 1);
+  layers[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
+}
+
+void sk_begin(int64_t m, int64_t count, const int32_t* segs, int64_t rows, const int32_t* starts, const int32_t* paths) {
+  current.model = (const Model*)m;
+  current.segments.assign((const Segment*)segs, (const Segment*)segs + count);
+  current.path_start.assign(starts, starts + rows + 1);
+  current.path.assign(paths, paths + starts[rows]);
+  current.calls = 0;
+}
+
+int64_t sk_calls() { return current.calls; }
+}
+
+TORCH_LIBRARY(sakiyomi_cpu, m) {
+  m.def("linear(Tensor x, int index, int out) -> Tensor");
+  m.def("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(sakiyomi_cpu, CPU, m) {
+  m.impl("linear", &linear);
+  m.impl("attend", &attend);
+}

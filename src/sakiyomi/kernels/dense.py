@@ -1,0 +1,100 @@
+"""Tree attention in plain torch, on any device: the path without a compiler, and the oracle of the compiled operator.
+
+`Dense` holds the plan of the pass and the cache; the operator `sakiyomi::attend` reads it, so that a compiled graph knows only layer
+numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it independent of the other rows
+(`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.kernels.plan import Plan
+
+
+class Dense:
+    """The cache and the plan that `sakiyomi::attend` works on in this thread."""
+
+    def __init__(self, cache: SlotCache, *, by_row: bool = False) -> None:
+        self.cache, self.by_row = cache, by_row
+        self.count = 0
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def begin(self, plan: Plan) -> None:
+        """Say what the next pass looks like."""
+        _active.dense, self.plan, self.count = self, plan, 0
+        self._masks.clear()
+
+    def calls(self) -> int:
+        """Attention calls since `begin`."""
+        return self.count
+
+    def mask(self, segment: int, window: int) -> Tensor:
+        """The segment's mask (rows, length + rows) on the cache's device, made once a pass and window."""
+        key = (segment, window)
+        if key not in self._masks:
+            self._masks[key] = self.plan.visible(segment, window).to(self.cache.device)
+        return self._masks[key]
+
+
+class _Active(threading.local):
+    dense: Dense | None = None
+
+
+_active = _Active()
+
+
+def _attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
+    """q (H, T, D), keys and values (H_kv, n, D), mask (T, n) -> (T, H, D_v). The heads of a group are packed as rows: no KV is copied."""
+    heads, rows, _ = q.shape
+    group = heads // keys.shape[0]
+    q = q.reshape(keys.shape[0], group * rows, -1)
+    mask = mask.repeat(group, 1) if mask is not None else None
+    if softcap:
+        scores = softcap * torch.tanh((q @ keys.transpose(1, 2)).float() * (scaling / softcap))
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        out = scores.softmax(-1).to(values.dtype) @ values
+    else:
+        out = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, scale=scaling)[0]
+    return out.reshape(heads, rows, -1).transpose(0, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+    dense = _active.dense
+    assert dense is not None, "sakiyomi::attend called outside a pass"
+    dense.count += 1
+    cache, plan = dense.cache, dense.plan
+    out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+    for i, (slot, first, rows, length, prompt) in enumerate(plan.segments.tolist()):
+        keys, values = cache.keys[layer][slot], cache.values[layer][slot]
+        keys[:, length : length + rows] = k[0, :, first : first + rows]
+        values[:, length : length + rows] = v[0, :, first : first + rows]
+        for a, b in [(r, r + 1) for r in range(rows)] if dense.by_row and not prompt else [(0, rows)]:
+            at = slice(0, length + rows)
+            mask: Tensor | None = None
+            if dense.by_row and not prompt:
+                path = plan.paths[plan.starts[first + a] : plan.starts[first + b]]
+                columns = torch.tensor([*range(length), *(length + path).tolist()])[-window if window else 0 :]
+                part_keys, part_values = keys[:, columns], values[:, columns]
+            else:
+                mask = None if rows == 1 and not window else dense.mask(i, window)
+                part_keys, part_values = keys[:, at], values[:, at]
+            part = q[0, :, first + a : first + b]
+            out[0, first + a : first + b] = _attend_all(part, part_keys, part_values, mask, scaling, softcap)
+    return out
+
+
+_library = torch.library.Library("sakiyomi", "DEF")
+_library.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor")
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sakiyomi::attend", lib=_library)
+def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])

@@ -1,0 +1,117 @@
+"""The compiled operators as torch sees them, and the handle through which Python fills their tables."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.kernels.build import native
+from sakiyomi.kernels.plan import Plan
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _register_shapes() -> None:
+    @torch.library.register_fake("sakiyomi_cpu::linear")
+    def _(x: Tensor, index: int, out: int) -> Tensor:
+        return x.new_empty(*x.shape[:-1], out)
+
+    @torch.library.register_fake("sakiyomi_cpu::attend")
+    def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+_registered = False
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A weight `(out, in)` in the order in which the kernel reads it: 16 output channels side by side.
+
+    bf16 comes as `(out / 16, in / 2, 16, 2)`, fp32 as `(out / 16, in, 16)`; missing channels are zero.
+    """
+    out, inner = weight.shape
+    blocks = (out + 15) // 16
+    weight = nn.functional.pad(weight, (0, 0, 0, blocks * 16 - out))
+    if weight.dtype == torch.bfloat16:
+        return weight.view(blocks, 16, inner // 2, 2).permute(0, 2, 1, 3).contiguous()
+    return weight.view(blocks, 16, inner).permute(0, 2, 1).contiguous()
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight lies in the kernel's table; `index` is its number there."""
+
+    def __init__(self, index: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.index, self.in_features, self.out_features, self.dtype = index, in_features, out_features, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.sakiyomi_cpu.linear(x, self.index, self.out_features)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, index={self.index}"
+
+
+class NativeModel:
+    """One model's tables in the compiled kernels: packed weights, cache pointers, the plan of the pass.
+
+    Use `NativeModel.create()`, which gives None where the kernels are not available. Tensors that the kernels point to are held here.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        global _registered
+        if not _registered:
+            _register_shapes()
+            _registered = True
+        self._library = library
+        self.number: int = library.sk_model()
+        self._held: list[Tensor] = []
+        self.packed_bytes = 0
+
+    @classmethod
+    def create(cls) -> NativeModel | None:
+        library = native()
+        return cls(library) if library is not None else None
+
+    def __del__(self) -> None:
+        self._library.sk_free(self.number)
+
+    def add_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """Pack a weight `(out, in)` (fp32 or bf16) and an optional bias; the returned module computes `x @ weight.T + bias`."""
+        packed = pack_weight(weight.detach())
+        held = None if bias is None else bias.detach().float().contiguous()
+        self._held.extend([packed] if held is None else [packed, held])
+        self.packed_bytes += packed.numel() * packed.element_size()
+        out, inner = weight.shape
+        index = self._library.sk_weight(
+            *(self.number, packed.data_ptr(), None if held is None else held.data_ptr()),
+            *(inner, out, int(weight.dtype == torch.bfloat16)),
+        )
+        return PackedLinear(index, inner, out, weight.dtype)
+
+    def attach(self, cache: SlotCache) -> None:
+        """Point the attention operator at the cache's present tensors."""
+        for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
+            self._library.sk_layer(
+                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, cache.room),
+                *(shape.key_dim, shape.value_dim, int(cache.dtype == torch.bfloat16)),
+            )
+
+    def begin(self, plan: Plan) -> None:
+        """Say what the next pass of this model looks like."""
+        self._library.sk_begin(
+            *(self.number, len(plan.segments), plan.segments.ctypes.data),
+            *(plan.rows, plan.starts.ctypes.data, plan.paths.ctypes.data),
+        )
+
+    def calls(self) -> int:
+        """Attention calls since `begin`."""
+        return int(self._library.sk_calls())
+
+
+def can_pack(shapes: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether a weight `(out, in)` of this shape and dtype fits the kernel."""
+    return dtype in DTYPES and shapes[1] % 2 == 0

@@ -1,0 +1,60 @@
+"""Models that keep their own attention (falcon and its like): our slot cache behind transformers' `Cache`, and a float mask.
+
+The model's attention then sees the keys of all requests of the pass one after the other, and the mask hides what is not a row's own. That is
+eager only, and costs what the mask costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.kernels.plan import Plan
+
+
+class OwnAttention(Cache):  # type: ignore[misc]
+    """Stands in for `past_key_values`: writes the rows of a pass into the slot cache, gives back all keys of its requests."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__(layers=[])
+        self.cache = cache
+        self.count = 0
+
+    def begin(self, plan: Plan) -> None:
+        """Say what the next pass looks like."""
+        self.plan, self.count = plan, 0
+
+    def calls(self) -> int:
+        """Layers that have stored their rows since `begin`."""
+        return self.count
+
+    def mask(self, dtype: torch.dtype, rows: int) -> Tensor:
+        """(1, 1, rows, all columns) to add to the scores: 0 where a row may look, the lowest number elsewhere.
+
+        A bool mask would be taken for numbers by eager attention, silently.
+        """
+        columns = int(sum(segment[3] + segment[2] for segment in self.plan.segments))
+        mask = torch.full((rows, max(columns, 1)), torch.finfo(dtype).min, dtype=dtype)
+        column = 0
+        for i, (_, first, count, length, _) in enumerate(self.plan.segments.tolist()):
+            part = mask[first : first + count, column : column + length + count]
+            part.masked_fill_(self.plan.visible(i), 0.0)
+            column += length + count
+        return mask[None, None].to(self.cache.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for slot, first, rows, length, _ in self.plan.segments.tolist():
+            for part, store, fresh in zip(parts, (self.cache.keys, self.cache.values), (key_states, value_states), strict=True):
+                place = store[layer_idx][slot]
+                place[:, length : length + rows] = fresh[0, :, first : first + rows]
+                part.append(place[:, : length + rows])
+        return torch.cat(parts[0], 1)[None], torch.cat(parts[1], 1)[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0

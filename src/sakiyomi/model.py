@@ -1,0 +1,254 @@
+"""A Hugging Face causal language model as the engine runs it: packed rows, our cache, our attention, its own weights.
+
+`PackedModel` works on a structural copy of the user's model which shares its parameters: the user's object keeps its attention setting and
+its modules. Target and draft model are both one of these. It knows rows, slots and logits; it knows no drafts and no sampling.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.errors import UnsupportedError
+from sakiyomi.kernels import attention
+from sakiyomi.kernels.dense import Dense
+from sakiyomi.kernels.graphs import Graphs
+from sakiyomi.kernels.native import NativeModel, can_pack
+from sakiyomi.kernels.own import OwnAttention
+from sakiyomi.kernels.plan import Plan, Segment
+
+logger = logging.getLogger("sakiyomi")
+SIZES = (1, 4, 8, 16, 32, 64)
+
+
+def structural_copy(model: nn.Module) -> Any:
+    """The same modules again, around the same parameter and buffer tensors; config and settings are copies of their own."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)  # type: ignore[arg-type]
+
+
+def pack_linears(model: nn.Module, native: NativeModel) -> int:
+    """Replace plain linear layers on the CPU by packed ones; the number of layers that were replaced.
+
+    Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they are.
+    """
+    done: dict[int, nn.Module] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in done:
+                setattr(parent, name, done[id(child)])
+                continue
+            if type(child) not in (nn.Linear, Conv1D) or type(child.weight) is not nn.Parameter:
+                continue
+            hooked = child._forward_pre_hooks or child._forward_hooks or hasattr(child, "_hf_hook")
+            weight = child.weight if type(child) is nn.Linear else child.weight.T
+            if hooked or weight.device.type != "cpu" or not can_pack(weight.shape, weight.dtype):
+                continue
+            done[id(child)] = native.add_linear(weight, child.bias)
+            setattr(parent, name, done[id(child)])
+    return len(done)
+
+
+class PackedModel:
+    """Scores packed rows of several requests in one pass.
+
+    Args:
+        model: a loaded causal LM; not changed.
+        max_slots: requests at once at most.
+        compile: "auto" compiles graphs in the background where a compiler is, True waits for them, False never does.
+        exact: every pass has a row count at which a self-test found each row independent of the others.
+
+    Raises:
+        UnsupportedError: the model's attention cannot be served.
+    """
+
+    def __init__(self, model: Any, *, max_slots: int = 8, compile: bool | str = "auto", exact: bool = False) -> None:
+        self.config = model.config.get_text_config()
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
+        self.exact = exact
+        self.lock = threading.RLock()
+        self.forward_seconds = 0.0
+        self._model = structural_copy(model).eval()
+        for module in self._model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
+        parameters = inspect.signature(self._model.forward).parameters
+        self._keeps = "logits_to_keep" in parameters
+        shapes = self._layer_shapes(int(self.config.num_hidden_layers))
+        self.native = self._native() if self.passes_here else None
+        self.cache = SlotCache(
+            shapes,
+            dtype=self.dtype,
+            device=self.device,
+            max_slots=max_slots,
+            on_move=self.native.attach if self.native else None,
+            available=(lambda: int(psutil.virtual_memory().available * 0.9)) if self.device.type == "cpu" else None,
+        )
+        self.state: NativeModel | Dense | OwnAttention
+        if not self.passes_here:
+            self.state = OwnAttention(self.cache)
+        else:
+            self.state = self.native or Dense(self.cache, by_row=exact)
+            self._model.set_attn_implementation("sakiyomi_cpu" if self.native else "sakiyomi_torch")
+        self.sizes = SIZES
+        self.graphs = Graphs(self._model, SIZES, self.state, self.device) if compile and self.passes_here else None
+        self._proven = False
+        if exact:
+            self._make_exact(wait=bool(compile))
+        elif self.graphs is not None:
+            self.graphs.start(wait=compile is True)
+
+    # ------------------------------------------------------------ preparation
+
+    def _layer_shapes(self, layers: int) -> list[LayerShape]:
+        ids = torch.tensor([[1, 2]], device=self.device) % self.vocab_size
+        positions = torch.tensor([[0, 1]], device=self.device)
+        with torch.no_grad():
+            shapes = attention.layer_shapes(
+                self._model, lambda: self._model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False), layers
+            )
+            self.passes_here = shapes is not None
+            if shapes is not None:
+                return shapes
+            return self._own_shapes(ids, layers)
+
+    def _own_shapes(self, ids: Tensor, layers: int) -> list[LayerShape]:
+        """Layer shapes of a model that keeps its own attention, and the proof that a cache of ours serves it."""
+        name = type(self._model).__name__
+        if getattr(self.config, "alibi", False) or "position_ids" not in inspect.signature(self._model.forward).parameters:
+            raise UnsupportedError(f"{name} derives positions from the column of the cache (ALiBi); such models are not supported")
+        self._model.set_attn_implementation("eager")
+        done = self._model(input_ids=ids, use_cache=True)
+        stored = getattr(done.past_key_values, "layers", [])
+        if len(stored) != layers or any(getattr(layer, "keys", None) is None for layer in stored):
+            raise UnsupportedError(f"{name} keeps something else than keys and values of {layers} layers; such models are not supported")
+        shapes = [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in stored]
+        trial = SlotCache(shapes, dtype=self.dtype, device=self.device, max_slots=1)
+        trial.reserve(0, 2)
+        state, rows = OwnAttention(trial), []
+        for i in range(2):  # one token after the other through our cache must give what one pass gave
+            state.begin(Plan.of([Segment(0, i, [int(ids[0, i])])]))
+            rows.append(self._call_own(state, ids[:, i : i + 1], torch.tensor([[i]], device=self.device))[0])
+        difference = (torch.stack(rows) - done.logits[0].float()).abs().max()
+        scale = done.logits.float().abs().max()
+        if not bool(difference <= (1e-3 if self.dtype == torch.float32 else 0.1) * scale):
+            raise UnsupportedError(f"{name} gives other logits through our cache (difference {float(difference):.2g}); it is not supported")
+        return shapes
+
+    def _native(self) -> NativeModel | None:
+        if self.device.type != "cpu" or self.dtype not in (torch.float32, torch.bfloat16):
+            return None
+        if any(p.device.type != "cpu" for p in self._model.parameters()):
+            return None
+        native = NativeModel.create()
+        if native is not None:
+            self.packed = pack_linears(self._model, native)
+        return native
+
+    def _make_exact(self, *, wait: bool) -> None:
+        """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""
+        if self.graphs is not None and wait:
+            self.graphs.start(wait=True)
+        self.sizes = self.invariant_sizes()
+        if not self.sizes:
+            raise UnsupportedError(
+                f"exact=True: no row count of {SIZES} gives rows that are independent of the others on this machine in {self.dtype}; "
+                "use exact=False, or dtype='float32'"
+            )
+
+    def invariant_sizes(self) -> tuple[int, ...]:
+        """Row counts whose rows, alone or in any place of the pass, have bit-equal logits."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, self.vocab_size, (64,), generator=generator).tolist()
+        slot = self.cache.take()
+        try:
+            self.cache.reserve(slot, 80)
+            self.score([Segment(slot, 0, ids[:16], prompt=True)])
+            reference: Tensor | None = None
+            good: list[int] = []
+            for size in reversed(SIZES):
+                rows = [self._invariant_row(slot, ids, place, size) for place in sorted({0, size // 2, size - 1})]
+                reference = rows[0] if reference is None else reference
+                if all(torch.equal(row, reference) for row in rows):
+                    good.append(size)
+            return tuple(sorted(good)) if len(good) > 1 else ()
+        finally:
+            self.cache.release(slot)
+
+    def _invariant_row(self, slot: int, ids: list[int], place: int, size: int) -> Tensor:
+        # Siblings of one parent: each sees the same 16 tokens and itself, whatever its place among them.
+        tokens = [ids[(17 + i) % 64] for i in range(size)]
+        tokens[place] = ids[16]
+        return self._run(Plan.of([Segment(slot, 16, tokens, (-1,) * size)]), size, compiled=True)[place].clone()
+
+    # ------------------------------------------------------------ passes
+
+    def score(self, segments: Sequence[Segment], *, last: bool = False, compiled: bool = True) -> Tensor:
+        """One pass over the rows of these segments.
+
+        The rows' keys and values are written behind each slot's pairs (`SlotCache.keep` decides which stay); slots must have room.
+
+        Args:
+            segments: of different slots.
+            last: only the last row of each segment is wanted.
+            compiled: use a compiled graph where one is ready.
+        Returns:
+            (rows, V) logits, one row for each row of the segments in order, or (segments, V) with `last`.
+        """
+        plan = Plan.of(segments)
+        rows = plan.rows
+        if last and any(segment.prompt for segment in segments):
+            ends = [int(first + count - 1) for _, first, count, _, _ in plan.segments.tolist()]
+            return self._run(plan, rows, keep=torch.tensor(ends, device=self.device))
+        size = next((s for s in self.sizes if s >= rows), -(-rows // self.sizes[-1]) * self.sizes[-1])
+        logits = self._run(plan, size, compiled=compiled)
+        return logits[:rows]
+
+    def _run(self, plan: Plan, size: int, *, keep: Tensor | None = None, compiled: bool = False) -> Tensor:
+        with self.lock, torch.no_grad():
+            filler = size - plan.rows
+            ids = torch.tensor([plan.tokens + [0] * filler], device=self.device)
+            positions = torch.tensor([plan.positions + [0] * filler], device=self.device)
+            self.state.begin(plan)
+            graph = self.graphs.get(size) if compiled and self.graphs is not None else None
+            began = time.perf_counter()
+            if graph is not None:
+                logits = graph(ids, positions)
+            elif isinstance(self.state, OwnAttention):
+                logits = self._call_own(self.state, ids, positions)[None]
+                logits = logits if keep is None else logits[:, keep]
+            else:
+                wanted = {} if keep is None or not self._keeps else {"logits_to_keep": keep}
+                logits = self._model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted).logits
+                logits = logits[:, keep] if keep is not None and not self._keeps else logits
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.forward_seconds += time.perf_counter() - began
+            if not self._proven:
+                self._prove()
+            return logits[0]  # type: ignore[no-any-return]
+
+    def _call_own(self, state: OwnAttention, ids: Tensor, positions: Tensor) -> Tensor:
+        mask = state.mask(self.dtype, ids.shape[1])
+        return self._model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=state, use_cache=True).logits[0]  # type: ignore[no-any-return]
+
+    def _prove(self) -> None:
+        """After the first pass: every layer must have come to our cache, or the logits are not to be trusted."""
+        calls, layers = self.state.calls(), len(self.cache.shapes)
+        if calls != layers:
+            raise UnsupportedError(f"{type(self._model).__name__}: {calls} of {layers} attention layers reached the cache; it is not supported")
+        self._proven = True
