@@ -8,13 +8,14 @@ again never share a number.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sakiyomi.numerics import Row, largest
+from sakiyomi.numerics import Row, Tokens, largest
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,8 @@ _SCALE = 2.0**-32 * (1 - 2.0**-24)
 _SLACK = 1 - 1e-6
 # Positions whose noise is held at once: more than a round's depth. 128 KB each at a vocabulary of 32000.
 _HELD = 24
-_NOTHING: Hashes = np.empty(0, np.uint32)
+_NO_HASHES: Hashes = np.empty(0, np.uint32)
+_NO_NOISE: Row = np.empty(0, np.float32)
 
 
 def _mix(value: int) -> int:
@@ -71,7 +73,7 @@ class RequestNoise(Uniforms):
         key: request index in its list, and sample index if there are several.
     """
 
-    __slots__ = ("_forks", "_held", "_scratch", "_state")
+    __slots__ = ("_forks", "_held", "_scratch", "_spare", "_state")
 
     def __init__(self, seed: int, *key: int) -> None:
         state = _mix(seed & _MASK)
@@ -82,7 +84,8 @@ class RequestNoise(Uniforms):
         self._state = state
         self._forks: dict[str, Uniforms] = {}
         self._held: dict[int, Row] = {}
-        self._scratch = (_NOTHING, _NOTHING)
+        self._spare: list[Row] = []
+        self._scratch = (_NO_HASHES, _NO_HASHES, _NO_NOISE)
 
     def fork(self, name: str) -> Uniforms:
         """The stream called ``name``, for instance a drafter's; it goes on where it stopped when asked for again."""
@@ -94,7 +97,7 @@ class RequestNoise(Uniforms):
             stream = self._forks[name] = Uniforms(state)
         return stream
 
-    def top(self, position: int, weights: Row, count: int = 1) -> list[int]:
+    def top(self, position: int, weights: Row, count: int = 1, support: Tokens | None = None) -> list[int]:
         """Tokens with the largest log weight + Gumbel noise of this position, best first.
 
         The first is a draw from the weights; all are a draw without replacement. This is the fast way of
@@ -104,24 +107,32 @@ class RequestNoise(Uniforms):
 
         Args:
             position: absolute position of the token in the request's sequence.
-            weights: (V,) float32 on the CPU, not negative, not all 0; they need not sum to 1.
+            weights: (V,) float32 on the CPU, not negative, not all 0; they sum to about 1.
             count: how many; fewer come back where fewer weights are positive.
+            support: tokens, ascending, outside of which all weights are known to be 0: only theirs is hashed then.
         """
-        held = self._held.get(position)
-        if held is None or held.size < weights.size:
-            support = weights > 0
-            if np.count_nonzero(support) * 8 < weights.size:
-                # After top-k or top-p it is cheaper to hash what is left than the vocabulary.
-                tokens = np.flatnonzero(support)
-                return _best(weights[tokens], self._noise(position, tokens), tokens, count)
-            held = self._hold(position, weights.size)
-        noise = held[: weights.size]
-        bound = np.divide(weights, noise)
-        some = largest(bound, count) if count > 1 else np.array([bound.argmax()])
-        scores = np.sort(weights[some] / _exponential(noise[some]))
-        floor = float(scores[-min(count, scores.size)]) * _SCALE * _SLACK
-        tokens = np.flatnonzero(bound >= floor)
+        if support is not None:
+            return _best(weights[support], self._noise(position, support), support, count)
+        noise = self._hold(position, weights.size)[: weights.size]
+        bound = np.divide(weights, noise, out=self._scratch[2][: weights.size])
+        if count == 1:
+            likely = int(bound.argmax())
+            floor = float(weights[likely]) / -math.log1p(float(noise[likely]) * -_SCALE) * _SCALE * _SLACK
+            peak, bound[likely] = bound[likely], 0.0
+            if bound.max() < floor:
+                return [likely]
+            bound[likely] = peak
+        else:
+            some = largest(bound, count)
+            scores = np.sort(weights[some] / _exponential(noise[some]))
+            floor = float(scores[-min(count, scores.size)]) * _SCALE * _SLACK
+        tokens = (bound >= floor).nonzero()[0]
         return _best(weights[tokens], noise[tokens], tokens, count)
+
+    def forget(self, before: int) -> None:
+        """Free the noise held of positions before this one: they are committed. It could be had again, at a price."""
+        for position in [held for held in self._held if held < before]:
+            self._spare.append(self._held.pop(position))
 
     def gumbel(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Standard Gumbel noise of one position, (V,) float32 on ``device``; a prefix of that of any larger V.
@@ -140,7 +151,7 @@ class RequestNoise(Uniforms):
         key = _mix(self._state ^ _mix(position & _MASK))
         return key & _MASK32, key >> 32
 
-    def _noise(self, position: int, tokens: NDArray[np.intp]) -> Row:
+    def _noise(self, position: int, tokens: Tokens) -> Row:
         """Noise of some tokens, (n,) float32, unscaled."""
         hashed = _token_table(_width(int(tokens[-1]) + 1))[tokens]
         _stir(hashed, hashed, np.empty_like(hashed), *self._keys(position))
@@ -149,14 +160,20 @@ class RequestNoise(Uniforms):
 
     def _hold(self, position: int, vocab_size: int) -> Row:
         """Noise of a position's whole vocabulary, (>= V,) float32, unscaled, kept for the next who asks."""
+        held = self._held.get(position)
+        if held is not None and held.size >= vocab_size:
+            return held
         if vocab_size > self._scratch[0].size:
             # Draft and target may differ in size: both then read the wider one.
             width = _width(vocab_size)
-            self._scratch = (np.empty(width, np.uint32), np.empty(width, np.uint32))
+            self._scratch = (np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.float32))
             self._held.clear()
-        hashed, shifted = self._scratch
-        # The lowest position is the one least likely to be asked for again; its buffer is used again.
-        noise = self._held.pop(min(self._held)) if len(self._held) >= _HELD else np.empty(hashed.size, np.float32)
+            self._spare.clear()
+        hashed, shifted, _ = self._scratch
+        if len(self._held) >= _HELD:
+            # The lowest position is the one least likely to be asked for again.
+            self._spare.append(self._held.pop(min(self._held)))
+        noise = self._spare.pop() if self._spare else np.empty(hashed.size, np.float32)
         _stir(_token_table(hashed.size), hashed, shifted, *self._keys(position))
         np.bitwise_or(hashed, 1, out=hashed)
         np.copyto(noise, hashed)
@@ -204,7 +221,7 @@ def _exponential(noise: Row) -> NDArray[np.float64]:
     return -np.log1p(noise.astype(np.float64) * -_SCALE)
 
 
-def _best(weights: Row, noise: Row, tokens: NDArray[np.intp], count: int) -> list[int]:
+def _best(weights: Row, noise: Row, tokens: Tokens, count: int) -> list[int]:
     scores = weights / _exponential(noise)
     if count == 1:
         return [int(tokens[scores.argmax()])]

@@ -13,15 +13,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Row", "as_row", "draw", "draw_distinct", "keep_top_p", "largest", "nucleus", "top_tokens", "without_spare"]
+__all__ = [
+    "Row",
+    "Tokens",
+    "as_row",
+    "draw",
+    "draw_distinct",
+    "keep_top_p",
+    "largest",
+    "nucleus",
+    "top_tokens",
+    "without_spare",
+]
 
 Row = NDArray[np.float32]
+Bits = NDArray[np.int16]
 Tokens = NDArray[np.intp]
 
 # Columns of the reshaped row whose maxima bound the k-th largest value.
-_COLUMNS = 1024
+_COLUMNS = 1000
 # Below this many values a sort is faster than any cleverness.
 _SHORT = 1024
+# How many values are looked at to guess where a nucleus ends, and how many of them to either side are allowed for:
+# about three standard deviations.
+_SAMPLE, _MARGIN = 512, 32
+# What a nucleus of a trained model seldom outgrows.
 _NUCLEUS = 256
 _BLOCK = 128
 
@@ -30,11 +46,29 @@ def as_row(values: torch.Tensor) -> Row:
     """One row of any float type on any device as (V,) float32 in numpy; no copy if it is that already."""
     if values.requires_grad:
         values = values.detach()
-    row: Row = values.to(device="cpu", dtype=torch.float32).numpy()
+    row: Row = (values if values.is_cpu else values.cpu()).float().numpy()
     return row
 
 
-def largest(row: Row, count: int) -> Tokens:
+def as_bits(values: torch.Tensor) -> Bits | None:
+    """One bfloat16 row as integers in the order of the numbers, as far as these are positive; None for other types.
+
+    Negative numbers are negative integers, but in reverse order. Whoever looks for large logits need not convert V of
+    them: ``from_bits`` converts the few.
+    """
+    if values.dtype is not torch.bfloat16 or not values.is_cpu:
+        return None
+    bits: Bits = values.detach().view(torch.int16).numpy()
+    return bits
+
+
+def from_bits(bits: Bits) -> Row:
+    """The float32 values of bfloat16 bits, which are their upper halves."""
+    wide: Row = (bits.astype(np.int32) << 16).view(np.float32)
+    return wide
+
+
+def largest(row: Row | Bits, count: int) -> Tokens:
     """Tokens among which are the ``count`` largest values, ties included, in ascending order of token.
 
     The row is folded into columns: the count-th largest column maximum is reached by at least ``count`` values, so it
@@ -48,9 +82,12 @@ def largest(row: Row, count: int) -> Tokens:
     else:
         whole = size // _COLUMNS * _COLUMNS
         peaks = row[:whole].reshape(-1, _COLUMNS).max(axis=0)
-        np.maximum(peaks[: size - whole], row[whole:], out=peaks[: size - whole])
-        bound = np.partition(peaks, _COLUMNS - count)[_COLUMNS - count]
-    return np.flatnonzero(row >= bound)
+        if whole < size:
+            np.maximum(peaks[: size - whole], row[whole:], out=peaks[: size - whole])
+        peaks.partition(_COLUMNS - count)
+        bound = peaks[_COLUMNS - count]
+    tokens: Tokens = (row >= bound).nonzero()[0]
+    return tokens
 
 
 def top_tokens(row: Row, count: int) -> list[int]:
@@ -60,36 +97,44 @@ def top_tokens(row: Row, count: int) -> list[int]:
     return [int(token) for token in tokens[order]]
 
 
-def nucleus(values: NDArray[np.floating], mass: float) -> tuple[float, int]:
+def nucleus(
+    values: NDArray[np.floating], mass: float, total: float, ceiling: float = np.inf, held: float = 0.0
+) -> tuple[float, int]:
     """Where the fewest largest values that sum to ``mass`` end.
 
     Args:
         values: not negative, in any order.
         mass: what they must reach.
+        total: about what all values sum to; a wrong one only costs time.
+        ceiling: the end is known to lie below this value ...
+        held: ... because those at or above it sum to less than ``mass``, namely to this.
 
     Returns:
         (least, spare): keep the values >= least, but for ``spare`` of those that equal it.
     """
     while values.size > _SHORT:
         # A sample says about where the end is; only what lies around it is looked at again.
-        sample = np.sort(values[:: values.size // 512])[::-1]
-        reached = np.cumsum(sample, dtype=np.float64)
-        place = int(np.searchsorted(reached, mass / max(float(values.sum()), mass) * reached[-1]))
-        high, low = sample[max(place - 32, 0)], sample[min(place + 32, sample.size - 1)]
-        inside = values[(values <= high) & (values >= low)]
-        above = _mass_above(values, high)
-        if inside.size * 2 > values.size or not above < mass <= above + float(inside.sum(dtype=np.float64)):
+        sample = values[:: values.size // _SAMPLE]
+        sample = np.sort(sample[sample < ceiling])[::-1]
+        if not sample.size:
             break
-        values, mass = inside, mass - above
+        reached = sample.astype(np.float64).cumsum()
+        place = int(reached.searchsorted((mass - held) / max(total - held, 1e-30) * reached[-1]))
+        high, low = sample[max(place - _MARGIN, 0)], sample[min(place + _MARGIN, sample.size - 1)]
+        inside = values[np.flatnonzero((values <= high) & (values >= low))]
+        above, window = _mass_above(values, high), float(inside.sum(dtype=np.float64))
+        if inside.size * 2 > values.size or not above < mass <= above + window:
+            break
+        values, mass, total, ceiling, held = inside, mass - above, window, np.inf, 0.0
     order = np.sort(values)[::-1]
-    reached = np.cumsum(order, dtype=np.float64)
-    last = min(int(np.searchsorted(reached, mass)), order.size - 1)
+    reached = order.astype(np.float64).cumsum()
+    last = min(int(reached.searchsorted(mass)), order.size - 1)
     least = order[last]
     return float(least), int(np.count_nonzero(order[last + 1 :] == least))
 
 
 def _mass_above(values: NDArray[np.floating], bound: float) -> float:
-    return float(torch.nn.functional.threshold(torch.from_numpy(values), float(bound), 0.0).sum())
+    return float(torch.threshold(torch.from_numpy(values), float(bound), 0.0).sum())
 
 
 def without_spare(values: NDArray[np.floating], least: float, spare: int) -> NDArray[np.bool_]:
@@ -100,30 +145,40 @@ def without_spare(values: NDArray[np.floating], least: float, spare: int) -> NDA
     return keep
 
 
-def keep_top_p(row: Row, top_p: float) -> None:
-    """Set to 0 in place what is not among the fewest most probable tokens that reach ``top_p``; not renormalised.
+def keep_top_p(row: Row, top_p: float) -> Tokens | None:
+    """Set to 0 in place what is not among the fewest most probable tokens that reach ``top_p``, and renormalise.
 
     Args:
-        row: (V,) probabilities, sum 1.
+        row: (V,) probabilities, sum 1; changed.
         top_p: in (0, 1).
+
+    Returns:
+        The tokens that are left, ascending; None where they are too many for a list to pay.
     """
-    tokens = largest(row, _NUCLEUS)
-    values = row[tokens]
-    if tokens.size == row.size or float(values.sum(dtype=np.float64)) >= top_p:
-        keep = without_spare(values, *nucleus(values, top_p))
-        row.fill(0.0)
-        row[tokens[keep]] = values[keep]
-        return
-    # A flat row: most tokens stay.
-    least, spare = nucleus(row, top_p)
-    drop = np.flatnonzero(row == np.float32(least))[:spare]
-    below = float(np.nextafter(np.float32(least), np.float32(-1.0)))
+    bound, held = np.inf, 0.0
+    # A row so flat that not even the largest value taken 256 times would do is not searched for them.
+    if row.size <= _NUCLEUS or float(row.max()) * _NUCLEUS > top_p:
+        tokens = largest(row, _NUCLEUS)
+        values = row[tokens]
+        held = float(values.sum(dtype=np.float64))
+        if tokens.size == row.size or held >= top_p:
+            keep = without_spare(values, *nucleus(values, top_p, held))
+            tokens, values = tokens[keep], values[keep]
+            row.fill(0.0)
+            row[tokens] = values / values.sum(dtype=np.float64)
+            return tokens
+        bound = float(values.min())
+    least, spare = nucleus(row, top_p, 1.0, bound, held)
+    drop = (row == np.float32(least)).nonzero()[0][:spare] if spare else None
     flat = torch.from_numpy(row)
-    torch.nn.functional.threshold(flat, below, 0.0, inplace=True)
-    row[drop] = 0.0
+    torch.threshold_(flat, float(np.nextafter(np.float32(least), np.float32(-1.0))), 0.0)
+    if drop is not None:
+        row[drop] = 0.0
+    flat /= flat.sum()
+    return None
 
 
-def draw(weights: Row, uniform: float) -> int:
+def draw(weights: Row, uniform: float, support: Tokens | None = None) -> int:
     """A token drawn in proportion to its weight: the inverse of the cumulative sum, at ``uniform``.
 
     Two levels, sums of blocks first: no cumulative sum over V. Never a token of weight 0, whatever the rounding.
@@ -131,30 +186,32 @@ def draw(weights: Row, uniform: float) -> int:
     Args:
         weights: (V,) float32, not negative; they need not sum to 1.
         uniform: in [0, 1).
+        support: tokens, ascending, outside of which all weights are known to be 0.
     """
-    size = weights.size
-    start = 0
-    if size > 8 * _BLOCK:
-        whole = size // _BLOCK * _BLOCK
-        sums = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK))
-        reached = np.cumsum(sums, dtype=np.float64)
-        rest = float(weights[whole:].sum(dtype=np.float64))
-        goal = uniform * (float(reached[-1]) + rest)
-        block = int(reached.searchsorted(goal, side="right"))
-        if block == reached.size and rest == 0.0:
-            # Rounding put the goal behind the last block.
-            block = int(np.flatnonzero(sums)[-1])
-        start = block * _BLOCK
-        goal -= float(reached[block - 1]) if block else 0.0
-        weights = weights[start : start + _BLOCK] if block < reached.size else weights[whole:]
-        reached = np.cumsum(weights, dtype=np.float64)
-    else:
-        reached = np.cumsum(weights, dtype=np.float64)
-        goal = uniform * float(reached[-1])
-    place = int(reached.searchsorted(goal, side="right"))
-    if place >= weights.size:
-        place = int(np.flatnonzero(weights)[-1])
-    return start + place
+    if support is not None:
+        return int(support[_invert(weights[support], uniform)])
+    if weights.size <= 8 * _BLOCK:
+        return _invert(weights, uniform)
+    whole = weights.size // _BLOCK * _BLOCK
+    sums = np.einsum("ij->i", weights[:whole].reshape(-1, _BLOCK)).astype(np.float64)
+    if whole < weights.size:
+        sums = np.append(sums, weights[whole:].sum())
+    reached = sums.cumsum()
+    goal = uniform * float(reached[-1])
+    block = int(reached.searchsorted(goal, side="right"))
+    if block == reached.size:
+        # Rounding put the goal behind the last block.
+        block = int(np.flatnonzero(sums)[-1])
+    start = block * _BLOCK
+    # What the blocks before have not used up of the uniform is one again, within this block.
+    rest = (goal - (float(reached[block - 1]) if block else 0.0)) / float(sums[block])
+    return start + _invert(weights[start : start + _BLOCK], rest)
+
+
+def _invert(weights: Row, uniform: float) -> int:
+    reached = weights.astype(np.float64).cumsum()
+    place = int(reached.searchsorted(uniform * reached[-1], side="right"))
+    return place if place < weights.size else int(np.flatnonzero(weights)[-1])
 
 
 def draw_distinct(weights: Row, count: int, uniform: Callable[[], float]) -> list[int]:

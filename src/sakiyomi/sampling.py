@@ -6,6 +6,7 @@ temperature, top-k, top-p, min-p. Target and draft go through the same code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,20 @@ import torch
 from torch import Tensor
 
 from sakiyomi.errors import InputError
-from sakiyomi.numerics import Row, as_row, draw, draw_distinct, keep_top_p, largest, nucleus, top_tokens, without_spare
+from sakiyomi.numerics import (
+    Row,
+    Tokens,
+    as_bits,
+    as_row,
+    draw,
+    draw_distinct,
+    from_bits,
+    keep_top_p,
+    largest,
+    nucleus,
+    top_tokens,
+    without_spare,
+)
 from sakiyomi.params import SamplingParams
 from sakiyomi.tree import TokenTree
 
@@ -148,51 +162,61 @@ class Sampler:
             return out.copy_(reference_probs(logits, self.params))
         rows = out.numpy()
         for i in range(rows.shape[0]):
-            self.fill(as_row(logits[i]), rows[i])
+            self.fill(logits[i], rows[i])
         return out
 
-    def fill(self, logits: Row, out: Row) -> None:
-        """``probs`` of one row in numpy, (V,) float32 into ``out`` (V,), which may be the same memory."""
+    def fill(self, logits: Tensor, out: Row) -> Tokens | None:
+        """``probs`` of one row of logits (V,), into ``out``, (V,) float32 in numpy.
+
+        Returns:
+            The tokens of positive probability, ascending, where they are known to be few; None: take all for possible.
+
+        Raises:
+            InputError: no token is left, or the row is not a number.
+        """
         params = self.params
         if self.greedy:
             token = best_token(logits)
             out.fill(0.0)
             out[token] = 1.0
-            return
+            return np.array([token])
         if self._top_k:
-            self._fill_top_k(logits, out)
-            return
-        if params.temperature != 1.0:
-            # Less the maximum first: a small temperature would overflow float32, and 0 divides to 0.
-            np.subtract(logits, logits.max(), out=out)
-            np.divide(out, np.float32(params.temperature), out=out)
-            logits = out
+            return self._fill_top_k(logits, out)
         flat = torch.from_numpy(out)
-        torch.softmax(torch.from_numpy(logits), -1, out=flat)
+        flat.copy_(logits)
+        if params.temperature != 1.0:
+            if params.temperature < _COLD:
+                out -= out.max()
+            out /= np.float32(params.temperature)
+        torch.softmax(flat, -1, out=flat)
         require_number(out)
-        if params.top_p < 1.0:
-            keep_top_p(out, params.top_p)
+        support = keep_top_p(out, params.top_p) if params.top_p < 1.0 else None
         if params.min_p > 0.0:
-            out *= out >= out.max() * np.float32(params.min_p)
-        if params.top_p < 1.0 or params.min_p > 0.0:
-            flat /= flat.sum()
+            support = (out >= out.max() * np.float32(params.min_p)).nonzero()[0]
+            values = out[support]
+            out.fill(0.0)
+            out[support] = values / values.sum(dtype=np.float64)
+        return support
 
-    def _fill_top_k(self, logits: Row, out: Row) -> None:
+    def _fill_top_k(self, logits: Tensor, out: Row) -> Tokens:
         """Top-k, and what may follow it, on the few logits that are left."""
         params = self.params
-        tokens = largest(logits, self._top_k)
-        values = logits[tokens]
+        tokens, values = _large_logits(logits, self._top_k)
         if tokens.size > self._top_k:
             # As in transformers, all that equal the k-th stay.
             keep = values >= np.partition(values, -self._top_k)[-self._top_k]
             tokens, values = tokens[keep], values[keep]
-        peak = values.max(initial=-np.inf)
-        if not np.isfinite(peak):
+        peak = values.max() if values.size else -np.inf
+        if not math.isfinite(peak):
             raise InputError(_NOTHING_LEFT)
-        weights = np.exp((values - peak).astype(np.float64) / params.temperature)
+        if params.temperature < _COLD:
+            values = values - peak
+        if params.temperature != 1.0:
+            values = values / np.float32(params.temperature)
+        weights = np.exp(values.astype(np.float64) - values.max())
         if params.top_p < 1.0:
-            least, spare = nucleus(weights, params.top_p * float(weights.sum()))
-            keep = without_spare(weights, least, spare)
+            total = float(weights.sum())
+            keep = without_spare(weights, *nucleus(weights, params.top_p * total, total))
             tokens, weights = tokens[keep], weights[keep]
         if params.min_p > 0.0:
             # The largest weight is 1, so that this is the share of it.
@@ -200,6 +224,25 @@ class Sampler:
             tokens, weights = tokens[keep], weights[keep]
         out.fill(0.0)
         out[tokens] = weights / weights.sum()
+        return tokens
+
+
+# Below this, logits / temperature may overflow float32; above it they are what transformers computes, to the bit.
+_COLD = 1e-3
+
+
+def _large_logits(logits: Tensor, count: int) -> tuple[Tokens, Row]:
+    """Tokens among which are the ``count`` of largest logit, and their logits as float32."""
+    bits = as_bits(logits)
+    if bits is not None:
+        tokens = largest(bits, count)
+        values = from_bits(bits[tokens])
+        # Bits are in the order of the numbers only above 0, where large logits mostly are.
+        if values.min() > 0.0:
+            return tokens, values
+    row = as_row(logits)
+    tokens = largest(row, count)
+    return tokens, row[tokens]
 
 
 _NOTHING_LEFT = (
@@ -218,15 +261,22 @@ def require_number(probs: Row) -> None:
         raise InputError(_NOTHING_LEFT)
 
 
-def best_token(logits: Row) -> int:
-    """The first largest of one row, (V,) float32.
+def best_token(logits: Tensor) -> int:
+    """The first largest of one row, (V,) of any float type.
 
     Raises:
         InputError: the row is not a number, or has no token left.
     """
-    token = int(logits.argmax())
+    bits = as_bits(logits)
+    if bits is not None:
+        token = int(bits.argmax())
+        # 0x7F80 is infinity; what lies above is not a number.
+        if 0 < bits[token] <= 0x7F80:
+            return token
+    row = as_row(logits)
+    token = int(row.argmax())
     # numpy takes the first NaN for the largest.
-    if not logits[token] > -np.inf:
+    if not row[token] > -np.inf:
         raise InputError(_NOTHING_LEFT)
     return token
 
@@ -244,7 +294,9 @@ def reference_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     scores = logits.to(torch.float32)
     if params.greedy:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    scores = (scores - scores.amax(-1, keepdim=True)) / params.temperature
+    if params.temperature < _COLD:
+        scores = scores - scores.amax(-1, keepdim=True)
+    scores = scores / params.temperature
     if 0 < params.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(params.top_k).values[..., -1:], -torch.inf)
     if params.top_p < 1.0:

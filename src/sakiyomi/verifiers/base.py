@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, as_row
+from sakiyomi.numerics import Row, Tokens, as_row
 from sakiyomi.sampling import Sampler, best_token, require_number
 from sakiyomi.tree import Draft, DraftKind, TokenTree, Verdict, VerdictKind
 
@@ -33,7 +33,7 @@ class Rows:
         committed: all tokens before, prompt included, list or (length,) int64; only read with ``needs_history``.
     """
 
-    __slots__ = ("_all", "_committed", "_logits", "_probs", "_processed", "_tree", "position", "sampler")
+    __slots__ = ("_all", "_committed", "_logits", "_probs", "_processed", "_supports", "_tree", "position", "sampler")
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Rows:
         self._committed = committed
         self._processed: dict[int, Tensor] = {}
         self._probs: dict[int, Row] = {}
+        self._supports: dict[int, Tokens | None] = {}
         self._all: Tensor | None = None
 
     @classmethod
@@ -61,7 +62,7 @@ class Rows:
         rows.position = position
         rows._logits = rows._all = table
         rows._tree, rows._committed = _NO_TREE, ()
-        rows._processed = {}
+        rows._processed, rows._supports = {}, {}
         rows._probs = dict(enumerate(as_row(table)))
         return rows
 
@@ -106,13 +107,18 @@ class Rows:
                 require_number(row)
             else:
                 row = np.empty(self._logits.shape[1], np.float32)
-                self.sampler.fill(as_row(self.processed(index)[0]), row)
+                self._supports[index] = self.sampler.fill(self.processed(index)[0], row)
             self._probs[index] = row
         return row
 
+    def support(self, index: int) -> Tokens | None:
+        """Tokens of positive probability in a row, ascending, where they are known to be few; None: perhaps all."""
+        self.row(index)
+        return self._supports.get(index)
+
     def best(self, index: int) -> int:
         """First most probable token of one row; no softmax."""
-        return best_token(as_row(self.processed(index)[0]))
+        return best_token(self.processed(index)[0])
 
     def argmax(self) -> list[int]:
         """``best`` of all rows."""

@@ -24,5 +24,8 @@ class CoupledVerifier:
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """See ``Verifier.verify``."""
+        noise.forget(rows.position)
         # The key is the depth in the tree, never the row: rows of one depth are alternatives for one position.
-        return follow(draft, lambda row, depth: noise.top(rows.position + depth, rows.row(row))[0])
+        return follow(
+            draft, lambda row, depth: noise.top(rows.position + depth, rows.row(row), support=rows.support(row))[0]
+        )

@@ -43,7 +43,8 @@ class RatioVerifier:
             child, left = self._try_children(draft, place, rows.row(place + 1), probs, noise, refused)
             if child is None:
                 # One more uniform, never one that an acceptance has used.
-                return ended(draft, path, draw(left, noise.uniform()), refused)
+                # What is left has no token that the target's row has not.
+                return ended(draft, path, draw(left, noise.uniform(), rows.support(place + 1)), refused)
             path.append(child)
             place = child
 
