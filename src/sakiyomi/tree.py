@@ -119,11 +119,13 @@ class Draw:
         drafter: name of who proposed it.
         row: row of ``Draft.probs`` with the distribution it was drawn from; None: it was chosen, not drawn (a point
             mass), which is always safe to say and only lowers the acceptance.
+        prob: the drafter's probability of the token, for traces; None where it has none.
     """
 
     node: int
     drafter: str
     row: int | None = None
+    prob: float | None = None
 
 
 @dataclass(frozen=True)

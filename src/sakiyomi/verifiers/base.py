@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, Tokens, as_row
-from sakiyomi.sampling import Sampler, best_token, require_number
+from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, TokenTree, Verdict, VerdictKind
+from sakiyomi.warping import best_token, require_number
 
 __all__ = ["Rows", "Verifier", "ended"]
 
