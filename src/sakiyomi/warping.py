@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p of one row: the fast way on the CPU, and the clear way that it must agree with."""
+"""Temperature, top-k, top-p and min-p of one row: the fast way on the CPU, and the clear way that it agrees with."""
 
 from __future__ import annotations
 
