@@ -16,7 +16,8 @@ from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiErr
 
 if TYPE_CHECKING:
     from sakiyomi import theory
-    from sakiyomi.generate import LLM, Engine
+    from sakiyomi.generate import Engine
+    from sakiyomi.llm import LLM
     from sakiyomi.outputs import Generation, Stats, Step, TokenTrace
     from sakiyomi.params import SamplingParams
     from sakiyomi.tree import Draft, TokenTree, Verdict
@@ -46,7 +47,7 @@ __all__ = [
 
 # Where each name that costs an import lives.
 _HOME = {
-    "LLM": "sakiyomi.generate",
+    "LLM": "sakiyomi.llm",
     "Engine": "sakiyomi.generate",
     "SamplingParams": "sakiyomi.params",
     "Generation": "sakiyomi.outputs",

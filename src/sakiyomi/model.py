@@ -82,6 +82,7 @@ class PackedModel:
         self.exact = exact
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
+        self._seconds: dict[int, float] = {}
         self._model = structural_copy(model).eval()
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):
@@ -214,9 +215,24 @@ class PackedModel:
         if last and any(segment.prompt for segment in segments):
             ends = [int(first + count - 1) for _, first, count, _, _ in plan.segments.tolist()]
             return self._run(plan, rows, keep=torch.tensor(ends, device=self.device))
-        size = next((s for s in self.sizes if s >= rows), -(-rows // self.sizes[-1]) * self.sizes[-1])
-        logits = self._run(plan, size, compiled=compiled)
-        return logits[:rows]
+        return self._run(plan, self._size(rows), compiled=compiled)[:rows]
+
+    def pass_seconds(self, rows: int) -> float:
+        """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet."""
+        size = self._size(rows)
+        if size not in self._seconds:
+            empty = Plan.of([])
+            for _ in range(3):  # the first ones pay for warming up; without requests nothing is written
+                self._run(empty, size, compiled=True)
+        return self._seconds[size]
+
+    def _size(self, rows: int) -> int:
+        return next((s for s in self.sizes if s >= rows), -(-rows // self.sizes[-1]) * self.sizes[-1])
+
+    def _note(self, size: int, seconds: float) -> None:
+        known = self._seconds.get(size)
+        # Slow outliers are the machine's other work, not the pass.
+        self._seconds[size] = seconds if known is None or seconds < known / 2 else known + 0.1 * (min(seconds, 2 * known) - known)
 
     def _run(self, plan: Plan, size: int, *, keep: Tensor | None = None, compiled: bool = False) -> Tensor:
         with self.lock, torch.no_grad():
@@ -237,8 +253,12 @@ class PackedModel:
                 logits = logits[:, keep] if keep is not None and not self._keeps else logits
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-            self.forward_seconds += time.perf_counter() - began
-            if not self._proven:
+            spent = time.perf_counter() - began
+            if keep is None:
+                self._note(size, spent)
+            if plan.rows:
+                self.forward_seconds += spent
+            if not self._proven and plan.rows:
                 self._prove()
             return logits[0]  # type: ignore[no-any-return]
 

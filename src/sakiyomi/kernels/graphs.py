@@ -13,7 +13,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,9 +91,8 @@ class Graphs:
             fullgraph=True,
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
         )
-        empty = Plan(np.zeros((0, 5), np.int32), np.zeros(1, np.int32), np.zeros(0, np.int32), [], [], True)
         with torch.no_grad():
             ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
-            self._state.begin(empty)
+            self._state.begin(Plan.of([]))
             graph(ids, torch.zeros_like(ids))
         return graph  # type: ignore[no-any-return]

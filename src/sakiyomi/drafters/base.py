@@ -1,0 +1,65 @@
+"""What a drafter sees and gives: the seam at which every method of reading ahead is plugged in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from sakiyomi.noise import RequestNoise
+from sakiyomi.params import SamplingParams
+from sakiyomi.tree import Draft, DraftKind
+
+__all__ = ["Context", "Drafter", "Rule"]
+
+Rule = Literal["greedy", "ratio", "coupled"]
+
+
+@dataclass(eq=False)
+class Context:
+    """One request as a drafter sees it.
+
+    Attributes:
+        id: of the request.
+        tokens: all committed tokens, prompt and output. Not to be changed; it only grows.
+        params: what the user asked for.
+        rule: how the target will judge: "greedy" (propose the most probable), "ratio" (draw, and tell the distribution) or
+            "coupled" (propose the top of log q + the noise of the token's position).
+        noise: the request's randomness; position of the next token is ``len(tokens)``.
+        stop_ids: tokens that end the text: nothing after one of them is worth proposing.
+        memory: for the drafter's own use, one entry a drafter.
+    """
+
+    id: int
+    tokens: list[int]
+    params: SamplingParams
+    rule: Rule
+    noise: RequestNoise
+    stop_ids: frozenset[int]
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+class Drafter(Protocol):
+    """Proposes tokens that the target then checks. A wrong proposal costs time, never correctness.
+
+    A drafter of one's own needs ``name``, ``kind`` and ``propose``; the other members are looked for and may be missing.
+    """
+
+    @property
+    def name(self) -> str:
+        """Names the source in traces."""
+        ...
+
+    @property
+    def kind(self) -> DraftKind:
+        """How its drafts come about; checked against the acceptance rule before any work is done."""
+        ...
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """One draft for each request, all at once.
+
+        Args:
+            contexts: the requests of this round.
+            gammas: the depth wanted for each, at least 1; less is allowed, and ``Draft.empty()`` too.
+        """
+        ...

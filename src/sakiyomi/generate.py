@@ -1,0 +1,341 @@
+"""The loop: draft, score, verify, commit. All running requests share its passes; they come and go between rounds.
+
+`Engine` knows no file and no prompt text format beyond its tokenizer; `LLM` (llm.py) is thin on top of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sakiyomi.drafters.base import Context, Drafter, Rule
+from sakiyomi.errors import InputError, MemoryLimitError
+from sakiyomi.gamma import Costs, make_policy
+from sakiyomi.kernels.plan import Segment
+from sakiyomi.memory import available_bytes, readable
+from sakiyomi.noise import RequestNoise
+from sakiyomi.outputs import Step
+from sakiyomi.params import SamplingParams
+from sakiyomi.request import Request
+from sakiyomi.sampling import Sampler
+from sakiyomi.text import TextStream
+from sakiyomi.tree import Draft
+from sakiyomi.verifiers import choose_verifier
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("sakiyomi")
+CHUNK = 512  # prompt tokens a pass
+
+
+class Engine:
+    """Runs requests on a target and a drafter, one round at a time.
+
+    Args:
+        target: the packed target.
+        drafter: reads ahead; None: every round is a plain step.
+        tokenizer: of the target.
+        stop_ids: the model's end tokens.
+        max_context: most tokens of prompt and output together.
+        chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
+        exact: prompts are computed alone, so that a request's numbers do not depend on its company.
+        ready: whether compiled graphs are there for requests that begin now.
+    """
+
+    def __init__(
+        self,
+        target: PackedModel,
+        drafter: Drafter | None,
+        tokenizer: Any,
+        *,
+        stop_ids: Sequence[int] = (),
+        max_context: int,
+        chunk_size: int = CHUNK,
+        exact: bool = False,
+        ready: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.stop_ids = frozenset(stop_ids)
+        self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
+        self._ready = ready
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._ids = itertools.count()
+        self._lock = threading.RLock()
+        self._overhead = 1e-4
+        self._draft_step = 0.0
+        self._broken = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._waiting or self._running)
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        key: tuple[int, ...] = (0,),
+        rounds_trace: bool = False,
+    ) -> int:
+        """Queue a request; the work is done by ``step``.
+
+        Args:
+            prompt: text, or token ids, which are used as they are.
+            params: None for the defaults.
+            key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
+            rounds_trace: keep every round's tree.
+
+        Returns:
+            The request's id, as in ``Step.request``.
+
+        Raises:
+            InputError: the prompt is empty, has unknown tokens or is too long, or an option cannot be met.
+            MemoryLimitError: its keys and values would not fit.
+        """
+        params = params or SamplingParams()
+        tokens = self._tokens(prompt)
+        kind = self.drafter.kind if self.drafter is not None else "point_mass"
+        verifier = choose_verifier(params, kind)
+        rule: Rule = verifier.name  # type: ignore[assignment]
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
+        context = Context(next(self._ids), tokens, params, rule, RequestNoise(seed, *key), stop_ids)
+        last = min(len(tokens) + params.max_new_tokens, self.max_context)
+        request = Request(
+            context,
+            len(tokens),
+            Sampler(params, self.target.vocab_size),
+            verifier,
+            make_policy(params.gamma),
+            TextStream(self.tokenizer, params.stop),
+            last,
+            keep_rounds=rounds_trace,
+        )
+        self._check_memory(last)
+        with self._lock:
+            self._waiting.append(request)
+        return request.id
+
+    def step(self) -> list[Step]:
+        """One round: a chunk of the prompts that are not done, then draft, score, verify, commit for those that are.
+
+        Returns:
+            What was committed, one step a request at most; a request's last step has its ``finish_reason``.
+        """
+        with self._lock:
+            self._admit()
+            steps = self._prefill([r for r in self._running if not r.prefilled])
+            fresh = {step.request for step in steps}
+            decoding = [r for r in self._running if r.prefilled and r.finish_reason is None and r.id not in fresh]
+            for compiled in (True, False):  # a request keeps the path that it began with
+                group = [r for r in decoding if r.compiled is compiled]
+                if group:
+                    steps += self._round(group, compiled)
+            for request in [r for r in self._running if r.finish_reason is not None]:
+                self._release(request)
+            return steps
+
+    def remove(self, request: int) -> Request | None:
+        """End a request, whatever its state, and free its place at once; None if it is not known (any more)."""
+        with self._lock:
+            for queue in (self._waiting, self._running):
+                for candidate in list(queue):
+                    if candidate.id == request:
+                        queue.remove(candidate)
+                        self._free(candidate)
+                        return candidate
+            return None
+
+    def find(self, request: int) -> Request | None:
+        """The state of a request that is waiting or running."""
+        return next((r for r in (*self._running, *self._waiting) if r.id == request), None)
+
+    # ------------------------------------------------------------ one round
+
+    def _round(self, requests: list[Request], compiled: bool) -> list[Step]:
+        began = time.perf_counter()
+        drafting, scoring = self._draft_seconds(), self.target.forward_seconds
+        drafts = self._draft(requests)
+        drafting = self._draft_seconds() - drafting
+        logits = self._score(requests, drafts, compiled)
+        scoring = self.target.forward_seconds - scoring
+        steps, row = [], 0
+        for request, draft in zip(requests, drafts, strict=True):
+            rows = request.rows(logits[row : row + len(draft) + 1], draft)
+            row += len(draft) + 1
+            verdict = request.verifier.verify(draft, rows, request.context.noise)
+            self._keep(request, draft, verdict.path)
+            request.stats.draft_seconds += drafting
+            request.stats.score_seconds += scoring
+            steps.append(request.commit(draft, verdict, rows))
+            depth = max(draft.tree.depths(), default=-1) + 1
+            request.policy.observe(depth, len(verdict.path))
+        self._learn(drafts, drafting, time.perf_counter() - began - drafting - scoring)
+        return steps
+
+    def _draft(self, requests: list[Request]) -> list[Draft]:
+        """What the drafter proposes; nothing where there is none, where it does not pay, or at the very end of a request."""
+        drafts = [Draft.empty()] * len(requests)
+        if self.drafter is None or self._broken:
+            return drafts
+
+        def costs() -> Costs:
+            return Costs(self.target.pass_seconds, self._draft_step, self._overhead, len(requests))
+
+        wanted = []
+        for i, request in enumerate(requests):
+            room = request.last - len(request.tokens) - 1  # the target's own token comes on top
+            gamma = min(request.policy.next(costs), room) if room > 0 else 0
+            if gamma > 0:
+                wanted.append((i, gamma))
+        if not wanted:
+            return drafts
+        try:
+            proposed = self.drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
+            for (i, _), draft in zip(wanted, proposed, strict=True):
+                draft.tree.validate(self.target.vocab_size)
+                drafts[i] = _cut(draft, requests[i].last - len(requests[i].tokens) - 1)
+        except MemoryLimitError:
+            raise
+        except Exception as error:  # noqa: BLE001  a drafter may be anybody's code; the text does not depend on it
+            self._broken = True
+            logger.warning("drafter %s failed and is left out from now on: %s: %s", self.drafter.name, type(error).__name__, error)
+            return [Draft.empty()] * len(requests)
+        return drafts
+
+    def _score(self, requests: list[Request], drafts: list[Draft], compiled: bool) -> Tensor:
+        """One target pass over every request's last token and tree: (all rows, V) logits."""
+        segments = []
+        for request, draft in zip(requests, drafts, strict=True):
+            assert request.slot is not None
+            tree = draft.tree
+            chain = all(parent == i - 1 for i, parent in enumerate(tree.parents))
+            parents = None if chain else (-1, *(parent + 1 for parent in tree.parents))
+            self.target.cache.reserve(request.slot, request.cached + len(tree) + 1)
+            segments.append(Segment(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
+        return self.target.score(segments, compiled=compiled)
+
+    def _keep(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
+        """Of the pass keep the last token's pair and those of the accepted path."""
+        assert request.slot is not None
+        self.target.cache.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
+        request.cached += 1 + len(path)
+
+    # ------------------------------------------------------------ coming and going
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.target.cache.max_slots:
+            request = self._waiting.popleft()
+            request.slot = self.target.cache.take()
+            request.compiled = self._ready()
+            self._running.append(request)
+
+    def _prefill(self, requests: list[Request]) -> list[Step]:
+        """One chunk of prompts; the first token of every request whose prompt is complete after it."""
+        segments, taken, budget = [], [], self.chunk_size
+        for request in requests:
+            count = min(self.chunk_size, request.prompt_tokens - request.cached)
+            if taken and (count > budget or self.exact):
+                break
+            assert request.slot is not None
+            self.target.cache.reserve(request.slot, request.cached + count)
+            chunk = request.tokens[request.cached : request.cached + count]
+            segments.append(Segment(request.slot, request.cached, chunk, prompt=True))
+            taken.append(request)
+            budget -= count
+        if not taken:
+            return []
+        before = self.target.forward_seconds
+        logits = self.target.score(segments, last=True)
+        spent = self.target.forward_seconds - before
+        steps = []
+        for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
+            request.stats.prefill_seconds += spent
+            request.cached += len(segment.tokens)
+            if request.prefilled:
+                draft = Draft.empty()
+                rows = request.rows(logits[i : i + 1], draft)
+                verdict = request.verifier.verify(draft, rows, request.context.noise)
+                steps.append(request.commit(draft, verdict, rows))
+        return steps
+
+    def _release(self, request: Request) -> None:
+        self._running.remove(request)
+        self._free(request)
+
+    def _free(self, request: Request) -> None:
+        if request.slot is not None:
+            self.target.cache.release(request.slot)
+            request.slot = None
+        end = getattr(self.drafter, "end", None)
+        if end is not None:
+            end(request.context)
+
+    # ------------------------------------------------------------ figures and checks
+
+    def _draft_seconds(self) -> float:
+        return float(getattr(self.drafter, "forward_seconds", 0.0))
+
+    def _learn(self, drafts: list[Draft], drafting: float, overhead: float) -> None:
+        """Running means of what a draft step and a round's bookkeeping cost."""
+        self._overhead += 0.1 * (overhead - self._overhead)
+        depth = max((max(draft.tree.depths(), default=-1) + 1 for draft in drafts), default=0)
+        if depth:
+            step = drafting / depth
+            # The first round's catching up with the prompt is no step's price: values far above the mean hardly count.
+            self._draft_step = step if not self._draft_step else self._draft_step + 0.1 * (min(step, 2 * self._draft_step) - self._draft_step)
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = [int(t) for t in self.tokenizer(prompt)["input_ids"]]
+            if not tokens:
+                first = self.tokenizer.bos_token_id
+                if first is None:
+                    raise InputError("the prompt is empty and the tokenizer has no begin token; give at least one word")
+                tokens = [int(first)]
+        else:
+            tokens = [int(t) for t in prompt]
+            if not tokens:
+                raise InputError("the prompt is an empty list of tokens; give at least one")
+        wrong = next((t for t in tokens if not 0 <= t < self.target.vocab_size), None)
+        if wrong is not None:
+            raise InputError(f"the prompt has token {wrong}; the model's vocabulary has {self.target.vocab_size} tokens")
+        if len(tokens) >= self.max_context:
+            raise InputError(
+                f"the prompt has {len(tokens)} tokens, the context holds {self.max_context} with at least one new one; shorten the prompt"
+            )
+        return tokens
+
+    def _check_memory(self, tokens: int) -> None:
+        cache = self.target.cache
+        need = (tokens - cache.room) * cache.pair_bytes
+        left = available_bytes(str(cache.device))
+        if need > left:
+            raise MemoryLimitError(
+                f"keys and values of {tokens} tokens take {readable(tokens * cache.pair_bytes)}, {readable(left)} are available; "
+                f"about {left // cache.pair_bytes} tokens fit: shorten the prompt or lower max_new_tokens"
+            )
+
+
+def _cut(draft: Draft, depth: int) -> Draft:
+    """Leave out what lies deeper than the request may still grow; drawn nodes stay drawn, since whole levels go."""
+    if max(draft.tree.depths(), default=-1) < depth:
+        return draft
+    count = next(i for i, d in enumerate(draft.tree.depths()) if d >= depth)
+    if any(d < depth for d in draft.tree.depths()[count:]):
+        return draft  # not stored level by level: the surplus is scored and cut on commit
+    tree = type(draft.tree)(draft.tree.tokens[:count], draft.tree.parents[:count])
+    return Draft(tree, draft.kind, tuple(d for d in draft.draws if d.node < count), draft.probs)

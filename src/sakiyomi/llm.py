@@ -1,0 +1,250 @@
+"""`LLM`: a target, a drafter and an engine behind three methods."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+from sakiyomi.drafters import Drafter, Surroundings, make_drafter
+from sakiyomi.errors import InputError
+from sakiyomi.generate import CHUNK, Engine
+from sakiyomi.loading import Loaded, load_model
+from sakiyomi.model import PackedModel
+from sakiyomi.outputs import Generation, Step
+from sakiyomi.params import SamplingParams
+
+__all__ = ["LLM"]
+
+logger = logging.getLogger("sakiyomi")
+Prompt = str | Sequence[int]
+FIRST_SIZES = (8, 1, 4)  # row counts that one request needs: with their graphs ready, requests begin compiled
+
+
+class LLM:
+    """A language model that reads ahead.
+
+    Args:
+        target: name of an embedded model, a folder in Hugging Face format, a hub id, or a loaded ``(model, tokenizer)`` pair.
+        draft: "none", "auto", "model:<path or id>", or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
+        cache: only "full" in this version.
+        kv_budget: only None in this version.
+        chunk_size: prompt tokens in one pass; None for a default.
+        dtype: "auto" (as stored), "float32", "bfloat16", "float16".
+        device: "auto", "cpu", "cuda", "cuda:N".
+        quantize: only None in this version.
+        compile: "auto" compiles in the background and uses it when it is ready, True waits for it, False never does.
+        max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
+        max_batch: requests that run at once; more wait.
+        exact: bit-equal output for every drafter, gamma, tree and batch.
+        allow_pickle: open pickle weights.
+        trust_remote_code: run code that comes with a model.
+
+    Raises:
+        InputError, LoadError, UnsupportedError, MemoryLimitError: see ``errors``.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | tuple[Any, Any],
+        draft: str | Drafter | Sequence[str] = "auto",
+        *,
+        cache: str = "full",
+        kv_budget: int | str | None = None,
+        chunk_size: int | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        quantize: str | None = None,
+        compile: str | bool = "auto",
+        max_context: int | None = None,
+        max_batch: int = 8,
+        exact: bool = False,
+        allow_pickle: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        _only("cache", cache, "full")
+        _only("kv_budget", kv_budget, None)
+        _only("quantize", quantize, None)
+        if compile not in ("auto", True, False):
+            raise InputError(f"compile={compile!r}; expected 'auto', True or False")
+        for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InputError(f"{name}={value!r}; expected a whole number of at least 1")
+        self._spec = _spec(draft)
+        self._options: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+            "allow_pickle": allow_pickle,
+        }
+        self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
+        loaded = load_model(target, **self._options)
+        self.name, self.tokenizer = loaded.name, loaded.tokenizer
+        self.target = PackedModel(loaded.model, **self._pack_options)
+        self._models = [self.target]
+        around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
+        self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
+        self.vocab_size = self.target.vocab_size
+        own = self.target.max_context
+        if max_context is not None and max_context > own:
+            raise InputError(f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it")
+        self.max_context = max_context or own
+        self.engine = Engine(
+            self.target,
+            self.draft,
+            self.tokenizer,
+            stop_ids=_stop_ids(loaded),
+            max_context=self.max_context,
+            chunk_size=chunk_size or CHUNK,
+            exact=exact,
+            ready=self.compiled,
+        )
+        self._steps: dict[int, deque[Step]] = {}
+
+    # ------------------------------------------------------------ generation
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None, *, rounds_trace: bool = False) -> Generation: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, rounds_trace: bool = False
+    ) -> list[Any]: ...
+    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None, *, rounds_trace: bool = False) -> Any:
+        """Generate for one prompt or for a list; a list gives a list back, in order.
+
+        Args:
+            prompts: text, or a list of texts or of token-id lists.
+            params: for all of them; None for the defaults.
+            rounds_trace: keep every round's tree in ``Generation.rounds_trace``.
+
+        Returns:
+            A ``Generation`` for each prompt; with ``params.n`` above 1 a list of n in the place of each.
+
+        Raises:
+            InputError, MemoryLimitError: before any work is done.
+        """
+        params = params or SamplingParams()
+        if isinstance(prompts, str):
+            return self.generate([prompts], params, rounds_trace=rounds_trace)[0]
+        if prompts and all(isinstance(token, int) for token in prompts):
+            raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
+        requests = []
+        try:
+            for i, prompt in enumerate(prompts):
+                for j in range(params.n):
+                    requests.append(self._add(prompt, params, (i, j) if params.n > 1 else (i,), rounds_trace))
+            states = [self.engine.find(request) for request in requests]
+            while any(state is not None and state.finish_reason is None for state in states):
+                self._advance()
+        finally:
+            for request in requests:
+                self._drop(request)
+        done = [state.generation() for state in states if state is not None]
+        if params.n == 1:
+            return done
+        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Step]:
+        """Generate for one prompt and give every round's tokens and text as they come.
+
+        Joined ``step.text`` is the generation's text. Leaving the loop early ends the request.
+
+        Raises:
+            InputError, MemoryLimitError: at the first step, before any work is done.
+        """
+        params = params or SamplingParams()
+        if params.n > 1:
+            raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
+        request = self._add(prompt, params, (0,), False)
+        try:
+            while True:
+                while self._steps[request]:
+                    step = self._steps[request].popleft()
+                    yield step
+                    if step.finish_reason is not None:
+                        return
+                self._advance()
+        finally:
+            self._drop(request)
+
+    def _add(self, prompt: Prompt, params: SamplingParams, key: tuple[int, ...], rounds_trace: bool) -> int:
+        if any(isinstance(word, str) for word in params.bad_words):
+            params = _with_ids(params, self.tokenizer)
+        request = self.engine.add(prompt, params, key=key, rounds_trace=rounds_trace)
+        self._steps[request] = deque()
+        return request
+
+    def _advance(self) -> None:
+        """One round of the engine; each step goes to whoever asked for it."""
+        for step in self.engine.step():
+            if step.request in self._steps:
+                self._steps[step.request].append(step)
+
+    def _drop(self, request: int) -> None:
+        self._steps.pop(request, None)
+        self.engine.remove(request)
+
+    # ------------------------------------------------------------ models
+
+    def compiled(self) -> bool:
+        """Whether a request that begins now runs on compiled graphs."""
+        graphs = [model.graphs for model in self._models]
+        return all(graph is not None and graph.ready(FIRST_SIZES) for graph in graphs)
+
+    def wait(self) -> None:
+        """Until background compilation has finished."""
+        for model in self._models:
+            if model.graphs is not None:
+                model.graphs.wait()
+
+    def _load_beside(self, name: str) -> Loaded:
+        return load_model(name, **self._options)
+
+    def _pack_beside(self, model: Any) -> PackedModel:
+        packed = PackedModel(model, **{**self._pack_options, "exact": False})
+        self._models.append(packed)
+        return packed
+
+
+def _spec(draft: Any) -> Any:
+    if isinstance(draft, str):
+        return draft
+    if hasattr(draft, "propose"):
+        missing = [name for name in ("name", "kind") if not hasattr(draft, name)]
+        if missing:
+            raise InputError(f"the drafter {type(draft).__name__} has no {missing[0]}; a drafter needs name, kind and propose")
+        return draft
+    if isinstance(draft, Sequence) and len(draft) == 1:
+        return draft[0]
+    raise InputError(f"draft={draft!r}; expected a spec such as 'none' or 'model:<path>', or an object with propose (one drafter in this version)")
+
+
+def _only(name: str, value: Any, only: Any) -> None:
+    if value != only:
+        raise InputError(f"{name}={value!r} is not available in this version; leave it at {only!r}")
+
+
+def _stop_ids(loaded: Loaded) -> list[int]:
+    """The model's end tokens, from generation config, config or tokenizer, in this order."""
+    sources = (getattr(loaded.model, "generation_config", None), loaded.model.config, loaded.tokenizer)
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return [ids] if isinstance(ids, int) else list(ids)
+    return []
+
+
+def _with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Bad words as token ids, each with and without a space before it."""
+    from dataclasses import replace
+
+    words: list[list[int]] = []
+    for word in params.bad_words:
+        if isinstance(word, str):
+            forms = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, " " + word)}
+            words.extend(list(form) for form in sorted(forms) if form)
+        else:
+            words.append(list(word))
+    return replace(params, bad_words=words)

@@ -1,0 +1,184 @@
+"""One request while it runs: its tokens, its place in the cache, its randomness, its figures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from sakiyomi.drafters.base import Context
+from sakiyomi.gamma import GammaPolicy
+from sakiyomi.numerics import as_row
+from sakiyomi.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
+from sakiyomi.sampling import Sampler
+from sakiyomi.text import TextStream
+from sakiyomi.tree import Draft, Verdict
+from sakiyomi.verifiers import Rows, Verifier
+
+__all__ = ["Request"]
+
+
+@dataclass(eq=False)
+class Request:
+    """The state of one sample of one prompt.
+
+    Attributes:
+        context: what drafters see; its tokens are the only record of what was committed.
+        prompt_tokens: how many of the tokens are the prompt.
+        sampler, verifier, policy: made from the parameters once.
+        text: turns tokens into text as they come.
+        last: most tokens that prompt and output may have together.
+        slot: place in the target's cache; None while waiting.
+        cached: tokens whose keys and values the target holds.
+        compiled: takes compiled graphs; fixed for the request's life, so that it never changes path.
+    """
+
+    context: Context
+    prompt_tokens: int
+    sampler: Sampler
+    verifier: Verifier
+    policy: GammaPolicy
+    text: TextStream
+    last: int
+    keep_rounds: bool = False
+    slot: int | None = None
+    cached: int = 0
+    compiled: bool = False
+    finish_reason: FinishReason | None = None
+    stats: Stats = field(default_factory=Stats)
+    trace: list[TokenTrace] = field(default_factory=list)
+    rounds: list[RoundTrace] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def id(self) -> int:
+        return self.context.id
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.context.tokens
+
+    @property
+    def output(self) -> list[int]:
+        """New tokens so far."""
+        return self.context.tokens[self.prompt_tokens :]
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the prompt is in the cache, so that decoding rounds may begin."""
+        return self.cached >= self.prompt_tokens
+
+    def rows(self, logits: Tensor, draft: Draft) -> Rows:
+        """The target's rows for a draft that hangs from the last committed token."""
+        return Rows(logits, self.sampler, len(self.tokens), draft.tree, self.tokens)
+
+    def commit(self, draft: Draft, verdict: Verdict, rows: Rows) -> Step:
+        """Take what the target decided: tokens up to a stop or the length limit, their trace, their text."""
+        tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]
+        used, reason = self._until_end(tokens)
+        text, stopped = self.text.push(tokens[:used])
+        if stopped is not None:
+            used, reason = stopped, "stop"
+        tokens = tokens[:used]
+        entries = self._entries(draft, verdict, rows, used)
+        self._count(draft, verdict, used)
+        self.tokens.extend(tokens)
+        self.trace.extend(entries)
+        if self.keep_rounds and self.stats.rounds:
+            self.rounds.append(self._round(draft, verdict, rows))
+        if reason is not None:
+            self.finish_reason = reason
+            text += self.text.finish()
+            self.stats.seconds = time.perf_counter() - self.began
+        return Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None)
+
+    def _until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many of the new tokens count, and why the text ends there if it does."""
+        room = self.last - len(self.tokens)
+        for used, token in enumerate(tokens[:room], start=1):
+            if token in self.context.stop_ids:
+                return used, "stop"
+        return min(len(tokens), room), "length" if len(tokens) >= room else None
+
+    def _count(self, draft: Draft, verdict: Verdict, used: int) -> None:
+        stats = self.stats
+        stats.tokens += used
+        if not self.trace:
+            return  # the prefill's own token: no round
+        stats.rounds += 1
+        stats.committed += used
+        stats.drafted += len(draft)
+        stats.accepted += len(verdict.path)
+        stats.rejected += len(verdict.refused)
+        stats.hit_rounds += bool(verdict.path)
+
+    def _entries(self, draft: Draft, verdict: Verdict, rows: Rows, used: int) -> list[TokenTrace]:
+        number = self.stats.rounds + 1 if self.trace else 0
+        entries, row = [], 0
+        most = self.context.params.logprobs
+        for i in range(used):
+            accepted = i < len(verdict.path)
+            node = verdict.path[i] if accepted else -1
+            token = draft.tree.tokens[node] if accepted else verdict.token
+            draw = next(draw for draw in draft.draws if draw.node == node) if accepted else None
+            status: Status = "accepted" if accepted else verdict.kind
+            entries.append(
+                TokenTrace(
+                    token,
+                    draw.drafter if draw else "target",
+                    status,
+                    number,
+                    self._chance(rows, row, token),
+                    draw.prob if draw else None,
+                    _top_logprobs(rows, row, most) if most else (),
+                )
+            )
+            row = node + 1
+        return entries
+
+    def _chance(self, rows: Rows, row: int, token: int) -> float:
+        """Probability of a token in a row; at temperature 0 as if the temperature were 1, since it says more than 1.0."""
+        if not self.sampler.greedy:
+            return float(rows.row(row)[token])
+        logits = as_row(rows.processed(row)[0])
+        top = logits[token]
+        return float(1.0 / np.exp(logits - top).sum())
+
+    def _round(self, draft: Draft, verdict: Verdict, rows: Rows) -> RoundTrace:
+        tree = draft.tree
+        chances = {draw.node: draw.prob for draw in draft.draws}
+        return RoundTrace(
+            self.stats.rounds,
+            tree.tokens,
+            tree.parents,
+            tuple(self._chance(rows, parent + 1, token) for token, parent in zip(tree.tokens, tree.parents, strict=True)),
+            tuple(chances.get(node) for node in range(len(tree))),
+            verdict.path,
+            tree.tokens[verdict.refused[0]] if verdict.refused else None,
+            verdict.token,
+            verdict.kind,
+        )
+
+    def generation(self) -> Generation:
+        """The result, when the request is over."""
+        assert self.finish_reason is not None
+        return Generation(
+            self.text.text,
+            self.output,
+            self.prompt_tokens,
+            self.finish_reason,
+            self.trace,
+            self.stats,
+            self.rounds if self.keep_rounds else None,
+        )
+
+
+def _top_logprobs(rows: Rows, row: int, most: int) -> tuple[tuple[int, float], ...]:
+    logits = as_row(rows.processed(row)[0])
+    top = logits.max()
+    total = float(np.log(np.exp(logits - top).sum(dtype=np.float64))) + float(top)
+    best = np.argsort(-logits, kind="stable")[:most]
+    return tuple((int(token), float(logits[token]) - total) for token in best)
