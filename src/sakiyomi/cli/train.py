@@ -1,0 +1,82 @@
+"""`sakiyomi train`: flags come from the dataclasses of `sakiyomi.train.config`, one flag a field."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from sakiyomi.errors import SakiyomiError
+from sakiyomi.train.config import DraftConfig, TargetConfig
+
+app = typer.Typer(name="train", help="Train a target from text, or distil a draft from a target.", no_args_is_help=True)
+
+
+def _command(name: str, config_class: type[Any], run: Callable[[Any, str], dict[str, Any]], help: str) -> None:
+    """Register a command with one flag for each field of `config_class`, and `--json`."""
+
+    def body(**values: Any) -> None:
+        as_json = values.pop("json")
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        try:
+            summary = run(config_class(**values), shlex.join(["sakiyomi", "train", name, *_arguments(name)]))
+        except SakiyomiError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else _readable(summary))
+
+    parameters = [
+        _parameter(field, get_type_hints(config_class)[field.name]) for field in dataclasses.fields(config_class)
+    ]
+    flag = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
+    parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=flag))
+    body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app.command(name, help=help)(body)
+
+
+def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
+    default: Any = field.default
+    if get_origin(kind) is tuple:
+        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
+    flag = "--" + field.name.replace("_", "-")
+    names = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
+    annotation = Annotated[kind, typer.Option(*names, help=field.metadata["help"])]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _arguments(name: str) -> list[str]:
+    """The arguments after `train NAME` of this process, as the card shows them."""
+    given = sys.argv[sys.argv.index(name) + 1 :] if name in sys.argv else []
+    return [argument for argument in given if argument not in ("--resume", "--json")]
+
+
+def _readable(summary: dict[str, Any]) -> str:
+    return "\n".join(f"{key}: {value}" for key, value in summary.items() if not isinstance(value, dict))
+
+
+def _target(config: TargetConfig, command: str) -> dict[str, Any]:
+    from sakiyomi.train.target import train_target
+
+    return train_target(config, command)
+
+
+def _draft(config: DraftConfig, command: str) -> dict[str, Any]:
+    from sakiyomi.train.draft import train_draft
+
+    return train_draft(config, command)
+
+
+_command("target", TargetConfig, _target, "Train a Llama target and its tokenizer from text files.")
+_command("draft", DraftConfig, _draft, "Distil a small draft from a target, for speculative decoding.")
+
+
+@app.callback()
+def _group() -> None:
+    """A callback keeps `train` a group of commands even while it has one."""

@@ -1,0 +1,142 @@
+"""How well a draft foretells a target: alpha, greedy agreement and an exact count of greedy speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from sakiyomi.train.data import Ids
+from sakiyomi.train.samples import sample_continuations
+
+CHUNK_ROWS = 8
+WIDTH_STEP = 32
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """Prompts and what the target writes after them.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        greedy: the target's greedy continuations.
+        sampled: its continuations at temperature 1.
+    """
+
+    prompts: list[list[int]]
+    greedy: list[list[int]]
+    sampled: list[list[int]]
+
+
+def continuations(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Ids],
+    *,
+    count: int,
+    prompt_tokens: int = 64,
+    new_tokens: int = 128,
+) -> Continuations:
+    """Continue the beginnings of the first `count` documents that are longer than the prompt."""
+    prompts = [document[:prompt_tokens].tolist() for document in documents if len(document) > prompt_tokens][:count]
+    greedy, sampled = (
+        sample_continuations(target, tokenizer, prompts, new_tokens=new_tokens, temperature=temperature)
+        for temperature in (0.0, 1.0)
+    )
+    return Continuations(prompts, greedy, sampled)
+
+
+@torch.inference_mode()
+def acceptance(
+    draft: PreTrainedModel, target: PreTrainedModel, texts: Continuations, gamma: int = 4
+) -> dict[str, float]:
+    """Measure a draft along the target's own continuations.
+
+    Returns:
+        `greedy_agreement` (share of the greedy tokens that are the draft's argmax), `acceptance_rate` and `tau` of
+        greedy speculation with `gamma` drafts a round, `alpha` (mean over the sampled positions of sum min(p, q),
+        temperature 1) and `tokens` (greedy tokens looked at).
+    """
+    agreed = tokens = accepted = drafted = rounds = 0
+    for chunk in _chunks(texts.prompts, texts.greedy):
+        for logits, text in zip(_logits(draft, chunk), chunk.texts, strict=True):
+            matches = (logits.argmax(dim=-1).cpu() == torch.tensor(text)).tolist()
+            counts = speculate(matches, gamma)
+            agreed, tokens = agreed + sum(matches), tokens + len(matches)
+            accepted, drafted, rounds = accepted + counts[0], drafted + counts[1], rounds + counts[2]
+    overlaps = [
+        torch.minimum(p.softmax(dim=-1), q.softmax(dim=-1).to(p.device)).sum(dim=-1)
+        for chunk in _chunks(texts.prompts, texts.sampled)
+        for p, q in zip(_logits(target, chunk), _logits(draft, chunk), strict=True)
+    ]
+    return {
+        "greedy_agreement": agreed / max(tokens, 1),
+        "acceptance_rate": accepted / max(drafted, 1),
+        # The first token of each text comes from the prefill, no round commits it.
+        "tau": (tokens - len(texts.greedy)) / max(rounds, 1),
+        "alpha": float(torch.cat(overlaps).mean()),
+        "tokens": tokens,
+    }
+
+
+def speculate(matches: Sequence[bool], gamma: int) -> tuple[int, int, int]:
+    """Count greedy speculation over one text: a round accepts drafts up to the first wrong one, and adds one token.
+
+    Args:
+        matches: for each token of the target's text, whether the draft's argmax before it is that token. The first one
+            comes from the prefill, and a round drafts no further than the last token but one: its pass brings that.
+        gamma: most drafts of a round.
+
+    Returns:
+        Accepted drafts, drafts, rounds.
+    """
+    position, accepted, drafted, rounds = 1, 0, 0, 0
+    while position < len(matches):
+        proposed = min(gamma, len(matches) - position - 1)
+        run = 0
+        while run < proposed and matches[position + run]:
+            run += 1
+        accepted, drafted, rounds = accepted + run, drafted + proposed, rounds + 1
+        position += run + 1
+    return accepted, drafted, rounds
+
+
+def distinct_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
+    """Mean over texts of different n-grams / n-grams; low values are repetition. Texts shorter than n are left out."""
+    shares = []
+    for text in texts:
+        grams = [tuple(text[index : index + n]) for index in range(len(text) - n + 1)]
+        if grams:
+            shares.append(len(set(grams)) / len(grams))
+    return sum(shares) / max(len(shares), 1)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some prompts with their texts, padded at the end to the one shape that all chunks share."""
+
+    ids: Tensor
+    prompts: list[list[int]]
+    texts: list[list[int]]
+
+
+def _chunks(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Iterator[_Chunk]:
+    # One shape for every call: a compiled model would compile anew for each other length.
+    width = max((len(p) + len(t) for p, t in zip(prompts, texts, strict=True)), default=0)
+    width = -(-width // WIDTH_STEP) * WIDTH_STEP
+    for start in range(0, len(prompts), CHUNK_ROWS):
+        some = slice(start, start + CHUNK_ROWS)
+        ids = torch.zeros(CHUNK_ROWS, width, dtype=torch.int64)
+        for row, (prompt, text) in enumerate(zip(prompts[some], texts[some], strict=True)):
+            ids[row, : len(prompt) + len(text)] = torch.tensor([*prompt, *text])
+        yield _Chunk(ids, list(prompts[some]), list(texts[some]))
+
+
+def _logits(model: PreTrainedModel, chunk: _Chunk) -> Iterator[Tensor]:
+    """For each text of the chunk the (len(text), V) logits before its tokens."""
+    logits: Tensor = model(input_ids=chunk.ids.to(model.device), use_cache=False).logits
+    for row, (prompt, text) in enumerate(zip(chunk.prompts, chunk.texts, strict=True)):
+        yield logits[row, len(prompt) - 1 : len(prompt) + len(text) - 1].float()

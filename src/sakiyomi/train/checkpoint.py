@@ -1,0 +1,58 @@
+"""Checkpoints: one file each, written whole or not at all, the last two kept."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sakiyomi.errors import LoadError
+
+KEEP = 2
+
+
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write `state` as the checkpoint of `step` and delete all but the last two.
+
+    The bytes go to a temporary file that is renamed when complete: a crash leaves the older checkpoints as they were.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"step-{step:08d}.pt"
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    for old in checkpoints(folder)[:-KEEP]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder.glob("step-*.pt"))
+
+
+def load_checkpoint(folder: Path) -> dict[str, Any]:
+    """State of the newest checkpoint.
+
+    Raises:
+        LoadError: there is none, or it cannot be read.
+    """
+    found = checkpoints(folder)
+    if not found:
+        raise LoadError(f"no checkpoint in {folder}, expected step-*.pt; start the run without --resume")
+    try:
+        state: dict[str, Any] = torch.load(found[-1], map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+        raise LoadError(f"cannot read checkpoint {found[-1]}: {error}; delete it to use the one before") from error
+    return state

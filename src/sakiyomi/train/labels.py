@@ -1,0 +1,61 @@
+"""The target's likeliest tokens and their probabilities as labels of a draft, computed once a row and kept."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """Rows of the output embedding: the width of the logits, which may pass the tokenizer's last id."""
+    head: Any = model
+    return int(head.get_output_embeddings().weight.shape[0])
+
+
+class SoftLabels:
+    """Labels of rows of token ids, from a frozen target.
+
+    Args:
+        target: a causal LM; evaluated without gradients.
+        top: tokens kept a position (K).
+        limit_bytes: memory for rows that may come again; rows past it are computed each time.
+    """
+
+    def __init__(self, target: PreTrainedModel, top: int, limit_bytes: int) -> None:
+        self._target, self._limit = target, limit_bytes
+        self.top = min(top, vocabulary(target))
+        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}
+        self._bytes = 0
+
+    def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels of (B, T) ids: token ids (B, T, K) int64, likeliest first, and probabilities (B, T, K) float32."""
+        keys = [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
+        missing = [index for index, key in enumerate(keys) if key not in self._kept]
+        fresh: dict[bytes, tuple[Tensor, Tensor]] = {}
+        if missing:
+            tokens, probs = self._compute(ids[missing])
+            for row, index in enumerate(missing):
+                fresh[keys[index]] = self._keep(keys[index], tokens[row], probs[row])
+        found = [fresh.get(key) or self._kept[key] for key in keys]
+        tokens = torch.stack([pair[0] for pair in found]).to(ids.device, torch.int64)
+        return tokens, torch.stack([pair[1] for pair in found]).to(ids.device, torch.float32)
+
+    def _compute(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            logits = self._target(input_ids=ids, use_cache=False).logits.float()
+            top = logits.topk(self.top, dim=-1)
+            probs = (top.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+        # 6 bytes a label instead of 12; half precision moves a probability by 0.05 % at most.
+        return top.indices.to(torch.int32).cpu(), probs.to(torch.float16).cpu()
+
+    def _keep(self, key: bytes, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        size = tokens.numel() * tokens.element_size() + probs.numel() * probs.element_size()
+        if self._bytes + size <= self._limit:
+            # clone: a view would hold the whole batch in memory
+            self._kept[key] = (tokens.clone(), probs.clone())
+            self._bytes += size
+        return tokens, probs

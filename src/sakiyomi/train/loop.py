@@ -1,0 +1,269 @@
+"""The training loop: batches, optimizer steps, schedule, held-out losses, checkpoints and an early finish.
+
+It knows neither what is trained nor by which loss: `target.py` and `draft.py` bring the model, the loss and the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
+from sakiyomi.train.config import LoopConfig
+from sakiyomi.train.data import Mixture
+from sakiyomi.train.growth import grow
+from sakiyomi.train.optim import build_optimizers, copy_state, set_scale
+from sakiyomi.train.report import Reporter
+from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
+
+BatchLoss = Callable[[LlamaForCausalLM, Tensor], Tensor]
+Evaluate = Callable[[LlamaForCausalLM], dict[str, dict[str, float]]]
+
+
+@dataclass
+class Progress:
+    """What a run has done so far; kept in the checkpoint.
+
+    Attributes:
+        seconds: training time, pauses left out, summed over resumed parts.
+        losses: (step, tokens, seconds, loss) of every step.
+        held_out: one entry a measurement: step, tokens, seconds and the measures of each file.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, int, float, float]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Grow to `layers` at the share `at` of the budget."""
+
+    layers: int
+    at: float
+
+
+class Loop:
+    """One training run of a Llama model.
+
+    Args:
+        config: budget, schedule, optimizer and checkpoint settings.
+        model: trained in place (replaced when it grows: read `self.model` at the end).
+        batch_loss: loss of (rows, length + 1) token ids.
+        mixture: where the rows come from.
+        evaluate: held-out measures, called every `eval_minutes` and at the end.
+        growth: when to grow in depth, if at all.
+    """
+
+    def __init__(
+        self,
+        config: LoopConfig,
+        model: LlamaForCausalLM,
+        batch_loss: BatchLoss,
+        mixture: Mixture,
+        evaluate: Evaluate,
+        growth: Growth | None = None,
+    ) -> None:
+        self.config, self.model, self.mixture = config, model, mixture
+        self._batch_loss, self._evaluate, self._growth = batch_loss, evaluate, growth
+        self._out = Path(config.out)
+        self._budget = float(config.tokens or config.minutes * 60)
+        self.schedule = Schedule(config.warmup_steps, self._budget * (1 - config.decay_share), self._budget)
+        self.progress = Progress()
+        self._stop_asked = self._finish_asked = False
+        self._optimizers = self._new_optimizers()
+
+    def run(self) -> bool:
+        """Train to the end of the budget.
+
+        Returns:
+            True when the budget is spent, False when SIGINT or SIGTERM asked to stop; either way a checkpoint
+            is written.
+        """
+        if self.config.resume:
+            self._restore(load_checkpoint(self._out / "checkpoints"))
+        compile_layers(self.model, self.config.compile)
+        reporter = Reporter(self.config.log_seconds)
+        saved = measured = self.progress.seconds
+        self.model.train()
+        with reporter, self._signals():
+            while self._clock() < self.schedule.end and not self._stop_asked:
+                self._maybe_finish(reporter)
+                self._maybe_grow(reporter)
+                scale = self._step()
+                reporter.step(self.progress, self._clock() / self.schedule.end, scale)
+                if self.progress.seconds - measured >= self.config.eval_minutes * 60:
+                    self._measure(reporter)
+                    measured = self.progress.seconds
+                if self.progress.seconds - saved >= self.config.save_minutes * 60:
+                    self.save()
+                    saved = self.progress.seconds
+            if not self._stop_asked:
+                self._maybe_grow(reporter)
+                if not self.progress.held_out or self.progress.held_out[-1]["step"] != self.progress.step:
+                    self._measure(reporter)
+            self.save()
+            return not self._stop_asked
+
+    def epochs(self, names: Sequence[str]) -> dict[str, float]:
+        """How often each source of the mixture was read."""
+        return {
+            name: round(rows.epoch + rows.offset / rows.size, 2)
+            for name, rows in zip(names, self.mixture.streams, strict=True)
+        }
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        state = {
+            "model": self.model.state_dict(),
+            "layers": self.model.config.num_hidden_layers,
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "mixture": self.mixture.state(),
+            "progress": dataclasses.asdict(self.progress),
+            "schedule": dataclasses.asdict(self.schedule),
+            "torch_rng": torch.get_rng_state(),
+        }
+        save_checkpoint(self._out / "checkpoints", self.progress.step, state)
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        if state["layers"] != self.model.config.num_hidden_layers:
+            self.model, _ = grow(self.model, state["layers"])
+            self._optimizers = self._new_optimizers()
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.mixture.restore(state["mixture"])
+        self.progress = Progress(**state["progress"])
+        self.schedule = Schedule(**state["schedule"])
+        torch.set_rng_state(state["torch_rng"])
+
+    def _clock(self) -> float:
+        return float(self.progress.tokens) if self.config.tokens else self.progress.seconds
+
+    def _step(self) -> float:
+        """One optimizer step; returns the factor of the peak learning rate."""
+        began = time.monotonic()
+        config, progress = self.config, self.progress
+        length = config.row_tokens[progress.step % len(config.row_tokens)]
+        ids = self.mixture.batch(
+            progress.step, config.step_tokens // length, length, self.schedule.decaying(self._clock())
+        )
+        scale = self.schedule.scale(progress.step, self._clock())
+        set_scale(self._optimizers, scale)
+        with torch.autocast(self.model.device.type, dtype=torch.bfloat16):
+            loss = self._batch_loss(self.model, torch.from_numpy(ids).to(self.model.device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        progress.tokens += config.step_tokens
+        progress.seconds += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
+        progress.losses.append((progress.step, progress.tokens, progress.seconds, float(loss.detach())))
+        return scale
+
+    def _measure(self, reporter: Reporter) -> None:
+        began = time.monotonic()
+        measures = self._evaluate(self.model)
+        progress = self.progress
+        progress.seconds += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
+        progress.held_out.append(
+            {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds, "measures": measures}
+        )
+        reporter.measures(progress.step, measures)
+
+    def _maybe_grow(self, reporter: Reporter) -> None:
+        growth = self._growth
+        if growth is None or self.model.config.num_hidden_layers >= growth.layers:
+            return
+        # An early finish grows at once: the finished model always has the depth that was asked for.
+        if self._clock() < growth.at * self._budget and not self.schedule.decaying(self._clock()):
+            return
+        old_model, old_optimizers = self.model, self._optimizers
+        self.model, source = grow(old_model, growth.layers)
+        self._optimizers = self._new_optimizers()
+        copy_state(old_optimizers, old_model, self._optimizers, self.model, source)
+        compile_layers(self.model, self.config.compile)
+        self.model.train()
+        reporter.note(f"step {self.progress.step}: grown to {growth.layers} layers")
+
+    def _maybe_finish(self, reporter: Reporter) -> None:
+        flag = self._out / "finish"
+        if not self._finish_asked and not flag.exists():
+            return
+        self._finish_asked = False
+        flag.unlink(missing_ok=True)
+        minutes = self.config.finish_minutes
+        length = minutes * 60
+        if self.config.tokens:
+            length *= self.progress.tokens / max(self.progress.seconds, 1e-9)
+        self.schedule.finish(self._clock(), length)
+        reporter.note(f"step {self.progress.step}: early finish, decay ends in {minutes:g} minutes")
+
+    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
+        config = self.config
+        return build_optimizers(
+            self.model, muon_lr=config.muon_lr, adam_lr=config.adam_lr, weight_decay=config.weight_decay
+        )
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM stop after the step at hand, SIGUSR1 begins the decay; old handlers return at the end."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._stop_asked = True
+
+        def finish(number: int, frame: FrameType | None) -> None:
+            self._finish_asked = True
+
+        wanted = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: finish}
+        old = {number: signal.signal(number, handler) for number, handler in wanted.items()}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def compile_layers(model: LlamaForCausalLM, wanted: bool) -> None:
+    """Compile the layers one by one: they share one graph a shape, so that 12 compile as fast as one."""
+    if not wanted or not compiler_found():
+        return
+    # Row lengths x (training, measuring) make more graphs of the one layer code than the default limit of 8.
+    torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined,unused-ignore]
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+
+
+def compiled_loss(loss: Callable[..., Tensor], wanted: bool) -> Callable[..., Tensor]:
+    """The loss compiled where that is wanted and possible: it passes over the logits once instead of five times."""
+    if not wanted or not compiler_found():
+        return loss
+    compiled: Callable[..., Tensor] = torch.compile(loss, dynamic=False)
+    return compiled
+
+
+def compiler_found() -> bool:
+    """Whether torch.compile finds a C++ compiler on this machine."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, OSError, RuntimeError):
+        return False
+    return True

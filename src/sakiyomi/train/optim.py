@@ -1,0 +1,48 @@
+"""Optimizers: Muon for the matrices of the layers, AdamW for embeddings and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+def build_optimizers(model: nn.Module, *, muon_lr: float, adam_lr: float, weight_decay: float) -> list[Optimizer]:
+    """Two optimizers over all parameters; each group keeps its peak learning rate under "peak"."""
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (matrices if parameter.ndim == 2 and ".layers." in name else others).append(parameter)
+    optimizers: list[Optimizer] = []
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=0.95))
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
+
+
+def set_scale(optimizers: list[Optimizer], scale: float) -> None:
+    """Set every learning rate to its peak times `scale`."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * scale
+
+
+def copy_state(
+    old: list[Optimizer], old_model: nn.Module, new: list[Optimizer], new_model: nn.Module, source: Mapping[str, str]
+) -> None:
+    """Give each parameter of `new_model` a copy of the moments of its source parameter in `old_model`."""
+    old_parameters = dict(old_model.named_parameters())
+    states = {parameter: state for optimizer in old for parameter, state in optimizer.state.items()}
+    new_names = {parameter: name for name, parameter in new_model.named_parameters()}
+    for optimizer in new:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = states.get(old_parameters[source[new_names[parameter]]], {})
+                optimizer.state[parameter] = {key: value.clone() for key, value in state.items()}

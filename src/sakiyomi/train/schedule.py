@@ -1,0 +1,39 @@
+"""Learning-rate schedule over a clock that counts seconds of training, or tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A process that is stopped for minutes (SIGSTOP, a sleeping laptop) is charged at most this much for its step.
+LONGEST_STEP_SECONDS = 60.0
+
+
+@dataclass
+class Schedule:
+    """Warm-up, stable phase, linear decay to 0 between `decay_from` and `end` (in clock units: seconds or tokens)."""
+
+    warmup_steps: int
+    decay_from: float
+    end: float
+
+    def scale(self, step: int, clock: float) -> float:
+        """Factor of the peak learning rate, in [0, 1]."""
+        warmup = min(1.0, (step + 1) / max(self.warmup_steps, 1))
+        if clock < self.decay_from:
+            return warmup
+        return warmup * max(0.0, (self.end - clock) / max(self.end - self.decay_from, 1e-9))
+
+    def decaying(self, clock: float) -> bool:
+        """Whether the decay has begun."""
+        return clock >= self.decay_from
+
+    def finish(self, clock: float, length: float) -> None:
+        """Begin the decay now, to end in `length` units; a decay under way is only ever shortened."""
+        if self.decaying(clock):
+            length = min(length, self.end - clock)
+            # The slope changes, the learning rate of this moment does not.
+            share = (self.end - clock) / max(self.end - self.decay_from, 1e-9)
+            self.end = clock + length
+            self.decay_from = self.end - length / max(share, 1e-9)
+        else:
+            self.decay_from, self.end = clock, clock + length

@@ -1,0 +1,61 @@
+"""A byte-level BPE tokenizer trained on the training text; any text round-trips, for every byte is a piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from sakiyomi.errors import InputError
+
+END = "<|endoftext|>"
+PAD = "<|pad|>"
+SMALLEST = 256 + 2
+
+
+def train_tokenizer(texts: Iterable[str], pieces: int, max_length: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer whose vocabulary has `pieces` entries, special tokens included.
+
+    `END` begins and ends a document (bos and eos); it is id 0. A prompt is led by it when encoded with special tokens,
+    as every document of the training stream is.
+
+    Args:
+        texts: training text; pass a text twice to count it twice.
+        pieces: size of the vocabulary, at least 258 (256 bytes, 2 special tokens).
+        max_length: longest context of the model in tokens, kept as metadata.
+
+    Raises:
+        InputError: too few pieces were asked for, or the text is too short to make as many.
+    """
+    if pieces < SMALLEST:
+        raise InputError(f"vocab is {pieces}, expected at least {SMALLEST} (256 bytes and 2 special tokens)")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=pieces,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != pieces:
+        raise InputError(
+            f"the text gives {tokenizer.get_vocab_size()} pieces, expected {pieces}; give more text or lower --vocab"
+        )
+    end = tokenizer.token_to_id(END)
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single=f"{END} $A", pair=f"{END} $A {END} $B", special_tokens=[(END, end)]),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,95 @@
+"""Tiny text, models and settings for the training tests: seconds on one thread."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sakiyomi.train.config import DraftConfig, TargetConfig
+from sakiyomi.train.llama import new_llama, save_model
+from sakiyomi.train.tokenizer import train_tokenizer
+
+NAMES = ("Tom", "Mia", "Ben", "Sue", "Max", "Lily")
+THINGS = ("ball", "tree", "cat", "boat", "hat", "stone", "bird", "cake")
+
+
+def stories(count: int, seed: int = 0) -> list[str]:
+    """Small stories with a little variety."""
+    rng = random.Random(seed)
+    return [
+        f"Once upon a time {rng.choice(NAMES)} had a {rng.choice(THINGS)}. One day {rng.choice(NAMES)} saw the "
+        f"{rng.choice(THINGS)} and said, “Look at my {rng.choice(THINGS)}!” They played with the {rng.choice(THINGS)} "
+        f"all day, and then {rng.choice(NAMES)} went home."
+        for _ in range(count)
+    ]
+
+
+def story_file(path: Path, count: int = 60, seed: int = 0) -> Path:
+    """The stories as a .jsonl file."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in stories(count, seed)), encoding="utf-8")
+    return path
+
+
+def target_config(folder: Path, **changes: Any) -> TargetConfig:
+    """A target of two tiny layers and a budget of a few steps."""
+    text = story_file(folder / "train.jsonl")
+    valid = story_file(folder / "valid.jsonl", count=10, seed=1)
+    settings: dict[str, Any] = {
+        "out": str(folder / "target"),
+        "text": (str(text),),
+        "valid": (f"stories={valid}",),
+        "tokens": 8 * 128,
+        "row_tokens": (32, 64),
+        "step_tokens": 128,
+        "warmup_steps": 2,
+        "vocab": 300,
+        "hidden": 32,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "intermediate": 48,
+        "max_positions": 128,
+        "compile": False,
+        "threads": 1,
+    }
+    return TargetConfig(**(settings | changes))
+
+
+def tiny_target(folder: Path) -> Path:
+    """An untrained target of 300 pieces in Hugging Face form."""
+    torch.manual_seed(0)
+    config = target_config(folder)
+    tokenizer = train_tokenizer(stories(60), config.vocab, config.max_positions)
+    model = new_llama(config, tokenizer, layers=2, vocab=len(tokenizer), max_positions=128)
+    save_model(folder / "tiny", model, tokenizer)
+    return folder / "tiny"
+
+
+def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
+    """A draft of two tiny layers, two batches of samples and a budget of a few steps."""
+    text = story_file(folder / "train.jsonl")
+    valid = story_file(folder / "valid.jsonl", count=10, seed=1)
+    settings: dict[str, Any] = {
+        "out": str(folder / "draft"),
+        "target": str(target),
+        "text": (str(text),),
+        "valid": (f"stories={valid}",),
+        "tokens": 8 * 64,
+        "row_tokens": (32,),
+        "step_tokens": 64,
+        "hidden": 16,
+        "heads": 2,
+        "intermediate": 24,
+        "samples": 8,
+        "sample_batch": 4,
+        "sample_tokens": 8,
+        "eval_prompts": 2,
+        "top": 8,
+        "compile": False,
+        "threads": 1,
+    }
+    return DraftConfig(**(settings | changes))

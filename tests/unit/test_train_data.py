@@ -1,0 +1,152 @@
+"""Reading training text, streams and mixtures, the tokenizer."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.train.data import (
+    FixedRows,
+    Mixture,
+    Rows,
+    Stream,
+    TextSpec,
+    encode_documents,
+    excerpts,
+    parse_text,
+    read_documents,
+)
+from sakiyomi.train.tokenizer import END, train_tokenizer
+from train_toys import stories, story_file
+
+DOCUMENTS = [np.array([0, *range(10 * n, 10 * n + 7)]) for n in range(1, 9)]
+
+
+def test_all_four_formats_are_read_and_normalised(tmp_path: Path) -> None:
+    lines = "\n".join(json.dumps({"text": text}) for text in ("  a\r\nb ", "", "“c”")) + "\n\n"
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n", encoding="utf-8")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("昔々\n".encode()))
+    assert list(read_documents(tmp_path / "a.jsonl")) == ["a\nb", "“c”"]
+    assert list(read_documents(tmp_path / "a.jsonl.gz")) == ["a\nb", "“c”"]
+    assert list(read_documents(tmp_path / "a.txt")) == ["one\n\ntwo"]
+    assert list(read_documents(tmp_path / "a.txt.gz")) == ["昔々"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"title": "x"}\n', 'line 3 has no "text"'),
+        ("a.jsonl", b'{"tokens": [1, "x"]}\n', 'line 1 has no "text"'),
+        ("a.jsonl", b"", "holds no document"),
+        ("a.txt", b" \n", "holds no document"),
+        ("a.txt", b"\xff\xfe", "cannot read"),
+        ("a.txt.gz", b"no gzip", "cannot read"),
+        ("b.txt", None, "cannot read"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(LoadError, match=message) as error:
+        list(read_documents(tmp_path / name))
+    assert name in error.value.message
+
+
+def test_other_endings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"neither \.jsonl nor \.txt"):
+        list(read_documents(tmp_path / "a.parquet"))
+
+
+def test_shares_are_parsed() -> None:
+    assert parse_text("a.txt") == TextSpec(Path("a.txt"), 1.0, 1.0)
+    assert parse_text("a@b.txt@0.5") == TextSpec(Path("a@b.txt"), 0.5, 0.5)
+    assert parse_text("a.txt@0.5:2") == TextSpec(Path("a.txt"), 0.5, 2.0)
+    for wrong in ("a.txt@x", "a.txt@-1", "a.txt@1:nan"):
+        with pytest.raises(InputError, match="expected FILE@STABLE:DECAY"):
+            parse_text(wrong)
+
+
+def test_excerpts_keep_all_paragraphs_in_order() -> None:
+    text = "\n\n".join(f"{number} " + "x" * 30 for number in range(20))
+    pieces = excerpts(text, limit=100)
+    assert "\n\n".join(pieces) == text
+    assert max(map(len, pieces)) <= 100
+    assert excerpts("y" * 500, limit=100) == ["y" * 500]
+
+
+def test_every_token_of_an_epoch_is_read_once_as_a_target() -> None:
+    stream = Stream(DOCUMENTS, seed=3, key=0)
+    rows = [stream.take(9) for _ in range(stream.size // 8)]
+    for before, after in itertools.pairwise(rows):
+        assert before[-1] == after[0], "rows share their border token"
+    read = np.concatenate([rows[0][:1], *(row[1:] for row in rows)])[: stream.size]
+    assert sorted(read.tolist()) == sorted(np.concatenate(DOCUMENTS).tolist())
+
+
+@pytest.mark.parametrize("kind", ["stream", "fixed"])
+def test_positions_can_be_taken_and_restored(kind: str) -> None:
+    def make() -> Rows:
+        return Stream(DOCUMENTS, seed=1, key=2) if kind == "stream" else FixedRows(DOCUMENTS, 8, seed=1, key=2)
+
+    whole, first, second = make(), make(), make()
+    expected = [whole.take(9).tolist() for _ in range(20)]
+    got = [first.take(9).tolist() for _ in range(11)]
+    second.restore(first.state())
+    got += [second.take(9).tolist() for _ in range(9)]
+    assert got == expected
+
+
+def test_fixed_rows_come_back_in_each_epoch() -> None:
+    rows = FixedRows(DOCUMENTS, 8, seed=1, key=0)
+    epochs = [sorted(tuple(rows.take(9).tolist()) for _ in range(rows.size)) for _ in range(3)]
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert rows.epoch == 2
+
+
+def test_shares_switch_with_the_decay() -> None:
+    streams = [Stream([np.full(50, number)], seed=0, key=number) for number in (1, 2)]
+    mixture = Mixture(streams, stable=[1, 0], decay=[1, 3], seed=5)
+    assert np.unique(mixture.batch(0, 40, 4, decaying=False)).tolist() == [1]
+    share = (mixture.batch(1, 400, 4, decaying=True) == 2).mean()
+    assert 0.65 < share < 0.85
+    with pytest.raises(InputError, match="DECAY shares"):
+        Mixture(streams, stable=[1, 0], decay=[0, 0], seed=5)
+
+
+def test_tokenizer_round_trips_any_text(tmp_path: Path) -> None:
+    train_tokenizer(stories(40), 300, 128).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 300
+    for text in ("Once upon a time", "昔々、あるところに", "👩‍👧 emoji 🎈", "a  b\n\n\tc ", "“Ä” \x00 ￿", " leading"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert tokenizer(text)["input_ids"] == [tokenizer.bos_token_id, *ids], "a prompt begins as a document does"
+    assert tokenizer.bos_token == tokenizer.eos_token == END
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.pad_token_id == 1
+    assert tokenizer.decode([0, *ids, 0], skip_special_tokens=True) == " leading"
+
+
+def test_documents_are_led_by_the_end_token(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(stories(40), 300, 128)
+    documents = list(read_documents(story_file(tmp_path / "a.jsonl", count=3)))
+    encoded = encode_documents([*documents, [5, 6], [0, 7]], tokenizer)
+    assert [int(row[0]) for row in encoded] == [0] * 5
+    assert sorted(row.tolist() for row in encoded if len(row) < 4) == [[0, 5, 6], [0, 7]]
+
+
+def test_too_small_vocabularies_and_texts_are_refused() -> None:
+    with pytest.raises(InputError, match="at least 258"):
+        train_tokenizer(["abc"], 200, 128)
+    with pytest.raises(InputError, match="give more text"):
+        train_tokenizer(["abc"], 300, 128)

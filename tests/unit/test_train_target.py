@@ -1,0 +1,191 @@
+"""The training loop: a tiny run end to end, resume, early finish, growth, checkpoints, schedule."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.train import checkpoint, loop
+from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from sakiyomi.train.growth import grow
+from sakiyomi.train.llama import new_llama
+from sakiyomi.train.schedule import Schedule
+from sakiyomi.train.target import train_target
+from sakiyomi.train.tokenizer import train_tokenizer
+from train_toys import target_config
+
+
+def losses(out: str) -> list[float]:
+    return [entry[3] for entry in load_checkpoint(Path(out) / "checkpoints")["progress"]["losses"]]
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send this process a signal within the given step."""
+    original = loop.Loop._step
+
+    def stepping(self: loop.Loop) -> float:
+        if self.progress.step == step:
+            os.kill(os.getpid(), number)
+        return original(self)
+
+    monkeypatch.setattr(loop.Loop, "_step", stepping)
+
+
+def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
+    config = target_config(tmp_path, tokens=40 * 128, note=("Stories, no licence needed",))
+    summary = train_target(config, "sakiyomi train target --out x")
+    assert summary["finished"]
+    assert summary["steps"] == 40
+    assert summary["tokens"] == 40 * 128
+    seen = losses(config.out)
+    assert sum(seen[-5:]) < 0.8 * sum(seen[:5])
+    folder = Path(summary["model"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert model.config.num_hidden_layers == 2
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    output = model.generate(
+        **tokenizer("Once upon", return_tensors="pt", return_token_type_ids=False), max_new_tokens=4
+    )
+    assert output.shape[0] == 1
+    card = json.loads((folder / "card.json").read_text())
+    assert card["held_out"]["stories"]["bits_per_character"] > 0
+    assert card["notes"] == ["Stories, no licence needed"]
+    text = (folder / "README.md").read_text()
+    assert "sakiyomi train target --out x" in text
+    assert "bits per character" in text
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growing: bool
+) -> None:
+    changes: dict[str, Any] = {"layers": 4, "first_layers": 2, "grow_at": 0.5} if growing else {}
+    whole = target_config(tmp_path, out=str(tmp_path / "whole"), **changes)
+    assert train_target(whole)["finished"]
+    cut = target_config(tmp_path, out=str(tmp_path / "cut"), **changes)
+    for step in (3, 6):
+        with monkeypatch.context() as patch:
+            stop_at(patch, step, signal.SIGINT)
+            summary = train_target(cut if step == 3 else target_config(tmp_path, out=cut.out, resume=True, **changes))
+        assert not summary["finished"]
+        assert summary["step"] == step + 1
+    assert train_target(target_config(tmp_path, out=cut.out, resume=True, **changes))["finished"]
+    assert losses(cut.out) == losses(whole.out)
+    weights = [load_checkpoint(Path(out) / "checkpoints")["model"] for out in (cut.out, whole.out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.parametrize("way", ["signal", "file"])
+def test_an_early_finish_anneals_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    # Half an hour of budget; the early decay of a 40th of a second ends it after a step or a few.
+    config = target_config(
+        tmp_path, tokens=0, minutes=30.0, finish_minutes=0.0005, layers=4, first_layers=2, grow_at=0.9
+    )
+    if way == "signal":
+        stop_at(monkeypatch, 3, signal.SIGUSR1)
+    else:
+        Path(config.out).mkdir()
+        Path(config.out, "finish").touch()
+    summary = train_target(config)
+    assert summary["finished"]
+    assert summary["steps"] < 30
+    assert summary["layers"] == 4, "an early finish grows at once"
+    assert not Path(config.out, "finish").exists()
+
+
+def test_pauses_are_charged_one_minute_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**9, 600))
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
+    summary = train_target(target_config(tmp_path, tokens=0, minutes=3.0))
+    assert summary["steps"] == 3
+    monkeypatch.setattr(loop.time, "monotonic", time.monotonic)
+
+
+def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="no checkpoint"):
+        train_target(target_config(tmp_path, resume=True))
+
+
+def test_checkpoints_are_whole_and_the_last_two_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save_checkpoint(tmp_path, step, {"step": step})
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002.pt", "step-00000003.pt"]
+
+    def half(state: object, file: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(checkpoint.torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(tmp_path, 4, {"step": 4})
+    assert load_checkpoint(tmp_path)["step"] == 3
+    assert not list(tmp_path.glob("*.partial"))
+    checkpoints(tmp_path)[-1].write_bytes(b"broken")
+    with pytest.raises(LoadError, match="step-00000003"):
+        load_checkpoint(tmp_path)
+
+
+def test_growth_keeps_the_function_and_names_every_source(tmp_path: Path) -> None:
+    config = target_config(tmp_path)
+    tokenizer = train_tokenizer(
+        ["Once upon a time there was a cat. " * 5 + "Tom saw Mia and a big red ball."], 290, 128
+    )
+    torch.manual_seed(0)
+    model = new_llama(config, tokenizer, layers=2, vocab=290, max_positions=128)
+    deep, source = grow(model, 6)
+    assert deep.config.num_hidden_layers == len(deep.model.layers) == 6
+    nearest = [source[f"model.layers.{layer}.mlp.up_proj.weight"].split(".")[2] for layer in range(6)]
+    assert nearest == ["0", "0", "1", "1", "1", "1"]
+    assert set(source) == {name for name, _ in deep.named_parameters()}
+    ids = torch.arange(40).view(1, 40)
+    with torch.no_grad():
+        plain, grown = model(ids).logits, deep(ids).logits
+    assert torch.allclose(plain, grown, atol=1e-6)
+    assert model.config.num_hidden_layers == 2
+
+
+def test_schedule_warms_up_holds_and_decays_to_zero() -> None:
+    schedule = Schedule(warmup_steps=4, decay_from=60, end=100)
+    assert [schedule.scale(step, 0) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert schedule.scale(9, 59.9) == 1.0
+    assert schedule.scale(9, 80) == pytest.approx(0.5)
+    assert schedule.scale(9, 100) == 0.0
+
+
+def test_an_early_finish_bends_the_schedule_without_a_jump() -> None:
+    schedule = Schedule(warmup_steps=1, decay_from=60, end=100)
+    schedule.finish(30, 10)
+    assert (schedule.decay_from, schedule.end) == (30, 40)
+    schedule = Schedule(warmup_steps=1, decay_from=60, end=100)
+    before = schedule.scale(9, 70)
+    schedule.finish(70, 15)
+    assert schedule.scale(9, 70) == pytest.approx(before)
+    assert schedule.scale(9, 85) == pytest.approx(0.0)
+    schedule.finish(80, 1000)
+    assert schedule.end == 85, "a decay is never made longer"
+
+
+def test_wrong_settings_name_their_flag(tmp_path: Path) -> None:
+    for changes, flag in (
+        ({"step_tokens": 100}, "--step-tokens"),
+        ({"minutes": 0.0, "tokens": 0}, "--minutes"),
+        ({"heads": 3}, "--heads"),
+        ({"layers": 3, "first_layers": 2}, "--first-layers"),
+        ({"row_tokens": (512,), "step_tokens": 512}, "--row-tokens"),
+        ({"out": ""}, "--out"),
+        ({"text": ()}, "--text"),
+    ):
+        with pytest.raises(InputError, match=flag):
+            target_config(tmp_path, **changes)
