@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+# Rows of one pass of the target: one shape whatever is missing, as a compiled model compiles anew for each other shape.
+CHUNK_ROWS = 4
+
 
 def vocabulary(model: PreTrainedModel) -> int:
     """Rows of the output embedding: the width of the logits, which may pass the tokenizer's last id."""
@@ -45,12 +48,16 @@ class SoftLabels:
         return tokens, torch.stack([pair[1] for pair in found]).to(ids.device, torch.float32)
 
     def _compute(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            logits = self._target(input_ids=ids, use_cache=False).logits.float()
-            top = logits.topk(self.top, dim=-1)
-            probs = (top.values - logits.logsumexp(dim=-1, keepdim=True)).exp()
-        # 6 bytes a label instead of 12; half precision moves a probability by 0.05 % at most.
-        return top.indices.to(torch.int32).cpu(), probs.to(torch.float16).cpu()
+        tokens, probs = [], []
+        padded = torch.cat([ids, ids.new_zeros(-len(ids) % CHUNK_ROWS, ids.shape[1])])
+        for rows in padded.split(CHUNK_ROWS):
+            with torch.no_grad():
+                logits = self._target(input_ids=rows, use_cache=False).logits.float()
+                top = logits.topk(self.top, dim=-1)
+                # 6 bytes a label instead of 12; half precision moves a probability by 0.05 % at most.
+                tokens.append(top.indices.to(torch.int32).cpu())
+                probs.append((top.values - logits.logsumexp(dim=-1, keepdim=True)).exp().to(torch.float16).cpu())
+        return torch.cat(tokens)[: len(ids)], torch.cat(probs)[: len(ids)]
 
     def _keep(self, key: bytes, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         size = tokens.numel() * tokens.element_size() + probs.numel() * probs.element_size()
