@@ -1,4 +1,4 @@
-"""How far to read ahead: the draft length of the next round, from what the last ones brought and from measured costs."""
+"""How far to read ahead: the next round's draft length, from what the last ones brought and from measured costs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ class ConstantGamma:
     gamma: int
 
     def next(self, costs: Callable[[], Costs]) -> int:
+        """See ``GammaPolicy.next``."""
         return self.gamma
 
     def observe(self, drafted: int, accepted: int) -> None:
-        pass
+        """Nothing is learnt."""
 
 
 @dataclass(slots=True)
@@ -64,9 +65,11 @@ class HeuristicGamma:
     gamma: int = 5
 
     def next(self, costs: Callable[[], Costs]) -> int:
+        """See ``GammaPolicy.next``."""
         return self.gamma
 
     def observe(self, drafted: int, accepted: int) -> None:
+        """See ``GammaPolicy.observe``."""
         if drafted:
             self.gamma = self.gamma + 2 if accepted == drafted else max(1, self.gamma - 1)
 
@@ -74,9 +77,9 @@ class HeuristicGamma:
 class AutoGamma:
     """The gamma of the largest predicted speed-up; none where plain decoding is as fast.
 
-    The acceptance of each place in the draft is estimated from the rounds that reached it, older ones counting less; a place never
-    reached is taken to be as the one before. Costs are the machine's own, measured while it works. While speculation is
-    off, a short draft is tried now and then: text changes.
+    The acceptance of each place in the draft is estimated from the rounds that reached it, older ones counting less;
+    a place never reached is taken to be as the one before. Costs are the machine's own, measured while it works.
+    While speculation is off, a short draft is tried now and then: text changes.
     """
 
     def __init__(self, start: float = 0.75, weight: float = 4.0, memory: float = 0.97) -> None:
@@ -95,6 +98,7 @@ class AutoGamma:
         return alphas or [self._start]
 
     def next(self, costs: Callable[[], Costs]) -> int:
+        """See ``GammaPolicy.next``."""
         now = costs()
         plain = now.score(now.batch)
 
@@ -109,6 +113,7 @@ class AutoGamma:
         return PROBE if self._quiet % PROBE_EVERY == 0 else 0
 
     def observe(self, drafted: int, accepted: int) -> None:
+        """See ``GammaPolicy.observe``."""
         places = min(drafted, accepted + 1)
         while len(self._tried) < places:
             self._kept.append(0.0)

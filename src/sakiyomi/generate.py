@@ -89,6 +89,7 @@ class Engine:
         *,
         key: tuple[int, ...] = (0,),
         rounds_trace: bool = False,
+        live: bool = True,
     ) -> int:
         """Queue a request; the work is done by ``step``.
 
@@ -97,6 +98,7 @@ class Engine:
             params: None for the defaults.
             key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
             rounds_trace: keep every round's tree.
+            live: text is wanted with every step, not only with the last one.
 
         Returns:
             The request's id, as in ``Step.request``.
@@ -123,6 +125,7 @@ class Engine:
             TextStream(self.tokenizer, params.stop),
             last,
             keep_rounds=rounds_trace,
+            live=live or bool(params.stop),
         )
         self._check_memory(last)
         with self._lock:
@@ -187,7 +190,7 @@ class Engine:
         return steps
 
     def _draft(self, requests: list[Request]) -> list[Draft]:
-        """What the drafter proposes; nothing where there is none, where it does not pay, or at the very end of a request."""
+        """What the drafter proposes: nothing where there is none, where it does not pay, or at a request's end."""
         drafts = [Draft.empty()] * len(requests)
         if self.drafter is None or self._broken:
             return drafts
@@ -210,9 +213,11 @@ class Engine:
                 drafts[i] = _cut(draft, requests[i].last - len(requests[i].tokens) - 1)
         except MemoryLimitError:
             raise
-        except Exception as error:  # noqa: BLE001  a drafter may be anybody's code; the text does not depend on it
+        except Exception as error:  # a drafter may be anybody's code, and the text does not depend on it
             self._broken = True
-            logger.warning("drafter %s failed and is left out from now on: %s: %s", self.drafter.name, type(error).__name__, error)
+            logger.warning(
+                "drafter %s failed and is left out from now on: %s: %s", self.drafter.name, type(error).__name__, error
+            )
             return [Draft.empty()] * len(requests)
         return drafts
 
@@ -245,7 +250,9 @@ class Engine:
 
     def _prefill(self, requests: list[Request]) -> list[Step]:
         """One chunk of prompts; the first token of every request whose prompt is complete after it."""
-        segments, taken, budget = [], [], self.chunk_size
+        segments: list[Segment] = []
+        taken: list[Request] = []
+        budget = self.chunk_size
         for request in requests:
             count = min(self.chunk_size, request.prompt_tokens - request.cached)
             if taken and (count > budget or self.exact):
@@ -296,7 +303,11 @@ class Engine:
         if depth:
             step = drafting / depth
             # The first round's catching up with the prompt is no step's price: values far above the mean hardly count.
-            self._draft_step = step if not self._draft_step else self._draft_step + 0.1 * (min(step, 2 * self._draft_step) - self._draft_step)
+            self._draft_step = (
+                step
+                if not self._draft_step
+                else self._draft_step + 0.1 * (min(step, 2 * self._draft_step) - self._draft_step)
+            )
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -312,10 +323,13 @@ class Engine:
                 raise InputError("the prompt is an empty list of tokens; give at least one")
         wrong = next((t for t in tokens if not 0 <= t < self.target.vocab_size), None)
         if wrong is not None:
-            raise InputError(f"the prompt has token {wrong}; the model's vocabulary has {self.target.vocab_size} tokens")
+            raise InputError(
+                f"the prompt has token {wrong}; the model's vocabulary has {self.target.vocab_size} tokens"
+            )
         if len(tokens) >= self.max_context:
             raise InputError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.max_context} with at least one new one; shorten the prompt"
+                f"the prompt has {len(tokens)} tokens, the context holds {self.max_context} with at least one new one; "
+                "shorten the prompt"
             )
         return tokens
 
@@ -325,8 +339,8 @@ class Engine:
         left = available_bytes(str(cache.device))
         if need > left:
             raise MemoryLimitError(
-                f"keys and values of {tokens} tokens take {readable(tokens * cache.pair_bytes)}, {readable(left)} are available; "
-                f"about {left // cache.pair_bytes} tokens fit: shorten the prompt or lower max_new_tokens"
+                f"keys and values of {tokens} tokens take {readable(tokens * cache.pair_bytes)}, {readable(left)} are "
+                f"available; about {left // cache.pair_bytes} tokens fit: shorten the prompt or lower max_new_tokens"
             )
 
 

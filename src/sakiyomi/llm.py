@@ -6,14 +6,14 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.loading import Loaded, load_model
 from sakiyomi.model import PackedModel
-from sakiyomi.outputs import Generation, Step
+from sakiyomi.outputs import Step
 from sakiyomi.params import SamplingParams
 
 __all__ = ["LLM"]
@@ -27,7 +27,8 @@ class LLM:
     """A language model that reads ahead.
 
     Args:
-        target: name of an embedded model, a folder in Hugging Face format, a hub id, or a loaded ``(model, tokenizer)`` pair.
+        target: name of an embedded model, a folder in Hugging Face format, a hub id, or a loaded ``(model,
+            tokenizer)`` pair.
         draft: "none", "auto", "model:<path or id>", or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
         cache: only "full" in this version.
         kv_budget: only None in this version.
@@ -105,13 +106,13 @@ class LLM:
 
     # ------------------------------------------------------------ generation
 
-    @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None, *, rounds_trace: bool = False) -> Generation: ...
-    @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, *, rounds_trace: bool = False
-    ) -> list[Any]: ...
-    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None, *, rounds_trace: bool = False) -> Any:
+        self,
+        prompts: str | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        rounds_trace: bool = False,
+    ) -> Any:
         """Generate for one prompt or for a list; a list gives a list back, in order.
 
         Args:
@@ -134,7 +135,11 @@ class LLM:
         try:
             for i, prompt in enumerate(prompts):
                 for j in range(params.n):
-                    requests.append(self._add(prompt, params, (i, j) if params.n > 1 else (i,), rounds_trace))
+                    requests.append(
+                        self._add(
+                            prompt, params, (i, j) if params.n > 1 else (i,), rounds_trace=rounds_trace, live=False
+                        )
+                    )
             states = [self.engine.find(request) for request in requests]
             while any(state is not None and state.finish_reason is None for state in states):
                 self._advance()
@@ -157,7 +162,7 @@ class LLM:
         params = params or SamplingParams()
         if params.n > 1:
             raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
-        request = self._add(prompt, params, (0,), False)
+        request = self._add(prompt, params, (0,))
         try:
             while True:
                 while self._steps[request]:
@@ -169,10 +174,10 @@ class LLM:
         finally:
             self._drop(request)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, key: tuple[int, ...], rounds_trace: bool) -> int:
+    def _add(self, prompt: Prompt, params: SamplingParams, key: tuple[int, ...], **options: bool) -> int:
         if any(isinstance(word, str) for word in params.bad_words):
             params = _with_ids(params, self.tokenizer)
-        request = self.engine.add(prompt, params, key=key, rounds_trace=rounds_trace)
+        request = self.engine.add(prompt, params, key=key, **options)
         self._steps[request] = deque()
         return request
 
@@ -214,11 +219,16 @@ def _spec(draft: Any) -> Any:
     if hasattr(draft, "propose"):
         missing = [name for name in ("name", "kind") if not hasattr(draft, name)]
         if missing:
-            raise InputError(f"the drafter {type(draft).__name__} has no {missing[0]}; a drafter needs name, kind and propose")
+            raise InputError(
+                f"the drafter {type(draft).__name__} has no {missing[0]}; a drafter needs name, kind and propose"
+            )
         return draft
     if isinstance(draft, Sequence) and len(draft) == 1:
         return draft[0]
-    raise InputError(f"draft={draft!r}; expected a spec such as 'none' or 'model:<path>', or an object with propose (one drafter in this version)")
+    raise InputError(
+        f"draft={draft!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose; several "
+        "drafters are not available in this version"
+    )
 
 
 def _only(name: str, value: Any, only: Any) -> None:

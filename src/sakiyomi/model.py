@@ -1,7 +1,8 @@
 """A Hugging Face causal language model as the engine runs it: packed rows, our cache, our attention, its own weights.
 
-`PackedModel` works on a structural copy of the user's model which shares its parameters: the user's object keeps its attention setting and
-its modules. Target and draft model are both one of these. It knows rows, slots and logits; it knows no drafts and no sampling.
+`PackedModel` works on a structural copy of the user's model which shares its parameters: the user's object keeps its
+attention setting and its modules. Target and draft model are both one of these. It knows rows, slots and logits; it
+knows no drafts and no sampling.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ SIZES = (1, 4, 8, 16, 32, 64)
 
 
 def structural_copy(model: nn.Module) -> Any:
-    """The same modules again, around the same parameter and buffer tensors; config and settings are copies of their own."""
+    """The same modules again around the same parameter and buffer tensors, with a config of their own."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)  # type: ignore[arg-type]
+    return copy.deepcopy(model, shared)
 
 
 def pack_linears(model: nn.Module, native: NativeModel) -> int:
     """Replace plain linear layers on the CPU by packed ones; the number of layers that were replaced.
 
-    Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they are.
+    Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they
+    are.
     """
     done: dict[int, nn.Module] = {}
     for parent in list(model.modules()):
@@ -55,7 +57,7 @@ def pack_linears(model: nn.Module, native: NativeModel) -> int:
             weight = child.weight if type(child) is nn.Linear else child.weight.T
             if hooked or weight.device.type != "cpu" or not can_pack(weight.shape, weight.dtype):
                 continue
-            done[id(child)] = native.add_linear(weight, child.bias)
+            done[id(child)] = native.add_linear(weight, getattr(child, "bias", None))
             setattr(parent, name, done[id(child)])
     return len(done)
 
@@ -79,6 +81,10 @@ class PackedModel:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
+        if "chunked_attention" in (
+            getattr(self.config, "layer_types", None) or ()
+        ):  # llama4: chunks are in the mask only
+            self.max_context = min(self.max_context, int(self.config.attention_chunk_size or self.max_context))
         self.exact = exact
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
@@ -105,7 +111,7 @@ class PackedModel:
         else:
             self.state = self.native or Dense(self.cache, by_row=exact)
             self._model.set_attn_implementation("sakiyomi_cpu" if self.native else "sakiyomi_torch")
-        self.sizes = SIZES
+        self.sizes: tuple[int, ...] = SIZES
         self.graphs = Graphs(self._model, SIZES, self.state, self.device) if compile and self.passes_here else None
         self._proven = False
         if exact:
@@ -120,7 +126,9 @@ class PackedModel:
         positions = torch.tensor([[0, 1]], device=self.device)
         with torch.no_grad():
             shapes = attention.layer_shapes(
-                self._model, lambda: self._model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False), layers
+                self._model,
+                lambda: self._model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False),
+                layers,
             )
             self.passes_here = shapes is not None
             if shapes is not None:
@@ -130,13 +138,26 @@ class PackedModel:
     def _own_shapes(self, ids: Tensor, layers: int) -> list[LayerShape]:
         """Layer shapes of a model that keeps its own attention, and the proof that a cache of ours serves it."""
         name = type(self._model).__name__
-        if getattr(self.config, "alibi", False) or "position_ids" not in inspect.signature(self._model.forward).parameters:
-            raise UnsupportedError(f"{name} derives positions from the column of the cache (ALiBi); such models are not supported")
+        if (
+            getattr(self.config, "alibi", False)
+            or "position_ids" not in inspect.signature(self._model.forward).parameters
+        ):
+            raise UnsupportedError(
+                f"{name} derives positions from the column of the cache (ALiBi); such models are not supported"
+            )
+        if "local" in (getattr(self.config, "attention_layers", None) or ()) or getattr(
+            self.config, "sliding_window", None
+        ):
+            raise UnsupportedError(
+                f"{name} cuts its sliding window by the column of the cache; such models are not supported"
+            )
         self._model.set_attn_implementation("eager")
         done = self._model(input_ids=ids, use_cache=True)
-        stored = getattr(done.past_key_values, "layers", [])
+        stored = getattr(getattr(done, "past_key_values", None), "layers", [])
         if len(stored) != layers or any(getattr(layer, "keys", None) is None for layer in stored):
-            raise UnsupportedError(f"{name} keeps something else than keys and values of {layers} layers; such models are not supported")
+            raise UnsupportedError(
+                f"{name} keeps something else than keys and values of {layers} layers; such models are not supported"
+            )
         shapes = [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in stored]
         trial = SlotCache(shapes, dtype=self.dtype, device=self.device, max_slots=1)
         trial.reserve(0, 2)
@@ -147,7 +168,9 @@ class PackedModel:
         difference = (torch.stack(rows) - done.logits[0].float()).abs().max()
         scale = done.logits.float().abs().max()
         if not bool(difference <= (1e-3 if self.dtype == torch.float32 else 0.1) * scale):
-            raise UnsupportedError(f"{name} gives other logits through our cache (difference {float(difference):.2g}); it is not supported")
+            raise UnsupportedError(
+                f"{name} gives other logits through our cache (difference {float(difference):.2g}); it is not supported"
+            )
         return shapes
 
     def _native(self) -> NativeModel | None:
@@ -167,8 +190,8 @@ class PackedModel:
         self.sizes = self.invariant_sizes()
         if not self.sizes:
             raise UnsupportedError(
-                f"exact=True: no row count of {SIZES} gives rows that are independent of the others on this machine in {self.dtype}; "
-                "use exact=False, or dtype='float32'"
+                f"exact=True: with no row count of {SIZES} are rows independent of the others on this machine in "
+                f"{self.dtype}; use exact=False, or dtype='float32'"
             )
 
     def invariant_sizes(self) -> tuple[int, ...]:
@@ -201,12 +224,14 @@ class PackedModel:
     def score(self, segments: Sequence[Segment], *, last: bool = False, compiled: bool = True) -> Tensor:
         """One pass over the rows of these segments.
 
-        The rows' keys and values are written behind each slot's pairs (`SlotCache.keep` decides which stay); slots must have room.
+        The rows' keys and values are written behind each slot's pairs (`SlotCache.keep` decides which stay); slots
+        must have room.
 
         Args:
             segments: of different slots.
             last: only the last row of each segment is wanted.
             compiled: use a compiled graph where one is ready.
+
         Returns:
             (rows, V) logits, one row for each row of the segments in order, or (segments, V) with `last`.
         """
@@ -232,7 +257,9 @@ class PackedModel:
     def _note(self, size: int, seconds: float) -> None:
         known = self._seconds.get(size)
         # Slow outliers are the machine's other work, not the pass.
-        self._seconds[size] = seconds if known is None or seconds < known / 2 else known + 0.1 * (min(seconds, 2 * known) - known)
+        self._seconds[size] = (
+            seconds if known is None or seconds < known / 2 else known + 0.1 * (min(seconds, 2 * known) - known)
+        )
 
     def _run(self, plan: Plan, size: int, *, keep: Tensor | None = None, compiled: bool = False) -> Tensor:
         with self.lock, torch.no_grad():
@@ -249,7 +276,9 @@ class PackedModel:
                 logits = logits if keep is None else logits[:, keep]
             else:
                 wanted = {} if keep is None or not self._keeps else {"logits_to_keep": keep}
-                logits = self._model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted).logits
+                logits = self._model(
+                    input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted
+                ).logits
                 logits = logits[:, keep] if keep is not None and not self._keeps else logits
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -264,11 +293,17 @@ class PackedModel:
 
     def _call_own(self, state: OwnAttention, ids: Tensor, positions: Tensor) -> Tensor:
         mask = state.mask(self.dtype, ids.shape[1])
-        return self._model(input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=state, use_cache=True).logits[0]  # type: ignore[no-any-return]
+        logits: Tensor = self._model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=state, use_cache=True
+        ).logits
+        return logits[0]
 
     def _prove(self) -> None:
         """After the first pass: every layer must have come to our cache, or the logits are not to be trusted."""
         calls, layers = self.state.calls(), len(self.cache.shapes)
         if calls != layers:
-            raise UnsupportedError(f"{type(self._model).__name__}: {calls} of {layers} attention layers reached the cache; it is not supported")
+            raise UnsupportedError(
+                f"{type(self._model).__name__}: {calls} of {layers} attention layers reached the cache; "
+                "it is not supported"
+            )
         self._proven = True

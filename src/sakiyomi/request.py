@@ -31,6 +31,8 @@ class Request:
         sampler, verifier, policy: made from the parameters once.
         text: turns tokens into text as they come.
         last: most tokens that prompt and output may have together.
+        keep_rounds: keep every round's tree.
+        live: text is wanted as it comes, not only at the end.
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target holds.
         compiled: takes compiled graphs; fixed for the request's life, so that it never changes path.
@@ -44,6 +46,7 @@ class Request:
     text: TextStream
     last: int
     keep_rounds: bool = False
+    live: bool = True
     slot: int | None = None
     cached: int = 0
     compiled: bool = False
@@ -55,10 +58,12 @@ class Request:
 
     @property
     def id(self) -> int:
+        """As in ``Step.request``."""
         return self.context.id
 
     @property
     def tokens(self) -> list[int]:
+        """Prompt and output."""
         return self.context.tokens
 
     @property
@@ -79,9 +84,11 @@ class Request:
         """Take what the target decided: tokens up to a stop or the length limit, their trace, their text."""
         tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]
         used, reason = self._until_end(tokens)
-        text, stopped = self.text.push(tokens[:used])
-        if stopped is not None:
-            used, reason = stopped, "stop"
+        text = ""
+        if self.live:
+            text, stopped = self.text.push(tokens[:used])
+            if stopped is not None:
+                used, reason = stopped, "stop"
         tokens = tokens[:used]
         entries = self._entries(draft, verdict, rows, used)
         self._count(draft, verdict, used)
@@ -91,6 +98,8 @@ class Request:
             self.rounds.append(self._round(draft, verdict, rows))
         if reason is not None:
             self.finish_reason = reason
+            if not self.live:
+                text = self.text.push(self.output)[0]
             text += self.text.finish()
             self.stats.seconds = time.perf_counter() - self.began
         return Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None)
@@ -140,7 +149,7 @@ class Request:
         return entries
 
     def _chance(self, rows: Rows, row: int, token: int) -> float:
-        """Probability of a token in a row; at temperature 0 as if the temperature were 1, since it says more than 1.0."""
+        """Probability of a token in a row; at temperature 0 as if it were 1, since that says more than 1.0."""
         if not self.sampler.greedy:
             return float(rows.row(row)[token])
         logits = as_row(rows.processed(row)[0])
@@ -154,7 +163,9 @@ class Request:
             self.stats.rounds,
             tree.tokens,
             tree.parents,
-            tuple(self._chance(rows, parent + 1, token) for token, parent in zip(tree.tokens, tree.parents, strict=True)),
+            tuple(
+                self._chance(rows, parent + 1, token) for token, parent in zip(tree.tokens, tree.parents, strict=True)
+            ),
             tuple(chances.get(node) for node in range(len(tree))),
             verdict.path,
             tree.tokens[verdict.refused[0]] if verdict.refused else None,

@@ -1,8 +1,9 @@
 """The slot cache: keys and values of every running request, in one place per request.
 
-Layers of equal (KV heads, key dim, value dim) have tensors of one shape. A slot is one request's place; its rows lie one after the other, so
-rolling back is moving a length, and keeping one path of a token tree is one gather. Storage grows by doubling and is never
-allocated for a model's maximal context in advance. The cache knows tokens' columns only; it knows no model and no text.
+Layers of equal (KV heads, key dim, value dim) have tensors of one shape. A slot is one request's place; its rows lie
+one after the other, so rolling back is moving a length, and keeping one path of a token tree is one gather. Storage
+grows by doubling and is never allocated for a model's maximal context in advance. The cache knows tokens' columns
+only; it knows no model and no text.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class SlotCache:
             )
         for store, dims in ((self.keys, "key_dim"), (self.values, "value_dim")):
             for i, shape in enumerate(self.shapes):
-                fresh = torch.zeros(slots, shape.heads, room, getattr(shape, dims), dtype=self.dtype, device=self.device)
+                fresh = torch.zeros(
+                    slots, shape.heads, room, getattr(shape, dims), dtype=self.dtype, device=self.device
+                )
                 if self.room:
                     fresh[: self.slots, :, : self.room] = store[i]
                     store[i] = fresh

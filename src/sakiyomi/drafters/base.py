@@ -23,7 +23,8 @@ class Context:
         id: of the request.
         tokens: all committed tokens, prompt and output. Not to be changed; it only grows.
         params: what the user asked for.
-        rule: how the target will judge: "greedy" (propose the most probable), "ratio" (draw, and tell the distribution) or
+        rule: how the target will judge: "greedy" (propose the most probable), "ratio" (draw, and tell the
+            distribution) or
             "coupled" (propose the top of log q + the noise of the token's position).
         noise: the request's randomness; position of the next token is ``len(tokens)``.
         stop_ids: tokens that end the text: nothing after one of them is worth proposing.
@@ -42,7 +43,8 @@ class Context:
 class Drafter(Protocol):
     """Proposes tokens that the target then checks. A wrong proposal costs time, never correctness.
 
-    A drafter of one's own needs ``name``, ``kind`` and ``propose``; the other members are looked for and may be missing.
+    A drafter of one's own needs ``name``, ``kind`` and ``propose``; the other members are looked for and may be
+    missing.
     """
 
     @property

@@ -1,0 +1,1 @@
+"""Everything that runs inside a pass: plans, attention operators, packed weights, compiled graphs."""

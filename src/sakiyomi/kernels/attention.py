@@ -1,7 +1,8 @@
 """The attention functions that transformers' models are switched to.
 
-Three names are registered once with transformers: `sakiyomi_cpu` (the compiled operator), `sakiyomi_torch` (plain torch) and `sakiyomi_probe`, which
-computes ordinary causal attention and notes what each layer asked for. Masks are ours, so the mask functions return None.
+Three names are registered once with transformers: `sakiyomi_cpu` (the compiled operator), `sakiyomi_torch` (plain
+torch) and `sakiyomi_probe`, which computes ordinary causal attention and notes what each layer asked for. Masks are
+ours, so the mask functions return None.
 """
 
 from __future__ import annotations
@@ -32,10 +33,20 @@ class _Probe:
 _probe: _Probe | None = None
 
 
-def _arguments(module: nn.Module, query: Tensor, scaling: float | None, kwargs: dict[str, Any]) -> tuple[int, float, float, int]:
+def _arguments(
+    module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
+) -> tuple[int, float, float, int]:
+    if mask is not None:  # the mask functions give None, so this one is the layer's own
+        raise UnsupportedError(
+            f"attention of {type(module).__name__} makes its own mask, which is not supported; "
+            "use transformers for this model"
+        )
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
-            raise UnsupportedError(f"attention of {type(module).__name__} uses {name}, which is not supported; use transformers for this model")
+            raise UnsupportedError(
+                f"attention of {type(module).__name__} uses {name}, which is not supported; "
+                "use transformers for this model"
+            )
     return (
         int(module.layer_idx),  # type: ignore[arg-type]
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
@@ -46,17 +57,29 @@ def _arguments(module: nn.Module, query: Tensor, scaling: float | None, kwargs: 
 
 def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        return attend()(query, key, value, *_arguments(module, query, scaling, kwargs)), None
+        return attend()(query, key, value, *_arguments(module, query, attention_mask, scaling, kwargs)), None
 
     return attention
 
 
 def _probing(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    layer, scale, _, _ = _arguments(module, query, scaling, kwargs)
+    layer, scale, _, _ = _arguments(module, query, attention_mask, scaling, kwargs)
     assert _probe is not None
     _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
     _probe.calls += 1
@@ -79,8 +102,8 @@ def register() -> None:
 def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int) -> list[LayerShape] | None:
     """What each attention layer stores, learnt from one small pass; None where the model does not come to our operator.
 
-    Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own, so the switch is not believed: the
-    operator must have been called exactly once for every layer.
+    Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own, so the switch is
+    not believed: the operator must have been called exactly once for every layer.
 
     Args:
         model: its attention is left switched to the probe.

@@ -1,8 +1,8 @@
 """Compiles `cpu.cpp` at first use and keeps the result.
 
-The library is built once for a (source, torch, processor) triple with the system's C++ compiler, put in place by an atomic
-rename, and loaded from the user's cache folder afterwards. Where no compiler works, the caller gets None and one log line: the
-plain torch path then runs, with the same tokens and less speed.
+The library is built once for a (source, torch, processor) triple with the system's C++ compiler, put in place by an
+atomic rename, and loaded from the user's cache folder afterwards. Where no compiler works, the caller gets None and
+one log line: the plain torch path then runs, with the same tokens and less speed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 
 def cache_folder() -> Path:
     """Where compiled kernels and graphs are kept: `$SAKIYOMI_CACHE`, else the user's cache folder."""
-    root = os.environ.get("SAKIYOMI_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "sakiyomi"
-    )
-    return Path(root)
+    own = os.environ.get("SAKIYOMI_CACHE")
+    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sakiyomi"
 
 
 def compiler() -> str | None:
@@ -82,7 +80,7 @@ def _build(path: Path) -> None:
         done = subprocess.run(_command(cxx, fresh), capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             raise OSError(f"{cxx} failed: {done.stderr.strip()[-300:]}")
-        os.replace(fresh, path)
+        fresh.replace(path)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Tree attention in plain torch, on any device: the path without a compiler, and the oracle of the compiled operator.
 
-`Dense` holds the plan of the pass and the cache; the operator `sakiyomi::attend` reads it, so that a compiled graph knows only layer
-numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it independent of the other rows
-(`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
+`Dense` holds the plan of the pass and the cache; the operator `sakiyomi::attend` reads it, so that a compiled graph
+knows only layer numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it
+independent of the other rows (`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ _active = _Active()
 
 
 def _attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
-    """q (H, T, D), keys and values (H_kv, n, D), mask (T, n) -> (T, H, D_v). The heads of a group are packed as rows: no KV is copied."""
+    """Queries (H, T, D), keys and values (H_kv, n, D), mask (T, n) -> (T, H, D_v).
+
+    The query heads that share a key head are packed as rows, so that no key is copied.
+    """
     heads, rows, _ = q.shape
     group = heads // keys.shape[0]
     q = q.reshape(keys.shape[0], group * rows, -1)
@@ -95,6 +98,6 @@ _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, 
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("sakiyomi::attend", lib=_library)
+@torch.library.register_fake("sakiyomi::attend", lib=_library)  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])

@@ -1,7 +1,8 @@
 """Compiled graphs of a model, one for each number of rows.
 
-A graph knows the row count and nothing else: neither KV length nor batch, mask or cache policy, so nothing a request does compiles anew.
-They are compiled in a background thread, or waited for, and inductor keeps its work on disk, so the next process starts in seconds.
+A graph knows the row count and nothing else: neither KV length nor batch, mask or cache policy, so nothing a request
+does compiles anew. They are compiled in a background thread, or waited for, and inductor keeps its work on disk, so
+the next process starts in seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ Graph = Callable[[Tensor, Tensor], Tensor]
 class State(Protocol):
     """What the attention operator reads."""
 
-    def begin(self, plan: Plan) -> None: ...
+    def begin(self, plan: Plan) -> None:
+        """Say what the next pass looks like."""
+        ...
 
 
 def _step(model: Any, name: str) -> Graph:
-    """A forward function with a code object of its own: dynamo keeps its graphs by code object, and ours are chosen by us."""
+    """A forward function with a code object of its own: dynamo keeps graphs by code object, ours are chosen by us."""
 
     def step(ids: Tensor, positions: Tensor) -> Tensor:
         return model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits  # type: ignore[no-any-return]
@@ -59,7 +62,7 @@ class Graphs:
     def start(self, *, wait: bool, order: Sequence[int] = (8, 1, 4, 16, 32, 64)) -> None:
         """Compile, in the background or now."""
         if compiler() is None and self._device.type == "cpu":
-            logger.warning("no C++ compiler was found: passes run eagerly (install g++ or clang++ for about twice the speed)")
+            logger.warning("no C++ compiler was found: passes run eagerly; install g++ or clang++ for more speed")
             self.failed = True
             return
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
@@ -79,9 +82,13 @@ class Graphs:
         for size in sizes:
             try:
                 self._ready[size] = self._compiled(size)
-            except Exception as error:  # noqa: BLE001  whatever the compiler throws, the eager path is there
+            except Exception as error:
                 self.failed = True
-                logger.warning("compiling a graph of %d rows failed, passes run eagerly: %s", size, str(error).strip().splitlines()[0][:200])
+                logger.warning(
+                    "compiling a graph of %d rows failed, passes run eagerly: %s",
+                    size,
+                    str(error).strip().splitlines()[0][:200],
+                )
                 return
 
     def _compiled(self, size: int) -> Graph:
@@ -95,4 +102,4 @@ class Graphs:
             ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
             self._state.begin(Plan.of([]))
             graph(ids, torch.zeros_like(ids))
-        return graph  # type: ignore[no-any-return]
+        return graph

@@ -16,11 +16,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _register_shapes() -> None:
-    @torch.library.register_fake("sakiyomi_cpu::linear")
+    @torch.library.register_fake("sakiyomi_cpu::linear")  # type: ignore[untyped-decorator]
     def _(x: Tensor, index: int, out: int) -> Tensor:
         return x.new_empty(*x.shape[:-1], out)
 
-    @torch.library.register_fake("sakiyomi_cpu::attend")
+    @torch.library.register_fake("sakiyomi_cpu::attend")  # type: ignore[untyped-decorator]
     def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
 
@@ -49,16 +49,19 @@ class PackedLinear(nn.Module):
         self.index, self.in_features, self.out_features, self.dtype = index, in_features, out_features, dtype
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., in) to (..., out)."""
         return torch.ops.sakiyomi_cpu.linear(x, self.index, self.out_features)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
+        """For printing the model."""
         return f"{self.in_features}, {self.out_features}, index={self.index}"
 
 
 class NativeModel:
     """One model's tables in the compiled kernels: packed weights, cache pointers, the plan of the pass.
 
-    Use `NativeModel.create()`, which gives None where the kernels are not available. Tensors that the kernels point to are held here.
+    Use `NativeModel.create()`, which gives None where the kernels are not available. Tensors that the kernels point
+    to are held here.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -73,6 +76,7 @@ class NativeModel:
 
     @classmethod
     def create(cls) -> NativeModel | None:
+        """Tables for a new model; None where the kernels are not available."""
         library = native()
         return cls(library) if library is not None else None
 
@@ -80,7 +84,7 @@ class NativeModel:
         self._library.sk_free(self.number)
 
     def add_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Pack a weight `(out, in)` (fp32 or bf16) and an optional bias; the returned module computes `x @ weight.T + bias`."""
+        """Pack a weight `(out, in)` (fp32 or bf16), with a bias or none; the module computes `x @ weight.T + bias`."""
         packed = pack_weight(weight.detach())
         held = None if bias is None else bias.detach().float().contiguous()
         self._held.extend([packed] if held is None else [packed, held])

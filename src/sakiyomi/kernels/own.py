@@ -1,7 +1,7 @@
-"""Models that keep their own attention (falcon and its like): our slot cache behind transformers' `Cache`, and a float mask.
+"""Models that keep their own attention (falcon and its like): our slots behind transformers' `Cache`, and a float mask.
 
-The model's attention then sees the keys of all requests of the pass one after the other, and the mask hides what is not a row's own. That is
-eager only, and costs what the mask costs.
+The model's attention then sees the keys of all requests of the pass one after the other, and the mask hides what is
+not a row's own. That is eager only, and costs what the mask costs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.plan import Plan
 
 
-class OwnAttention(Cache):  # type: ignore[misc]
-    """Stands in for `past_key_values`: writes the rows of a pass into the slot cache, gives back all keys of its requests."""
+class OwnAttention(Cache):
+    """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests."""
 
     def __init__(self, cache: SlotCache) -> None:
         super().__init__(layers=[])
@@ -46,15 +46,21 @@ class OwnAttention(Cache):  # type: ignore[misc]
             column += length + count
         return mask[None, None].to(self.cache.device)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the pass's rows of one layer; all keys and values of its requests come back, one after the other."""
         self.count += 1
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         for slot, first, rows, length, _ in self.plan.segments.tolist():
-            for part, store, fresh in zip(parts, (self.cache.keys, self.cache.values), (key_states, value_states), strict=True):
+            for part, store, fresh in zip(
+                parts, (self.cache.keys, self.cache.values), (key_states, value_states), strict=True
+            ):
                 place = store[layer_idx][slot]
                 place[:, length : length + rows] = fresh[0, :, first : first + rows]
                 part.append(place[:, : length + rows])
         return torch.cat(parts[0], 1)[None], torch.cat(parts[1], 1)[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Always 0: positions and mask are given, nothing is to be derived from a length."""
         return 0

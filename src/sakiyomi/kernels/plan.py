@@ -1,8 +1,8 @@
 """What one pass of the model looks like: which rows belong to which request, and what each row may see.
 
-All requests' new tokens are the rows of one `[1, N]` input. A `Segment` is the stretch of rows of one request: row 0 of a decoding
-segment is its last committed token, the others are the nodes of its token tree; the rows of a prefill segment are a chain.
-The plan knows no model and no tensors of the cache.
+All requests' new tokens are the rows of one `[1, N]` input. A `Segment` is the stretch of rows of one request: row 0
+of a decoding segment is its last committed token, the others are the nodes of its token tree; the rows of a prefill
+segment are a chain. The plan knows no model and no tensors of the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Segment:
         length: KV pairs that the slot holds before the pass.
         tokens: one token id per row.
         parents: for each row the row (of this segment) it follows, -1 for the first; None means a chain.
-        prompt: a chunk of a prompt. Such rows may be computed together, by another kernel than the rows of a decoding pass.
+        prompt: a chunk of a prompt. Such rows may be computed together, by another kernel than the rows of a decoding
+            pass.
     """
 
     slot: int
@@ -40,7 +41,7 @@ class Segment:
 
 @functools.lru_cache(maxsize=512)
 def _shape(parents: tuple[int, ...] | int) -> tuple[Ints, Ints, tuple[int, ...], bool]:
-    """Starts and rows of every row's path, depths, and whether it is a chain; parents as a tuple, or a chain's length."""
+    """Starts and rows of every row's path, depths, and whether it is a chain; from parents or a chain's length."""
     if isinstance(parents, int):
         starts = np.cumsum(np.arange(parents + 1), dtype=np.int32)
         paths = np.concatenate([np.arange(i + 1, dtype=np.int32) for i in range(parents)])
@@ -51,6 +52,17 @@ def _shape(parents: tuple[int, ...] | int) -> tuple[Ints, Ints, tuple[int, ...],
     starts = np.cumsum([0] + [len(path) for path in rows], dtype=np.int32)
     chain = all(parent == i - 1 for i, parent in enumerate(parents))
     return starts, np.concatenate([np.asarray(p, np.int32) for p in rows]), tuple(len(p) - 1 for p in rows), chain
+
+
+def _joined(parts: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
+    """Starts and paths of several segments, the starts counted on."""
+    starts: list[Ints] = []
+    offset = 0
+    for start, path in parts:
+        starts.append(start[:-1] + np.int32(offset))
+        offset += len(path)
+    paths = [path for _, path in parts] or [np.zeros(0, np.int32)]
+    return np.concatenate([*starts, np.array([offset], np.int32)]), np.concatenate(paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,39 +87,35 @@ class Plan:
 
     @property
     def rows(self) -> int:
+        """Rows of the pass."""
         return len(self.tokens)
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Plan:
         """Lay the segments out one after the other."""
-        table, starts, paths, positions, tokens, chains, row, offset = [], [], [], [], [], True, 0, 0
+        table: list[tuple[int, ...]] = []
+        parts: list[tuple[Ints, Ints]] = []
+        positions: list[int] = []
+        tokens: list[int] = []
+        chains = True
         for segment in segments:
-            count = len(segment.tokens)
-            start, path, depths, chain = _shape(count if segment.parents is None else segment.parents)
-            table.append((segment.slot, row, count, segment.length, segment.prompt))
-            starts.append(start[:-1] + offset if offset else start[:-1])
-            paths.append(path)
-            positions.extend([segment.length + depth for depth in depths])
+            count, length = len(segment.tokens), segment.length
+            starts, paths, depths, chain = _shape(count if segment.parents is None else segment.parents)
+            table.append((segment.slot, len(tokens), count, length, segment.prompt))
+            parts.append((starts, paths))
+            positions.extend([length + depth for depth in depths])
             tokens.extend(segment.tokens)
             chains = chains and chain
-            row += count
-            offset += len(path)
-        starts.append(np.asarray([offset], np.int32))
-        return cls(
-            np.asarray(table, np.int32).reshape(-1, 5),
-            np.concatenate(starts, dtype=np.int32),
-            np.concatenate(paths) if paths else np.zeros(0, np.int32),
-            positions,
-            tokens,
-            chains,
-        )
+        starts, paths = parts[0] if len(parts) == 1 else _joined(parts)
+        return cls(np.array(table, np.int32).reshape(-1, 5), starts, paths, positions, tokens, chains)
 
     def visible(self, segment: int, window: int = 0) -> Tensor:
         """Which columns of its slot each row of a segment sees.
 
         Args:
             segment: index of the segment.
-            window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0 for none.
+            window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0 for
+                none.
 
         Returns:
             (rows, length + rows) bool; column `length + i` holds row i.
