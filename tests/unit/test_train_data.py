@@ -12,17 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sakiyomi.errors import InputError, LoadError
-from sakiyomi.train.data import (
-    FixedRows,
-    Mixture,
-    Rows,
-    Stream,
-    TextSpec,
-    encode_documents,
-    excerpts,
-    parse_text,
-    read_documents,
-)
+from sakiyomi.train.data import TextSpec, encode_documents, excerpts, parse_text, read_documents
+from sakiyomi.train.rows import FixedRows, Mixture, Rows, Stream
 from sakiyomi.train.tokenizer import END, train_tokenizer
 from train_toys import stories, story_file
 

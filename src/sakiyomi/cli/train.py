@@ -58,7 +58,13 @@ def _arguments(name: str) -> list[str]:
 
 
 def _readable(summary: dict[str, Any]) -> str:
-    return "\n".join(f"{key}: {value}" for key, value in summary.items() if not isinstance(value, dict))
+    """The summary for people: one value a line, the held-out measures indented; the settings stay in the card."""
+    lines = [f"{key}: {value}" for key, value in summary.items() if not isinstance(value, dict | list)]
+    for name, measures in summary.get("held_out", {}).items():
+        lines += [f"held-out {name}:", *(f"  {key}: {value:.4g}" for key, value in measures.items())]
+    if not summary["finished"]:
+        lines.append("stopped; the same command with --resume goes on from here")
+    return "\n".join(lines)
 
 
 def _target(config: TargetConfig, command: str) -> dict[str, Any]:

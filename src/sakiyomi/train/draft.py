@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.train.acceptance import Continuations, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
-from sakiyomi.train.data import FixedRows, Mixture, TextSpec, encode_documents, parse_text, read_documents
+from sakiyomi.train.data import TextSpec, encode_documents, parse_text, read_documents
 from sakiyomi.train.evaluate import parse_named
 from sakiyomi.train.export import export
 from sakiyomi.train.labels import SoftLabels, vocabulary
@@ -21,6 +21,7 @@ from sakiyomi.train.llama import new_llama
 from sakiyomi.train.loop import Loop, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.report import Reporter
+from sakiyomi.train.rows import FixedRows, Mixture
 from sakiyomi.train.samples import extend_samples
 from sakiyomi.train.target import load_tokenizer
 

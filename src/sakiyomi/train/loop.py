@@ -21,10 +21,10 @@ from transformers import LlamaForCausalLM
 
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import LoopConfig
-from sakiyomi.train.data import Mixture
 from sakiyomi.train.growth import grow
 from sakiyomi.train.optim import build_optimizers, copy_state, set_scale
 from sakiyomi.train.report import Reporter
+from sakiyomi.train.rows import Mixture
 from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
 
 BatchLoss = Callable[[LlamaForCausalLM, Tensor], Tensor]

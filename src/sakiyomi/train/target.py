@@ -12,12 +12,13 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from sakiyomi.errors import LoadError
 from sakiyomi.train.config import TargetConfig
-from sakiyomi.train.data import TextSpec, load_mixture, parse_text, read_documents
+from sakiyomi.train.data import TextSpec, parse_text, read_documents
 from sakiyomi.train.evaluate import bits_per_character, load_held_out
 from sakiyomi.train.export import export
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.loop import Growth, Loop, compiled_loss
 from sakiyomi.train.losses import next_token_loss
+from sakiyomi.train.rows import load_mixture
 from sakiyomi.train.tokenizer import train_tokenizer
 
 # Held-out tokens of the final measurement: 65,536 give the loss to about 0.01 nats.
