@@ -685,6 +685,12 @@ def test_own_pad_token_does_not_count() -> None:
     assert same_tokenizer(tiny_tokenizer(), longer)
 
 
+def test_an_end_token_that_also_pads_counts() -> None:
+    longer = tiny_tokenizer()
+    longer.add_special_tokens({"pad_token": "<|im_end|>", "eos_token": "<|im_end|>"})
+    assert not same_tokenizer(tiny_tokenizer(), longer)
+
+
 def test_shorter_vocabulary_is_another() -> None:
     assert not same_tokenizer(tiny_tokenizer(300), tiny_tokenizer(320))
 

@@ -121,6 +121,16 @@ def test_tokens_beyond_the_vocabulary_leave_no_text() -> None:
     assert stream.push([5000])[0] + stream.finish() == ""
 
 
+def test_a_space_after_tokens_without_text_survives_the_cut_of_the_window() -> None:
+    # The first token of a decoded window loses its space, so a window must not begin with tokens that leave no text.
+    tokenizer = TOKENIZERS["byte-fallback"]
+    a, the = tokenizer.convert_tokens_to_ids(["a", "▁the"])
+    for count in range(20, 30):
+        ids = [a] * count + [5000, the, the]
+        deltas, _ = run(TextStream(tokenizer), ids, range(1, len(ids)))
+        assert "".join(deltas) == whole("byte-fallback", ids)
+
+
 # --- stop strings -----------------------------------------------------------------------------------------------------
 
 
@@ -191,6 +201,14 @@ def test_a_newline_byte_stops_at_once() -> None:
     newline, a = 3 + 0x0A, tokenizer.convert_tokens_to_ids("a")
     stream = TextStream(tokenizer, ["\n\n"])
     assert stream.push([a, newline, newline, a]) == ("a", 3)
+
+
+def test_a_newline_byte_stops_although_the_next_character_is_unfinished() -> None:
+    # With the first byte of a character behind it, the run decodes to replacement characters and the newline is gone.
+    tokenizer = TOKENIZERS["byte-fallback"]
+    newline, unfinished, a = 3 + 0x0A, 3 + 0xE3, tokenizer.convert_tokens_to_ids("a")
+    assert "\n" not in whole("byte-fallback", [a, newline, unfinished])
+    assert TextStream(tokenizer, ["\n"]).push([a, newline, unfinished]) == ("a", 2)
 
 
 def test_the_earliest_of_several_stop_strings_counts() -> None:
