@@ -1,0 +1,251 @@
+"""One tiny model of each architecture that must work, and configurations of those that must be refused.
+
+Weights are random and wide, biases and norms too: transformers starts biases at 0 and norms at 1, where a bias that is
+forgotten or a norm that is left out would go unseen. So argmaxes are clear, and near-ties do not blur an equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+VOCAB = 120
+WINDOW = 7
+"""Sliding windows are that short, so that every test is longer than its window."""
+
+_SIZES: dict[str, object] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GROUPED = _SIZES | {"num_key_value_heads": 2}
+_SLIDING = ("sliding_attention", "full_attention", "sliding_attention")
+_FALCON = {k: v for k, v in _SIZES.items() if k != "intermediate_size"} | {"bias": True, "alibi": False}
+
+
+def _sliding(layers: Sequence[str] = _SLIDING) -> dict[str, object]:
+    return {"layer_types": list(layers), "sliding_window": WINDOW}
+
+
+def _gpt2(**values: object) -> hf.GPT2Config:
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256}
+    return hf.GPT2Config(**(sizes | {"bos_token_id": None, "eos_token_id": None} | values))
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**_GROUPED),
+    "mistral": lambda: hf.MistralConfig(**_GROUPED, sliding_window=WINDOW),
+    "qwen2": lambda: hf.Qwen2Config(**_GROUPED, use_sliding_window=True, **_sliding()),
+    "qwen3": lambda: hf.Qwen3Config(**_GROUPED, head_dim=10),
+    "phi3": lambda: hf.Phi3Config(**_GROUPED, sliding_window=WINDOW),
+    "gemma2": lambda: hf.Gemma2Config(
+        **_GROUPED,
+        **_sliding(),
+        head_dim=12,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=10.0,
+    ),
+    "gemma3": lambda: hf.Gemma3TextConfig(**_GROUPED, **_sliding(), head_dim=12, query_pre_attn_scalar=20),
+    "opt": lambda: hf.OPTConfig(
+        **{k: v for k, v in _SIZES.items() if k != "intermediate_size"}, ffn_dim=48, word_embed_proj_dim=24
+    ),
+    "gpt2": _gpt2,
+    "gpt_neox": lambda: hf.GPTNeoXConfig(**_SIZES),
+    "olmo2": lambda: hf.Olmo2Config(**_GROUPED),
+    "starcoder2": lambda: hf.Starcoder2Config(**_GROUPED, sliding_window=WINDOW, use_bias=True),
+    "falcon": lambda: hf.FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "granite": lambda: hf.GraniteConfig(
+        **_GROUPED, attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.7, logits_scaling=0.5
+    ),
+    "stablelm": lambda: hf.StableLmConfig(**_GROUPED, use_qkv_bias=True, qk_layernorm=True),
+}
+"""The architectures that are promised."""
+
+VARIANTS: dict[str, Callable[[], Any]] = {
+    "gemma2-uncapped": lambda: hf.Gemma2Config(
+        **_GROUPED, **_sliding(), head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=None
+    ),
+    "gpt2-scaled": lambda: _gpt2(scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=False),
+    "falcon-multi-query": lambda: hf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=True),
+    "falcon-multi-head": lambda: hf.FalconConfig(
+        **_FALCON, new_decoder_architecture=False, multi_query=False, parallel_attn=False
+    ),
+    "gpt_neox-sequential": lambda: hf.GPTNeoXConfig(**_SIZES, use_parallel_residual=False),
+    "stablelm-parallel": lambda: hf.StableLmConfig(**_GROUPED, use_parallel_residual=True),
+    "llama-multi-query": lambda: hf.LlamaConfig(
+        **(_GROUPED | {"num_key_value_heads": 1}), attention_bias=True, mlp_bias=True, head_dim=6
+    ),
+    "llama-tied": lambda: hf.LlamaConfig(**_GROUPED, tie_word_embeddings=True),
+    "llama3-rope": lambda: hf.LlamaConfig(
+        **_GROUPED,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+}
+"""Settings of the same architectures that take another way through attention."""
+
+
+def _without(values: dict[str, object], *names: str) -> dict[str, object]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "cohere": lambda: hf.CohereConfig(**_GROUPED),
+    "exaone4": lambda: hf.Exaone4Config(**_GROUPED, **_sliding()),
+    "gemma": lambda: hf.GemmaConfig(**_GROUPED, head_dim=10),
+    "glm": lambda: hf.GlmConfig(**_GROUPED, head_dim=8),
+    "gpt_bigcode": lambda: hf.GPTBigCodeConfig(
+        vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=256, bos_token_id=None, eos_token_id=None
+    ),
+    "mixtral": lambda: hf.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "nemotron": lambda: hf.NemotronConfig(**_GROUPED),
+    "phi": lambda: hf.PhiConfig(**_GROUPED),
+    "qwen3_moe": lambda: hf.Qwen3MoeConfig(
+        **_GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    ),
+    "deepseek_v3": lambda: hf.DeepseekV3Config(
+        **(_SIZES | {"num_key_value_heads": 4}),
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=4,
+        v_head_dim=10,
+    ),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **_GROUPED, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=256
+    ),
+    "smollm3": lambda: hf.SmolLM3Config(**_GROUPED),
+}
+"""Not promised, but they work; when one stops to, it should be known."""
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "mamba": lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4),
+    "rwkv": lambda: hf.RwkvConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2),
+    "recurrent_gemma": lambda: hf.RecurrentGemmaConfig(
+        **_without(_GROUPED, "max_position_embeddings", "num_hidden_layers"), num_hidden_layers=3, lru_width=32
+    ),
+    "jamba": lambda: hf.JambaConfig(
+        **_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
+    ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_GROUPED,
+        num_experts=2,
+        num_experts_per_tok=1,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**_GROUPED, layer_types=["conv", "full_attention", "conv"]),
+    "bloom": lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    "mpt": lambda: hf.MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
+    "falcon-alibi": lambda: hf.FalconConfig(**(_FALCON | {"alibi": True})),
+    "gpt_oss": lambda: hf.GptOssConfig(**_GROUPED, **_sliding(), num_local_experts=2, num_experts_per_tok=1),
+    "doge": lambda: hf.DogeConfig(**_GROUPED, keep_window_size=WINDOW),
+    "gpt_neo": lambda: hf.GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+}
+"""What cannot work: a recurrent state cannot be rolled back, ALiBi keys know columns instead of positions, attention
+sinks and masks that the model makes itself are unknown to our operators, gpt_neo cuts its own mask by columns."""
+
+ALL = CONFIGS | VARIANTS | OTHERS
+
+
+def widen(model: nn.Module, seed: int = 0) -> None:
+    """Give every parameter other random values: matrices wide ones, vectors some around what they are.
+
+    Embeddings that are the output matrix too are narrow beside the layers, or every token would predict itself.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    tied = head.weight is model.get_input_embeddings().weight  # type: ignore[operator]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() < 2:
+                parameter.add_(0.2 * noise)
+            elif parameter is head.weight:
+                parameter.copy_((0.1 if tied else 1.0) * noise)
+            elif "embed" in name or "wte" in name or "wpe" in name:
+                parameter.copy_(0.5 * noise)
+            else:
+                parameter.copy_(2.0 * noise / max(parameter.shape[-2:]) ** 0.5)
+
+
+def make(config: Any, seed: int = 0) -> Any:
+    """The causal language model of a configuration, fp32, in evaluation mode, with wide weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = hf.AutoModelForCausalLM.from_config(config)
+    widen(model, seed)
+    return model.eval()
+
+
+@cache
+def model_of(name: str) -> Any:
+    """The model of a name in ``ALL``, the same object every time: not to be changed."""
+    return make(ALL[name]())
+
+
+def refused_model(name: str) -> Any:
+    """A model of a name in ``REFUSED``, new each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return hf.AutoModelForCausalLM.from_config(REFUSED[name]()).eval()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random token ids; those below 3 are left to special tokens."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def logits_after(model: Any, tokens: Sequence[int]) -> Tensor:
+    """What transformers itself gives for the token after these, (V,): the oracle."""
+    return model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def greedy(model: Any, tokens: Sequence[int], count: int, *, stop: Sequence[int] = ()) -> list[int]:
+    """New tokens of transformers' own greedy ``generate``, the end token among them."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    done = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=list(stop) or None,
+        pad_token_id=0,
+    )
+    return done[0, len(tokens) :].tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,378 @@
+"""PackedModel against transformers' own logits: every architecture, in every shape of pass that the engine makes.
+
+The oracle is the user's own model, called as anybody would call it, on each row's whole path. A failure here means that
+the engine scores other text than it commits: its output would be neither the target's nor reproducible.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Llama4TextConfig
+
+import sakiyomi.kernels.native
+from architectures import ALL, REFUSED, VOCAB, WINDOW, logits_after, make, model_of, prompt, refused_model
+from sakiyomi.errors import UnsupportedError
+from sakiyomi.kernels.native import NativeModel, PackedLinear
+from sakiyomi.kernels.plan import Segment
+from sakiyomi.loading.families import check_supported
+from sakiyomi.model import PackedModel
+
+TREE = (-1, 0, 0, 1, 2, 2, 3, 0, 6)
+"""Parents by row: row 0 is the last committed token, the others a tree with several branches."""
+
+
+@pytest.fixture(params=["compiled kernels", "plain torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels the models of a test run on."""
+    if request.param == "plain torch":
+        monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
+    elif NativeModel.create() is None:
+        pytest.skip("the C++ kernels cannot be compiled here")
+    return str(request.param)
+
+
+def packed(model: Any, **options: Any) -> PackedModel:
+    return PackedModel(model, compile=False, **options)
+
+
+def fill(target: PackedModel, tokens: Sequence[int], chunks: Sequence[int] = ()) -> tuple[int, list[Tensor]]:
+    """Take a slot and put the tokens into it, in chunks of these sizes and a rest; the slot and every row's logits."""
+    slot = target.cache.take()
+    target.cache.reserve(slot, len(tokens) + 16)
+    rows: list[Tensor] = []
+    for size in (*chunks, len(tokens)):
+        start = len(rows)
+        chunk = list(tokens[start : start + size])
+        if chunk:
+            rows += list(target.score([Segment(slot, start, chunk, prompt=True)]))
+            target.cache.keep(slot, start, range(len(chunk)))
+    return slot, rows
+
+
+def row_path(tokens: Sequence[int], parents: Sequence[int], row: int) -> list[int]:
+    """Tokens from the first row down to this one."""
+    found: list[int] = []
+    while row >= 0:
+        found.insert(0, tokens[row])
+        row = parents[row]
+    return found
+
+
+def assert_near(got: Tensor, wanted: Tensor, what: str, tolerance: float = 1e-4) -> None:
+    """Equal up to the rounding of sums in another order: fp32 with a safety factor of about 50."""
+    difference = (got.float() - wanted).abs().max()
+    assert difference <= tolerance * wanted.abs().max(), f"{what}: {difference:.2g} of {wanted.abs().max():.2g}"
+
+
+def assert_rows(
+    model: Any,
+    rows: Tensor,
+    prefix: Sequence[int],
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    tolerance: float = 1e-4,
+) -> None:
+    """Each row's logits are what the model says after the prefix and the row's own path."""
+    assert len(rows) == len(tokens)
+    for row in range(len(tokens)):
+        wanted = logits_after(model, [*prefix, *row_path(tokens, parents, row)])
+        assert_near(rows[row], wanted, f"row {row} of {len(tokens)}")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_prompt_in_chunks(name: str, path: str) -> None:
+    """A chunk must see everything before it and nothing after it, in windows too, whatever the borders."""
+    model, tokens = model_of(name), prompt(3 * WINDOW)
+    target = packed(model)
+    _, rows = fill(target, tokens, (1, WINDOW + 2, 4))
+    for length in (1, 2, WINDOW, WINDOW + 1, WINDOW + 3, 14, 15, len(tokens)):
+        assert_near(rows[length - 1], logits_after(model, tokens[:length]), f"after {length} tokens")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_last_row_alone_of_several_prompts(name: str, path: str) -> None:
+    """With ``last`` only each prompt's final row is asked for: a mix-up gives one request another's first token."""
+    model, target = model_of(name), packed(model_of(name))
+    prompts = [prompt(5, 1), prompt(2 * WINDOW, 2), prompt(1, 3)]
+    segments = []
+    for tokens in prompts:
+        slot = target.cache.take()
+        target.cache.reserve(slot, 32)
+        segments.append(Segment(slot, 0, tokens, prompt=True))
+    rows = target.score(segments, last=True)
+    assert rows.shape == (3, VOCAB)
+    for row, tokens in zip(rows, prompts, strict=True):
+        assert_near(row, logits_after(model, tokens), f"prompt of {len(tokens)}")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> None:
+    """A row sees its own request and its own ancestors only. Leaks between branches would accept what plain decoding
+    would not write; leaks between requests would make the text depend on the company.
+    """
+    model, target = model_of(name), packed(model_of(name))
+    prefixes = [prompt(3, 1), prompt(2 * WINDOW + 3, 2), prompt(3 * WINDOW, 3)]
+    slots = [fill(target, prefix)[0] for prefix in prefixes]
+    parents = [TREE, (-1,), (-1, 0, 1, 2)]
+    tokens = [prompt(len(tree), 10 + i) for i, tree in enumerate(parents)]
+    segments = [
+        Segment(slot, len(prefix), row, None if tree == (-1, 0, 1, 2) else tree)
+        for slot, prefix, row, tree in zip(slots, prefixes, tokens, parents, strict=True)
+    ]
+    rows = target.score(segments)
+    start = 0
+    for prefix, row, tree in zip(prefixes, tokens, parents, strict=True):
+        assert_rows(model, rows[start : start + len(tree)], prefix, row, tree)
+        start += len(tree)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_keep_a_path_then_go_on(name: str, path: str) -> None:
+    """After a round the kept path, which was scattered over the pass, is the cache; everything refused is gone."""
+    model, target = model_of(name), packed(model_of(name))
+    prefix = prompt(2 * WINDOW, 1)
+    slot, _ = fill(target, prefix, (9,))
+    tokens = prompt(len(TREE), 2)
+    target.score([Segment(slot, len(prefix), tokens, TREE)])
+    target.cache.keep(slot, len(prefix), (0, 1, 3, 6))
+    committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
+    follow = prompt(3, 3)
+    rows = target.score([Segment(slot, len(committed), follow, (-1, 0, 0))])
+    assert_rows(model, rows, committed, follow, (-1, 0, 0))
+    target.cache.keep(slot, len(committed), (0,))
+    committed.append(follow[0])
+    last = prompt(1, 4)
+    assert_rows(model, target.score([Segment(slot, len(committed), last)]), committed, last, (-1,))
+
+
+def test_a_prompt_chunk_and_a_tree_in_one_pass(path: str) -> None:
+    """Requests join while others decode: both kinds of rows may share a pass."""
+    model, target = model_of("mistral"), packed(model_of("mistral"))
+    prefix, late = prompt(12, 1), prompt(15, 2)
+    first, _ = fill(target, prefix)
+    second, _ = fill(target, late[:6])
+    tokens = prompt(len(TREE), 3)
+    rows = target.score([Segment(second, 6, late[6:], prompt=True), Segment(first, len(prefix), tokens, TREE)])
+    for i in range(6, 15):
+        assert_near(rows[i - 6], logits_after(model, late[: i + 1]), f"prompt token {i}")
+    assert_rows(model, rows[9:], prefix, tokens, TREE)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 8, 9, 33, 64, 65, 130])
+def test_any_number_of_rows(rows: int, path: str) -> None:
+    """Row counts between the sizes are filled up, and above the largest one a multiple of it is taken."""
+    model, target = model_of("gemma2"), packed(model_of("gemma2"))
+    prefix = prompt(9)
+    slot, _ = fill(target, prefix)
+    target.cache.reserve(slot, 200)
+    tokens = prompt(rows, 5)
+    got = target.score([Segment(slot, len(prefix), tokens)])
+    assert got.shape == (rows, VOCAB)
+    for row in {0, rows // 2, rows - 1}:
+        assert_near(got[row], logits_after(model, prefix + tokens[: row + 1]), f"row {row}")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "llama-multi-query", "opt"])
+def test_compiled_kernels_and_plain_torch_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path without a compiler is the oracle of the fast one; a difference beyond rounding is a kernel's mistake."""
+    if NativeModel.create() is None:
+        pytest.skip("the C++ kernels cannot be compiled here")
+    prefix, tokens = prompt(40, 1), prompt(len(TREE), 2)
+
+    def run() -> Tensor:
+        target = packed(model_of(name))
+        slot, _ = fill(target, prefix)
+        return target.score([Segment(slot, len(prefix), tokens, TREE)])
+
+    fast = run()
+    monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
+    assert_near(fast, run(), name, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "gpt2", "falcon", "opt", "phi3"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, path: str) -> None:
+    """In bf16 nothing is equal; but our error against fp32 weights must not exceed transformers' own by much."""
+    half = copy.deepcopy(model_of(name)).to(torch.bfloat16)
+    exact = copy.deepcopy(half).float()
+    prefix, tokens = prompt(20, 1), prompt(len(TREE), 2)
+    target = packed(half)
+    slot, _ = fill(target, prefix, (7,))
+    rows = target.score([Segment(slot, len(prefix), tokens, TREE)])
+    ours, theirs = [], []
+    for row in range(len(TREE)):
+        history = [*prefix, *row_path(tokens, TREE, row)]
+        truth = logits_after(exact, history)
+        ours.append((rows[row].float() - truth).pow(2).mean())
+        theirs.append((logits_after(half, history) - truth).pow(2).mean())
+    assert torch.stack(ours).mean().sqrt() <= 1.5 * torch.stack(theirs).mean().sqrt()
+
+
+# ---------------------------------------------------------------- the user's own model
+
+
+def state(model: nn.Module) -> dict[str, tuple[int, Tensor]]:
+    return {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon", "gemma3"])
+def test_the_users_model_stays_as_it_was(name: str, path: str) -> None:
+    """Its weights, attention, modules, hooks and settings are the user's: he may go on using or training it."""
+    model = make(ALL[name]())
+    model.train()
+    before, attention, kinds = state(model), model.config._attn_implementation, [type(m) for m in model.modules()]
+    modules, config, count = list(model.modules()), model.config.to_dict(), hooks(model)
+    model.eval()
+    logits = logits_after(model, prompt(20))
+    model.train()
+    target = packed(model)
+    slot, _ = fill(target, prompt(20))
+    target.score([Segment(slot, 20, prompt(len(TREE)), TREE)])
+    assert model.training
+    assert model.config._attn_implementation == attention
+    assert model.config.to_dict() == config
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert [type(m) for m in model.modules()] == kinds
+    assert hooks(model) == count
+    for key, (place, value) in state(model).items():
+        assert (place, True) == (before[key][0], torch.equal(value, before[key][1])), key
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert torch.equal(logits_after(model.eval(), prompt(20)), logits)
+    assert not any(isinstance(m, PackedLinear) for m in model.modules())
+
+
+def test_the_copy_shares_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second set of weights would double the memory. (The compiled kernels hold theirs in an order of their own.)"""
+    monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
+    model = make(ALL["llama"]())
+    target = packed(model)
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    assert {parameter.data_ptr() for parameter in target._model.parameters()} == own
+
+
+def test_a_users_hook_is_honoured(path: str) -> None:
+    """Adapters and probes work through hooks: a layer that has one must not be replaced by a kernel that ignores it."""
+    model = make(ALL["llama"]())
+    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, output: 0.5 * output)
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    plain = logits_after(model_of("llama"), prompt(9))
+    tokens = prompt(9)
+    assert (logits_after(model, tokens) - plain).abs().max() > 0.1
+    _, rows = fill(packed(model), tokens)
+    assert_near(rows[-1], logits_after(model, tokens), "with hooks")
+
+
+def test_a_subclass_of_linear_keeps_its_own_forward(path: str) -> None:
+    """Quantized and adapted layers are subclasses of ``nn.Linear`` with a forward of their own."""
+
+    class Rounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, (self.weight * 8).round() / 8, self.bias)
+
+    model = make(ALL["llama"]())
+    for layer in model.model.layers:
+        old = layer.mlp.up_proj
+        layer.mlp.up_proj = Rounded(old.in_features, old.out_features, bias=False)
+        layer.mlp.up_proj.weight = old.weight
+    tokens = prompt(9)
+    _, rows = fill(packed(model), tokens)
+    assert_near(rows[-1], logits_after(model, tokens), "with rounded layers")
+    assert (logits_after(model, tokens) - logits_after(model_of("llama"), tokens)).abs().max() > 0.1
+
+
+def test_a_model_in_training_mode_is_run_without_dropout(path: str) -> None:
+    """Dropout in a pass would make every row random."""
+    model = make(ALL["gpt2"]())
+    tokens = prompt(9)
+    wanted = logits_after(model, tokens)
+    _, rows = fill(packed(model.train()), tokens)
+    assert_near(rows[-1], wanted, "training mode")
+
+
+# ---------------------------------------------------------------- proofs and refusals
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(name: str) -> None:
+    """A recurrent state or a bias by column would give wrong text without a word."""
+    model = refused_model(name)
+    with pytest.raises(UnsupportedError):
+        check_supported(model.config, name, type(model))
+        packed(model)
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next", "lfm2"])
+def test_recurrent_models_are_refused_by_their_configuration(name: str) -> None:
+    """Before any weights are read: those may be many gigabytes."""
+    with pytest.raises(UnsupportedError, match="recurrent or hybrid"):
+        check_supported(REFUSED[name](), name)
+
+
+class Averaging(nn.Module):
+    """Stands in for an attention that keeps keys and values to itself."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        steps = torch.arange(1, hidden_states.shape[1] + 1, device=hidden_states.device)[:, None]
+        return hidden_states.cumsum(1) / steps, None
+
+
+@pytest.mark.parametrize("layers", [(1,), (0, 1, 2)])
+def test_a_layer_that_does_not_come_to_our_attention_is_noticed(layers: Sequence[int], path: str) -> None:
+    """Switching is not believed: a class may accept another attention with a log line and keep its own."""
+    model = make(ALL["llama"]())
+    for layer in layers:
+        model.model.layers[layer].self_attn = Averaging()
+    with pytest.raises(UnsupportedError):
+        fill(packed(model), prompt(5))
+
+
+class Detour(nn.Module):
+    """An attention that stops coming to ours after the probe: the proof of the first real pass must find it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.inner(hidden_states, **kwargs) if self.calls == 1 else (hidden_states, None)
+
+
+def test_every_layer_is_proven_to_have_been_called(path: str) -> None:
+    model = make(ALL["llama"]())
+    model.model.layers[1].self_attn = Detour(model.model.layers[1].self_attn)
+    target = packed(model)
+    with pytest.raises(UnsupportedError, match="2 of 3"):
+        fill(target, prompt(5))
+
+
+def test_chunked_attention_ends_the_context(path: str) -> None:
+    """llama4 begins attention anew every so many tokens, by a mask that ours replaces: one chunk is what can be had."""
+    model = make(Llama4TextConfig(**(ALL["llama4"]().to_dict() | {"attention_chunk_size": 32, "layer_types": None})))
+    assert packed(model).max_context == 32
+
+
+def test_attention_sinks_are_refused_by_name(path: str) -> None:
+    """gpt-oss adds a learnt sink to every softmax: an operator that ignores the argument would be silently wrong."""
+    with pytest.raises(UnsupportedError, match="s_aux"):
+        packed(refused_model("gpt_oss"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """transformers logs what it thinks of classes that keep their own attention."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(verbosity)
