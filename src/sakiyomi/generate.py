@@ -336,7 +336,7 @@ class Engine:
     def _check_memory(self, tokens: int) -> None:
         cache = self.target.cache
         need = (tokens - cache.room) * cache.pair_bytes
-        left = available_bytes(str(cache.device))
+        left = available_bytes(str(self.target.device))
         if need > left:
             raise MemoryLimitError(
                 f"keys and values of {tokens} tokens take {readable(tokens * cache.pair_bytes)}, {readable(left)} are "

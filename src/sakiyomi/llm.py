@@ -12,7 +12,7 @@ from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.loading import Loaded, load_model
-from sakiyomi.model import PackedModel
+from sakiyomi.model import FIRST_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import SamplingParams
 
@@ -20,7 +20,6 @@ __all__ = ["LLM"]
 
 logger = logging.getLogger("sakiyomi")
 Prompt = str | Sequence[int]
-FIRST_SIZES = (8, 1, 4)  # row counts that one request needs: with their graphs ready, requests begin compiled
 
 
 class LLM:
@@ -83,7 +82,7 @@ class LLM:
         self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
         loaded = load_model(target, **self._options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        self.target = PackedModel(loaded.model, **self._pack_options)
+        self.target = PackedModel(loaded.model, owned=loaded.owned, **self._pack_options)
         self._models = [self.target]
         around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
         self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
@@ -207,8 +206,8 @@ class LLM:
     def _load_beside(self, name: str) -> Loaded:
         return load_model(name, **self._options)
 
-    def _pack_beside(self, model: Any) -> PackedModel:
-        packed = PackedModel(model, **{**self._pack_options, "exact": False})
+    def _pack_beside(self, loaded: Loaded) -> PackedModel:
+        packed = PackedModel(loaded.model, owned=loaded.owned, **{**self._pack_options, "exact": False})
         self._models.append(packed)
         return packed
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -24,13 +23,16 @@ from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels import attention
 from sakiyomi.kernels.dense import Dense
-from sakiyomi.kernels.graphs import Graphs
+from sakiyomi.kernels.device import CudaGraphs, DevicePass
+from sakiyomi.kernels.graphs import Graphs, State
 from sakiyomi.kernels.native import NativeModel, can_pack
 from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.plan import Plan, Segment
+from sakiyomi.memory import available_bytes
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
+FIRST_SIZES = (8, 1, 4)  # what one request needs, the likeliest first; the others are compiled when they are met
 
 
 def structural_copy(model: nn.Module) -> Any:
@@ -39,13 +41,14 @@ def structural_copy(model: nn.Module) -> Any:
     return copy.deepcopy(model, shared)
 
 
-def pack_linears(model: nn.Module, native: NativeModel) -> int:
+def pack_linears(model: nn.Module, native: NativeModel, *, free: bool = False) -> int:
     """Replace plain linear layers on the CPU by packed ones; the number of layers that were replaced.
 
     Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they
     are.
     """
     done: dict[int, nn.Module] = {}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in done:
@@ -59,6 +62,9 @@ def pack_linears(model: nn.Module, native: NativeModel) -> int:
                 continue
             done[id(child)] = native.add_linear(weight, getattr(child, "bias", None))
             setattr(parent, name, done[id(child)])
+            if free and id(child.weight) not in embeddings:
+                # Layer by layer, so that a model is never held twice.
+                child.weight.data = child.weight.new_empty(0)
     return len(done)
 
 
@@ -70,12 +76,21 @@ class PackedModel:
         max_slots: requests at once at most.
         compile: "auto" compiles graphs in the background where a compiler is, True waits for them, False never does.
         exact: every pass has a row count at which a self-test found each row independent of the others.
+        owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
 
     Raises:
         UnsupportedError: the model's attention cannot be served.
     """
 
-    def __init__(self, model: Any, *, max_slots: int = 8, compile: bool | str = "auto", exact: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_slots: int = 8,
+        compile: bool | str = "auto",
+        exact: bool = False,
+        owned: bool = False,
+    ) -> None:
         self.config = model.config.get_text_config()
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.dtype: torch.dtype = model.dtype
@@ -96,28 +111,44 @@ class PackedModel:
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
         shapes = self._layer_shapes(int(self.config.num_hidden_layers))
-        self.native = self._native() if self.passes_here else None
+        self._one_place = {shape.device for shape in shapes} == {self.device}
+        native = self._native(owned)
+        accelerated = self.device.type == "cuda" and self._one_place and self.passes_here and not exact
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
-            device=self.device,
             max_slots=max_slots,
-            on_move=self.native.attach if self.native else None,
-            available=(lambda: int(psutil.virtual_memory().available * 0.9)) if self.device.type == "cpu" else None,
+            spare=int(accelerated),
+            on_move=self._moved,
+            available=lambda: int(available_bytes(str(self.device)) * 0.9),
         )
-        self.state: NativeModel | Dense | OwnAttention
+        self.state: State
         if not self.passes_here:
             self.state = OwnAttention(self.cache)
+        elif accelerated:
+            self.state = DevicePass(self.cache)
         else:
-            self.state = self.native or Dense(self.cache, by_row=exact)
-            self._model.set_attn_implementation("sakiyomi_cpu" if self.native else "sakiyomi_torch")
+            self.state = native or Dense(self.cache, by_row=exact)
+        self._model.set_attn_implementation(self.state.attention)
         self.sizes: tuple[int, ...] = SIZES
-        self.graphs = Graphs(self._model, SIZES, self.state, self.device) if compile and self.passes_here else None
         self._proven = False
+        self.graphs: Graphs | None = None
+        self._captured = CudaGraphs(self._plain, self.state) if compile and isinstance(self.state, DevicePass) else None
+        if compile and self.passes_here and self.device.type == "cpu":
+            self.graphs = Graphs(self._model, self.state, self.device, SIZES)
+            if compile is True or exact:  # exact: no pass may take another path than the next one
+                self.graphs.make(SIZES)
+            else:
+                self.graphs.start(FIRST_SIZES)
         if exact:
-            self._make_exact(wait=bool(compile))
-        elif self.graphs is not None:
-            self.graphs.start(wait=compile is True)
+            self._make_exact()
+
+    def _moved(self, cache: SlotCache) -> None:
+        """The cache's tensors are new ones."""
+        if isinstance(self.state, NativeModel):
+            self.state.attach(cache)
+        if self._captured is not None:
+            self._captured.clear()
 
     # ------------------------------------------------------------ preparation
 
@@ -158,12 +189,15 @@ class PackedModel:
             raise UnsupportedError(
                 f"{name} keeps something else than keys and values of {layers} layers; such models are not supported"
             )
-        shapes = [LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]) for layer in stored]
-        trial = SlotCache(shapes, dtype=self.dtype, device=self.device, max_slots=1)
+        shapes = [
+            LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.device)
+            for layer in stored
+        ]
+        trial = SlotCache(shapes, dtype=self.dtype, max_slots=1)
         trial.reserve(0, 2)
         state, rows = OwnAttention(trial), []
         for i in range(2):  # one token after the other through our cache must give what one pass gave
-            state.begin(Plan.of([Segment(0, i, [int(ids[0, i])])]))
+            state.begin(Plan.of([Segment(0, i, [int(ids[0, i])])]), 1)
             rows.append(self._call_own(state, ids[:, i : i + 1], torch.tensor([[i]], device=self.device))[0])
         difference = (torch.stack(rows) - done.logits[0].float()).abs().max()
         scale = done.logits.float().abs().max()
@@ -173,20 +207,18 @@ class PackedModel:
             )
         return shapes
 
-    def _native(self) -> NativeModel | None:
-        if self.device.type != "cpu" or self.dtype not in (torch.float32, torch.bfloat16):
-            return None
-        if any(p.device.type != "cpu" for p in self._model.parameters()):
+    def _native(self, owned: bool) -> NativeModel | None:
+        """The compiled kernels' side of this model, its linear layers packed; None where they do not serve it."""
+        everything_here = self._one_place and all(p.device.type == "cpu" for p in self._model.parameters())
+        if not (self.passes_here and everything_here and self.dtype in (torch.float32, torch.bfloat16)):
             return None
         native = NativeModel.create()
         if native is not None:
-            self.packed = pack_linears(self._model, native)
+            pack_linears(self._model, native, free=owned)
         return native
 
-    def _make_exact(self, *, wait: bool) -> None:
+    def _make_exact(self) -> None:
         """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""
-        if self.graphs is not None and wait:
-            self.graphs.start(wait=True)
         self.sizes = self.invariant_sizes()
         if not self.sizes:
             raise UnsupportedError(
@@ -266,20 +298,18 @@ class PackedModel:
             filler = size - plan.rows
             ids = torch.tensor([plan.tokens + [0] * filler], device=self.device)
             positions = torch.tensor([plan.positions + [0] * filler], device=self.device)
-            self.state.begin(plan)
+            self.state.begin(plan, size)
             graph = self.graphs.get(size) if compiled and self.graphs is not None else None
             began = time.perf_counter()
             if graph is not None:
                 logits = graph(ids, positions)
+            elif self._captured is not None and compiled and plan.rows:
+                logits = self._captured.run(ids, positions)
             elif isinstance(self.state, OwnAttention):
                 logits = self._call_own(self.state, ids, positions)[None]
                 logits = logits if keep is None else logits[:, keep]
             else:
-                wanted = {} if keep is None or not self._keeps else {"logits_to_keep": keep}
-                logits = self._model(
-                    input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted
-                ).logits
-                logits = logits[:, keep] if keep is not None and not self._keeps else logits
+                logits = self._plain(ids, positions, keep)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             spent = time.perf_counter() - began
@@ -289,7 +319,15 @@ class PackedModel:
                 self.forward_seconds += spent
             if not self._proven and plan.rows:
                 self._prove()
-            return logits[0]  # type: ignore[no-any-return]
+            return logits[0]
+
+    def _plain(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
+        """The model's own forward, eager; logits (1, rows, V), or of the rows in `keep`."""
+        wanted = {} if keep is None or not self._keeps else {"logits_to_keep": keep}
+        logits: Tensor = self._model(
+            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted
+        ).logits
+        return logits if keep is None or self._keeps else logits[:, keep]
 
     def _call_own(self, state: OwnAttention, ids: Tensor, positions: Tensor) -> Tensor:
         mask = state.mask(self.dtype, ids.shape[1])

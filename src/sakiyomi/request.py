@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sakiyomi.drafters.base import Context
@@ -120,19 +121,21 @@ class Request:
         stats.rounds += 1
         stats.committed += used
         stats.drafted += len(draft)
-        stats.accepted += len(verdict.path)
+        stats.accepted += min(len(verdict.path), used)  # a stop may lie within the path
         stats.rejected += len(verdict.refused)
         stats.hit_rounds += bool(verdict.path)
 
     def _entries(self, draft: Draft, verdict: Verdict, rows: Rows, used: int) -> list[TokenTrace]:
         number = self.stats.rounds + 1 if self.trace else 0
-        entries, row = [], 0
+        # Row i + 1 follows node i: token i of the path was judged in its parent's row.
+        places = [0, *(node + 1 for node in verdict.path)][:used]
+        tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token][:used]
+        chances = self._chances(rows, places, tokens)
+        entries = []
         most = self.context.params.logprobs
-        for i in range(used):
+        for i, (row, token) in enumerate(zip(places, tokens, strict=True)):
             accepted = i < len(verdict.path)
-            node = verdict.path[i] if accepted else -1
-            token = draft.tree.tokens[node] if accepted else verdict.token
-            draw = next(draw for draw in draft.draws if draw.node == node) if accepted else None
+            draw = next(draw for draw in draft.draws if draw.node == verdict.path[i]) if accepted else None
             status: Status = "accepted" if accepted else verdict.kind
             entries.append(
                 TokenTrace(
@@ -140,21 +143,20 @@ class Request:
                     draw.drafter if draw else "target",
                     status,
                     number,
-                    self._chance(rows, row, token),
+                    chances[i],
                     draw.prob if draw else None,
                     _top_logprobs(rows, row, most) if most else (),
                 )
             )
-            row = node + 1
         return entries
 
-    def _chance(self, rows: Rows, row: int, token: int) -> float:
-        """Probability of a token in a row; at temperature 0 as if it were 1, since that says more than 1.0."""
+    def _chances(self, rows: Rows, places: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Probability of each token in its row; at temperature 0 as if it were 1, since that says more than 1.0."""
         if not self.sampler.greedy:
-            return float(rows.row(row)[token])
-        logits = as_row(rows.processed(row)[0])
-        top = logits[token]
-        return float(1.0 / np.exp(logits - top).sum())
+            return [float(rows.row(row)[token]) for row, token in zip(places, tokens, strict=True)]
+        logits = torch.cat([rows.processed(row) for row in places]).float()
+        chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+        return (chosen - logits.logsumexp(-1)).exp().tolist()
 
     def _round(self, draft: Draft, verdict: Verdict, rows: Rows) -> RoundTrace:
         tree = draft.tree
@@ -163,9 +165,7 @@ class Request:
             self.stats.rounds,
             tree.tokens,
             tree.parents,
-            tuple(
-                self._chance(rows, parent + 1, token) for token, parent in zip(tree.tokens, tree.parents, strict=True)
-            ),
+            tuple(self._chances(rows, [parent + 1 for parent in tree.parents], tree.tokens) if len(tree) else ()),
             tuple(chances.get(node) for node in range(len(tree))),
             verdict.path,
             tree.tokens[verdict.refused[0]] if verdict.refused else None,

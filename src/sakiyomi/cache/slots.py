@@ -9,7 +9,7 @@ only; it knows no model and no text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ FIRST_ROOM = 256
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV heads, and the size of a key and of a value, of one attention layer."""
+    """KV heads, the size of a key and of a value, and the device, of one attention layer."""
 
     heads: int
     key_dim: int
     value_dim: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def pair_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""
@@ -37,8 +38,9 @@ class SlotCache:
 
     Args:
         shapes: one per attention layer.
-        dtype, device: of the stored tensors.
+        dtype: of the stored tensors.
         max_slots: requests at once at most.
+        spare: columns at the end of every slot that no token ever takes.
         on_move: called with the cache whenever its tensors are new ones, so that whoever keeps pointers can renew them.
         available: returns the bytes that may still be allocated; None: no limit is known.
     """
@@ -48,13 +50,13 @@ class SlotCache:
         shapes: Sequence[LayerShape],
         *,
         dtype: torch.dtype,
-        device: torch.device,
         max_slots: int,
+        spare: int = 0,
         on_move: Callable[[SlotCache], None] | None = None,
         available: Callable[[], int] | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
-        self.dtype, self.device, self.max_slots = dtype, device, max_slots
+        self.dtype, self.max_slots, self.spare = dtype, max_slots, spare
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.room = 0
@@ -94,7 +96,7 @@ class SlotCache:
         slots, room = max(self.slots, 1), max(self.room, FIRST_ROOM)
         while slots <= slot:
             slots = min(slots * 2, self.max_slots)
-        while room < columns:
+        while room < columns + self.spare:
             room *= 2
         if (slots, room) != (self.slots, self.room):
             self._grow(slots, room)
@@ -110,7 +112,7 @@ class SlotCache:
         for store, dims in ((self.keys, "key_dim"), (self.values, "value_dim")):
             for i, shape in enumerate(self.shapes):
                 fresh = torch.zeros(
-                    slots, shape.heads, room, getattr(shape, dims), dtype=self.dtype, device=self.device
+                    slots, shape.heads, room, getattr(shape, dims), dtype=self.dtype, device=shape.device
                 )
                 if self.room:
                     fresh[: self.slots, :, : self.room] = store[i]
@@ -130,7 +132,8 @@ class SlotCache:
             rows: rows of the pass, counted from its first, ascending.
         """
         if any(row != i for i, row in enumerate(rows)):
-            source = torch.tensor([length + row for row in rows], device=self.device)
+            source = torch.tensor([length + row for row in rows])
             for store in (*self.keys, *self.values):
+                source = source.to(store.device)
                 store[slot, :, length : length + len(rows)] = store[slot].index_select(1, source)
         self.lengths[slot] = length + len(rows)

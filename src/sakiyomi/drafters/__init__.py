@@ -20,7 +20,7 @@ class Surroundings:
         target: the loaded target (``sakiyomi.loading.Loaded``).
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
-        pack: makes a loaded model ready to run beside the target.
+        pack: makes what ``load`` gave ready to run beside the target.
     """
 
     target: Any
@@ -37,7 +37,7 @@ def _model(argument: str, around: Surroundings) -> Drafter:
         raise InputError('draft "model:" names no model; write model:<folder or hub id>')
     loaded = around.load(argument)
     check_pair(around.target, loaded)
-    return ModelDrafter(around.pack(loaded.model), around.vocab_size)
+    return ModelDrafter(around.pack(loaded), around.vocab_size)
 
 
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {

@@ -1,6 +1,6 @@
 """The attention functions that transformers' models are switched to.
 
-Three names are registered once with transformers: `sakiyomi_cpu` (the compiled operator), `sakiyomi_torch` (plain
+The names are registered once with transformers: `sakiyomi_cpu` (the compiled operator), `sakiyomi_torch` (plain
 torch) and `sakiyomi_probe`, which computes ordinary causal attention and notes what each layer asked for. Masks are
 ours, so the mask functions return None.
 """
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.errors import UnsupportedError
+from sakiyomi.kernels import device
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
 UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")
@@ -81,7 +82,7 @@ def _probing(
 ) -> tuple[Tensor, None]:
     layer, scale, _, _ = _arguments(module, query, attention_mask, scaling, kwargs)
     assert _probe is not None
-    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device)
     _probe.calls += 1
     out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
@@ -93,6 +94,7 @@ def register() -> None:
     for name, function in (
         ("sakiyomi_cpu", _with(lambda: torch.ops.sakiyomi_cpu.attend)),
         ("sakiyomi_torch", _with(lambda: torch.ops.sakiyomi.attend)),
+        ("sakiyomi_device", _with(lambda: device.attend)),
         ("sakiyomi_probe", _probing),
     ):
         AttentionInterface.register(name, function)

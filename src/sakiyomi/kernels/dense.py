@@ -20,13 +20,15 @@ from sakiyomi.kernels.plan import Plan
 class Dense:
     """The cache and the plan that `sakiyomi::attend` works on in this thread."""
 
+    attention = "sakiyomi_torch"
+
     def __init__(self, cache: SlotCache, *, by_row: bool = False) -> None:
         self.cache, self.by_row = cache, by_row
         self.count = 0
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, torch.device], Tensor] = {}
 
-    def begin(self, plan: Plan) -> None:
-        """Say what the next pass looks like."""
+    def begin(self, plan: Plan, size: int) -> None:
+        """Say what the next pass looks like; `size` counts filler rows too."""
         _active.dense, self.plan, self.count = self, plan, 0
         self._masks.clear()
 
@@ -34,11 +36,11 @@ class Dense:
         """Attention calls since `begin`."""
         return self.count
 
-    def mask(self, segment: int, window: int) -> Tensor:
-        """The segment's mask (rows, length + rows) on the cache's device, made once a pass and window."""
-        key = (segment, window)
+    def mask(self, segment: int, window: int, device: torch.device) -> Tensor:
+        """The segment's mask (rows, length + rows), made once a pass, window and device."""
+        key = (segment, window, device)
         if key not in self._masks:
-            self._masks[key] = self.plan.visible(segment, window).to(self.cache.device)
+            self._masks[key] = self.plan.visible(segment, window).to(device)
         return self._masks[key]
 
 
@@ -56,7 +58,7 @@ def _attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
     """
     heads, rows, _ = q.shape
     group = heads // keys.shape[0]
-    q = q.reshape(keys.shape[0], group * rows, -1)
+    q = q.reshape(keys.shape[0], group * rows, -1).clone()
     mask = mask.repeat(group, 1) if mask is not None else None
     if softcap:
         scores = softcap * torch.tanh((q @ keys.transpose(1, 2)).float() * (scaling / softcap))
@@ -83,10 +85,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
             mask: Tensor | None = None
             if dense.by_row and not prompt:
                 path = plan.paths[plan.starts[first + a] : plan.starts[first + b]]
-                columns = torch.tensor([*range(length), *(length + path).tolist()])[-window if window else 0 :]
+                columns = torch.tensor([*range(length), *(length + path).tolist()], device=q.device)
+                columns = columns[-window:] if window else columns
                 part_keys, part_values = keys[:, columns], values[:, columns]
             else:
-                mask = None if rows == 1 and not window else dense.mask(i, window)
+                mask = None if rows == 1 and not window else dense.mask(i, window, q.device)
                 part_keys, part_values = keys[:, at], values[:, at]
             part = q[0, :, first + a : first + b]
             out[0, first + a : first + b] = _attend_all(part, part_keys, part_values, mask, scaling, softcap)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -25,10 +26,16 @@ Graph = Callable[[Tensor, Tensor], Tensor]
 
 
 class State(Protocol):
-    """What the attention operator reads."""
+    """What the attention operator reads. `attention` is the name under which transformers knows the operator."""
 
-    def begin(self, plan: Plan) -> None:
-        """Say what the next pass looks like."""
+    attention: str
+
+    def begin(self, plan: Plan, size: int) -> None:
+        """Say what the next pass looks like; `size` counts filler rows too."""
+        ...
+
+    def calls(self) -> int:
+        """Attention calls since `begin`."""
         ...
 
 
@@ -42,64 +49,85 @@ def _step(model: Any, name: str) -> Graph:
 
 
 class Graphs:
-    """The compiled graphs of one model, by row count."""
+    """The compiled graphs of one model, by row count.
 
-    def __init__(self, model: Any, sizes: Sequence[int], state: State, device: torch.device) -> None:
-        self._model, self._state, self._device = model, state, device
-        self._sizes = tuple(sizes)
+    Args:
+        model: switched to our attention.
+        state: what its attention operator reads.
+        device: of the model.
+        sizes: row counts that may be asked for.
+    """
+
+    def __init__(self, model: Any, state: State, device: torch.device, sizes: Sequence[int]) -> None:
+        self._model, self._state, self._device, self._sizes = model, state, device, tuple(sizes)
         self._ready: dict[int, Graph] = {}
+        self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._asked: set[int] = set()
+        self._idle = threading.Event()
+        self._idle.set()
         self._thread: threading.Thread | None = None
-        self.failed = False
+        self.failed = self._device.type == "cpu" and compiler() is None
+        if self.failed:
+            logger.warning("no C++ compiler was found: passes run eagerly; install g++ or clang++ for more speed")
 
     def get(self, size: int) -> Graph | None:
-        """The graph for this row count, or None if there is none (yet)."""
-        return self._ready.get(size)
+        """The graph for this row count; None, and it is made in the background, where there is none yet."""
+        graph = self._ready.get(size)
+        if graph is None and size in self._sizes:
+            self.start((size,))
+        return graph
 
     def ready(self, sizes: Sequence[int]) -> bool:
         """Whether all these row counts have their graph."""
         return all(size in self._ready for size in sizes)
 
-    def start(self, *, wait: bool, order: Sequence[int] = (8, 1, 4, 16, 32, 64)) -> None:
-        """Compile, in the background or now."""
-        if compiler() is None and self._device.type == "cpu":
-            logger.warning("no C++ compiler was found: passes run eagerly; install g++ or clang++ for more speed")
-            self.failed = True
+    def start(self, sizes: Sequence[int]) -> None:
+        """Have these compiled in the background."""
+        fresh = [size for size in sizes if size not in self._asked]
+        if self.failed or not fresh:
             return
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
-        sizes = [size for size in order if size in self._sizes]
-        if wait:
-            self._compile(sizes)
-            return
-        self._thread = threading.Thread(target=self._compile, args=(sizes,), name="sakiyomi-compile", daemon=True)
-        self._thread.start()
+        self._asked.update(fresh)
+        self._idle.clear()
+        for size in fresh:
+            self._wanted.put(size)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="sakiyomi-compile", daemon=True)
+            self._thread.start()
+
+    def make(self, sizes: Sequence[int]) -> None:
+        """Have these compiled now."""
+        self._asked.update(sizes)
+        for size in sizes:
+            if size not in self._ready and not self.failed:
+                self._compile(size)
 
     def wait(self) -> None:
-        """Until the background has finished."""
-        if self._thread is not None:
-            self._thread.join()
+        """Until the background has nothing left to do."""
+        self._idle.wait()
 
-    def _compile(self, sizes: Sequence[int]) -> None:
-        for size in sizes:
-            try:
-                self._ready[size] = self._compiled(size)
-            except Exception as error:
-                self.failed = True
-                logger.warning(
-                    "compiling a graph of %d rows failed, passes run eagerly: %s",
-                    size,
-                    str(error).strip().splitlines()[0][:200],
-                )
-                return
+    def _work(self) -> None:
+        while True:
+            size = self._wanted.get()
+            if not self.failed:
+                self._compile(size)
+            if self._wanted.empty():
+                self._idle.set()
 
-    def _compiled(self, size: int) -> Graph:
-        graph = torch.compile(
-            _step(self._model, f"pass_of_{size}_rows"),
-            dynamic=False,
-            fullgraph=True,
-            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-        )
-        with torch.no_grad():
-            ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
-            self._state.begin(Plan.of([]))
-            graph(ids, torch.zeros_like(ids))
-        return graph
+    def _compile(self, size: int) -> None:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+        try:
+            graph = torch.compile(
+                _step(self._model, f"pass_of_{size}_rows"),
+                dynamic=False,
+                fullgraph=True,
+                options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+            )
+            with torch.no_grad():
+                ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
+                self._state.begin(Plan.of([]), size)
+                graph(ids, torch.zeros_like(ids))
+            self._ready[size] = graph
+        except Exception as error:  # whatever the compiler throws, the eager path is there
+            self.failed = True
+            first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            logger.warning("compiling a graph of %d rows failed, passes run eagerly: %s", size, first)

@@ -64,6 +64,8 @@ class NativeModel:
     to are held here.
     """
 
+    attention = "sakiyomi_cpu"
+
     def __init__(self, library: ctypes.CDLL) -> None:
         global _registered
         if not _registered:
@@ -104,8 +106,8 @@ class NativeModel:
                 *(shape.key_dim, shape.value_dim, int(cache.dtype == torch.bfloat16)),
             )
 
-    def begin(self, plan: Plan) -> None:
-        """Say what the next pass of this model looks like."""
+    def begin(self, plan: Plan, size: int) -> None:
+        """Say what the next pass of this model looks like; `size` counts filler rows too."""
         self._library.sk_begin(
             *(self.number, len(plan.segments), plan.segments.ctypes.data),
             *(plan.rows, plan.starts.ctypes.data, plan.paths.ctypes.data),

@@ -19,13 +19,15 @@ from sakiyomi.kernels.plan import Plan
 class OwnAttention(Cache):
     """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests."""
 
+    attention = "eager"
+
     def __init__(self, cache: SlotCache) -> None:
         super().__init__(layers=[])
         self.cache = cache
         self.count = 0
 
-    def begin(self, plan: Plan) -> None:
-        """Say what the next pass looks like."""
+    def begin(self, plan: Plan, size: int) -> None:
+        """Say what the next pass looks like; `size` counts filler rows too."""
         self.plan, self.count = plan, 0
 
     def calls(self) -> int:
@@ -44,7 +46,7 @@ class OwnAttention(Cache):
             part = mask[first : first + count, column : column + length + count]
             part.masked_fill_(self.plan.visible(i), 0.0)
             column += length + count
-        return mask[None, None].to(self.cache.device)
+        return mask[None, None].to(self.cache.shapes[0].device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
