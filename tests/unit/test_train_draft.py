@@ -14,7 +14,8 @@ from sakiyomi.train.draft import load_target, train_draft
 from sakiyomi.train.labels import SoftLabels
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.samples import sample_continuations
-from train_toys import draft_config, tiny_target
+from sakiyomi.train.target import train_target
+from train_toys import draft_config, target_config, tiny_target
 
 
 def slow_divergence(p: list[float], q: list[float], kept: list[int]) -> float:
@@ -117,6 +118,21 @@ def test_a_tiny_draft_from_end_to_end(tmp_path: Path) -> None:
     assert len(lines) == config.samples
     record = json.loads(lines[0])
     assert len(record["tokens"]) > record["prompt"] >= 8
+
+
+def test_a_draft_starts_from_a_model_of_the_same_vocabulary(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    config = target_config(tmp_path, out=str(tmp_path / "start"), tokenizer=str(target), hidden=16, layers=1)
+    start = train_target(config)
+    summary = train_draft(draft_config(tmp_path, target, init=start["model"], tokens=64))
+    assert summary["layers"] == 1
+    before, _ = load_target(Path(start["model"]))
+    after, _ = load_target(Path(summary["model"]))
+    change = (before.lm_head.weight - after.lm_head.weight).abs().max()
+    assert 0 < change < 0.02, "one warm-up step away from where it began"
+    other = train_target(target_config(tmp_path, out=str(tmp_path / "other"), vocab=299, tokens=128))
+    with pytest.raises(LoadError, match="another vocabulary"):
+        train_draft(draft_config(tmp_path, target, init=other["model"]))
 
 
 def test_samples_cut_short_are_completed(tmp_path: Path) -> None:

@@ -95,6 +95,10 @@ class DraftConfig(LoopConfig):
     """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
 
     target: str = _field("", "Folder of the target, any causal LM in Hugging Face format.")
+    init: str = _field(
+        "",
+        "Folder of a Llama to start from, as `train target --tokenizer TARGET` makes it; the sizes are then its own.",
+    )
     minutes: float = _field(15.0, "Training time in minutes of wall clock, the time for samples not included.")
     decay_share: float = _field(0.5, "Last share of the budget in which the learning rate falls linearly to 0.")
     row_tokens: tuple[int, ...] = _field((512,), "Row length in tokens; one only, rows are reused with their labels.")

@@ -49,13 +49,7 @@ def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
     held_out = _held_out(config, target, tokenizer)
     mixture = _mixture(config, specs, samples if count else None, tokenizer)
     torch.manual_seed(config.seed)
-    draft = new_llama(
-        config,
-        tokenizer,
-        layers=config.layers,
-        vocab=vocabulary(target),
-        max_positions=int(target.config.get_text_config().max_position_embeddings),
-    )
+    draft = _new_draft(config, target, tokenizer)
     if isinstance(target, LlamaForCausalLM):
         compile_layers(target, config.compile)
     labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
@@ -102,6 +96,25 @@ def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot load a causal LM from {folder}: {error}") from error
     return model.eval().requires_grad_(False), tokenizer
+
+
+def _new_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """A draft with random weights, or the one to start from.
+
+    Raises:
+        LoadError: the folder to start from holds no Llama of the target's vocabulary.
+    """
+    vocab = vocabulary(target)
+    if not config.init:
+        positions = int(target.config.get_text_config().max_position_embeddings)
+        return new_llama(config, tokenizer, layers=config.layers, vocab=vocab, max_positions=positions)
+    start, start_tokenizer = load_target(Path(config.init))
+    if not isinstance(start, LlamaForCausalLM):
+        raise LoadError(f"init {config.init} is a {type(start).__name__}, expected a LlamaForCausalLM")
+    if vocabulary(start) != vocab or start_tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise LoadError(f"init {config.init} has another vocabulary than the target; train it with --tokenizer TARGET")
+    model: LlamaForCausalLM = start.float().requires_grad_(True)
+    return model
 
 
 def _mixture(
