@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ __all__ = ["RequestNoise", "Uniforms"]
 Hashes = NDArray[np.uint32]
 
 _MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
 _MASK32 = (1 << 32) - 1
 # Odd multipliers below 2^31 (from the integer hashes of C. Wellons, public domain): a product with 32 bits stays below
 # 2^63, so that torch's int64 computes it without overflow on every device.
@@ -42,27 +43,25 @@ _NO_NOISE: Row = np.empty(0, np.float32)
 
 def _mix(value: int) -> int:
     """The finaliser of splitmix64 (Steele et al. 2014): a bijection of 64 bits in which every input bit counts."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 class Uniforms:
-    """A stream of uniforms in [0, 1), determined by its key (64 bits)."""
+    """A stream of uniforms in [0, 1), determined by its key (64 bits): splitmix64, which costs nothing to begin."""
 
-    __slots__ = ("_draw", "_key")
+    __slots__ = ("_next",)
 
     def __init__(self, key: int) -> None:
-        self._key = key
-        self._draw: Any = None
+        self._next = key
 
     def uniform(self) -> float:
-        """The next one."""
-        if self._draw is None:
-            # Made on first use: a request under the coupled rule needs none.
-            self._draw = np.random.Generator(np.random.Philox(key=self._key)).random
-        return float(self._draw())
+        """The next one, a multiple of 2^-53."""
+        value = _mix(self._next)
+        self._next += _GOLDEN
+        return (value >> 11) * 2.0**-53
 
 
 class RequestNoise(Uniforms):
@@ -78,8 +77,8 @@ class RequestNoise(Uniforms):
     def __init__(self, seed: int, *key: int) -> None:
         state = _mix(seed & _MASK)
         for part in key:
-            # Mixed at each step, not added up: (1, 2) and (2, 1) are different requests.
-            state = _mix(state ^ _mix(part & _MASK))
+            # Mixed into a mixed state, step by step: (1, 2), (2, 1), (1, 1) and (2, 2) are different requests.
+            state = _mix(state ^ (part & _MASK))
         super().__init__(_mix(state ^ 0x5EED))
         self._state = state
         self._forks: dict[str, Uniforms] = {}
@@ -148,7 +147,7 @@ class RequestNoise(Uniforms):
         return -exponential.log().to(torch.float32)
 
     def _keys(self, position: int) -> tuple[int, int]:
-        key = _mix(self._state ^ _mix(position & _MASK))
+        key = _mix(self._state ^ (position & _MASK))
         return key & _MASK32, key >> 32
 
     def _noise(self, position: int, tokens: Tokens) -> Row:

@@ -138,7 +138,7 @@ def _mass_above(values: NDArray[np.floating], bound: float) -> float:
 
 
 def without_spare(values: NDArray[np.floating], least: float, spare: int) -> NDArray[np.bool_]:
-    """Mask of what ``nucleus`` keeps. Of equal values the last ones stay, as in transformers' stable ascending sort."""
+    """Mask of what ``nucleus`` keeps. Of equal values the last ones stay, as after a stable ascending sort."""
     keep: NDArray[np.bool_] = values >= least
     if spare:
         keep[np.flatnonzero(values == least)[:spare]] = False

@@ -151,7 +151,7 @@ def _geometric(ratio: float, terms: int) -> float:
     """1 + ratio + ratio^2 + ..., ``terms`` of them, without cancellation where the ratio is near 1."""
     if ratio == 1.0:
         return float(terms)
-    if ratio == 0.0:
+    if ratio == 0.0 or terms == 1:
         return 1.0
     return math.expm1(terms * math.log(ratio)) / (ratio - 1.0)
 

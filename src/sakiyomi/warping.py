@@ -153,7 +153,7 @@ def reference_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     if 0 < params.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(params.top_k).values[..., -1:], -torch.inf)
     if params.top_p < 1.0:
-        # Ascending and stable, as transformers sorts: of equal tokens at the border the lower ids are dropped.
+        # Ascending as in transformers, but stable: of equal tokens at the border the lower ids are dropped, there any.
         probs, order = scores.softmax(-1).sort(stable=True)
         above = probs.double().flip(-1).cumsum(-1).flip(-1) - probs
         # Dropped is what begins where the mass is already reached: the token that crosses the border stays.
