@@ -1,0 +1,144 @@
+"""Table models and the chi-square test: does a rule give the target's distribution, whatever was drafted?
+
+A table model is a Markov chain over 8 tokens, given by its rows, so that the exact distribution of the first tokens is
+a product of rows. The joint distribution is tested, not the first token's alone: a uniform shared by a round, or a
+wrong bonus row, leave the first token as it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from sakiyomi.noise import RequestNoise
+from sakiyomi.tree import Draft
+from sakiyomi.verifiers import Rows, Verifier
+
+V = 8
+SAMPLES = 20_000
+LEVEL = 1e-6
+START = 0
+
+Table = NDArray[np.float32]
+Propose = Callable[[int, int, RequestNoise], Draft]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft; row t is the distribution after token t."""
+
+    target: Table
+    draft: Table
+
+    @property
+    def distance(self) -> float:
+        """Total variation between the two, averaged over the rows."""
+        return float(np.abs(self.target - self.draft).sum(1).mean() / 2)
+
+
+def _normalised(table: NDArray[np.float64]) -> Table:
+    return (table / table.sum(1, keepdims=True)).astype(np.float32)
+
+
+def pair(name: str) -> Pair:
+    """Two tables: "far" apart, of "truncated" (unlike) supports, of "disjoint" supports, or "equal"."""
+    random = np.random.default_rng(17)
+    target, draft = (random.dirichlet(np.full(V, 0.7), size=V) for _ in range(2))
+    if name == "truncated":
+        # As after top-k and top-p: each keeps five tokens, not the same ones.
+        for table in (target, draft):
+            for row in table:
+                row[np.argsort(row)[:3]] = 0.0
+    elif name == "disjoint":
+        target[:, V // 2 :] = 0.0
+        draft[:, : V // 2] = 0.0
+    elif name == "equal":
+        draft = target
+    result = Pair(_normalised(target), _normalised(draft))
+    if name == "equal":
+        assert result.distance == 0.0
+    else:
+        assert result.distance >= 0.3
+    if name == "truncated":
+        assert np.any((result.draft == 0) & (result.target > 0))
+        assert np.any((result.draft > 0) & (result.target == 0))
+    return result
+
+
+def generate(
+    target: Table,
+    propose: Propose,
+    verifier: Verifier,
+    length: int,
+    noise: RequestNoise,
+    rounds: list[int] | None = None,
+) -> list[int]:
+    """``length`` tokens after START, by rounds of draft, score and verify; a last round may overshoot and is cut."""
+    tokens = [START]
+    while len(tokens) <= length:
+        position = len(tokens)
+        draft = propose(tokens[-1], position, noise)
+        rows = Rows.of_probs(target[[tokens[-1], *draft.tree.tokens]], position)
+        verdict = verifier.verify(draft, rows, noise)
+        tokens += [draft.tree.tokens[node] for node in verdict.path]
+        tokens.append(verdict.token)
+        if rounds is not None:
+            rounds.append(len(verdict.path) + 1)
+    return tokens[1 : length + 1]
+
+
+def counts(
+    target: Table, propose: Propose, verifier: Verifier, length: int, samples: int = SAMPLES
+) -> NDArray[np.int64]:
+    """How often each text of ``length`` tokens came out of ``samples`` requests, (V ** length)."""
+    seen = np.zeros(V**length, dtype=np.int64)
+    powers = [V ** (length - 1 - i) for i in range(length)]
+    for request in range(samples):
+        text = generate(target, propose, verifier, length, RequestNoise(20_24, request))
+        seen[sum(map(int.__mul__, text, powers))] += 1
+    return seen
+
+
+def exact(target: Table, length: int) -> NDArray[np.float64]:
+    """The target's own distribution over texts of ``length`` tokens, (V ** length)."""
+    rows = target.astype(np.float64)
+    rows /= rows.sum(1, keepdims=True)
+    joint = rows[START]
+    for _ in range(length - 1):
+        joint = (joint.reshape(-1, V)[:, :, None] * rows[None]).reshape(-1)
+    return joint
+
+
+def p_value(seen: NDArray[np.int64], expected_probs: NDArray[np.float64]) -> tuple[float, float]:
+    """Chi-square p of the counts, cells of fewer than 5 expected merged, and total variation from what is expected."""
+    total = int(seen.sum())
+    expected = expected_probs * total
+    distance = float(np.abs(seen / total - expected_probs).sum() / 2)
+    if seen[expected_probs == 0].any():
+        # Something impossible happened.
+        return 0.0, distance
+    small = expected < 5
+    observed_cells, expected_cells = seen[~small].astype(float), expected[~small]
+    if small.any() and expected[small].sum() > 0:
+        observed_cells = np.append(observed_cells, seen[small].sum())
+        expected_cells = np.append(expected_cells, expected[small].sum())
+    statistic = float(((observed_cells - expected_cells) ** 2 / expected_cells).sum())
+    return float(stats.chi2.sf(statistic, len(expected_cells) - 1)), distance
+
+
+def run_rule(
+    name: str, tables: Pair, propose: Propose, verifier: Verifier, length: int, samples: int = SAMPLES
+) -> float:
+    """Run, print, and return the p-value."""
+    p, distance = p_value(counts(tables.target, propose, verifier, length, samples), exact(tables.target, length))
+    print(f"{name}: p = {p:.3g}, TV from target = {distance:.4f}, TV(target, draft) = {tables.distance:.3f}")
+    return p
+
+
+def as_probs(table: Table, tokens: list[int]) -> torch.Tensor:
+    return torch.from_numpy(table[tokens])

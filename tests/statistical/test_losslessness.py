@@ -1,0 +1,166 @@
+"""Every lossless rule, with every kind of draft it takes, gives the target's distribution; every broken one does not.
+
+Odds of a false alarm: each test rejects at p < 1e-6, so a right rule with an unlucky seed fails one of the about 40
+tests here once in 25 000 choices of the seed; the seed is fixed, so that a run that passes passes again. A broken rule
+that went unnoticed would need a p above 1e-6; those here are at 1e-9 and below.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from sakiyomi.noise import RequestNoise
+from sakiyomi.tree import DRAFT_KINDS
+from sakiyomi.verifiers import VERIFIERS, Verifier
+from statistical import broken, drafters
+from statistical.harness import LEVEL, SAMPLES, Pair, Propose, counts, exact, generate, p_value, pair, run_rule
+
+GAMMA = 2
+LENGTH = GAMMA + 1
+TABLES = ("far", "truncated", "disjoint", "equal")
+
+
+def proposals(tables: Pair) -> dict[str, Propose]:
+    """Kind of draft -> a drafter of that kind."""
+    draft, other = tables.draft, pair("truncated").draft
+    return {
+        "chain": drafters.chain(draft, GAMMA),
+        "iid": drafters.iid_tree(draft, 2, GAMMA),
+        "without_replacement": drafters.distinct_tree(draft, 2, GAMMA),
+        "point_mass": drafters.point_mass_tree(draft, 2, GAMMA),
+        "merged": drafters.merged(draft, other, GAMMA),
+    }
+
+
+# All kinds at the pair that is far apart and at the one with unlike supports; the extremes where residuals vanish or
+# are the whole row. The coupled rule gives the same text for every draft, so that one kind stands for all.
+CASES = [
+    (rule, kind, table)
+    for rule, verifier in VERIFIERS.items()
+    if verifier.lossless and rule not in ("greedy", "coupled")
+    for kind in sorted(verifier.takes)
+    for table in TABLES
+    if table in ("far", "truncated") or kind == "chain"
+] + [("ratio", "without_replacement", "equal"), ("coupled", "iid", "truncated")]
+
+
+def test_all_kinds_have_a_drafter_here() -> None:
+    assert set(proposals(pair("far"))) == set(DRAFT_KINDS)
+    for verifier in VERIFIERS.values():
+        assert verifier.takes <= DRAFT_KINDS
+
+
+@pytest.mark.parametrize(("rule", "kind", "table"), CASES)
+def test_lossless(rule: str, kind: str, table: str) -> None:
+    tables = pair(table)
+    p = run_rule(f"{rule} {kind} {table}", tables, proposals(tables)[kind], VERIFIERS[rule], LENGTH)
+    assert p > LEVEL
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_lossless_coupled_drafts(shape: str) -> None:
+    """Drafts that look at the very noise that decides."""
+    tables = pair("far")
+    make = {
+        "chain": drafters.coupled_chain(tables.draft, GAMMA),
+        "tree": drafters.coupled_tree(tables.draft, 2, GAMMA),
+    }
+    assert run_rule(f"coupled {shape}", tables, make[shape], VERIFIERS["coupled"], LENGTH) > LEVEL
+
+
+def test_coupled_text_is_the_same_for_every_draft() -> None:
+    tables = pair("far")
+    every = {
+        **proposals(tables),
+        "nothing": drafters.chain(tables.draft, 0),
+        "long": drafters.coupled_chain(tables.draft, 7),
+        "coupled tree": drafters.coupled_tree(tables.draft, 3, 3),
+        "oracle": drafters.coupled_chain(tables.target, 4),
+    }
+    rounds: dict[str, list[int]] = {name: [] for name in every}
+    for request in range(200):
+        texts = {
+            name: generate(tables.target, propose, VERIFIERS["coupled"], 12, RequestNoise(5, request), rounds[name])
+            for name, propose in every.items()
+        }
+        assert len({tuple(text) for text in texts.values()}) == 1, (request, texts)
+    taus = {name: sum(sizes) / len(sizes) for name, sizes in rounds.items()}
+    print(taus)
+    # It is the number of rounds that the draft decides.
+    assert taus["nothing"] == 1.0
+    assert taus["oracle"] == 5.0
+    assert taus["coupled tree"] > taus["long"] > taus["chain"] > 1.0
+
+
+def test_ratio_text_does_depend_on_the_draft() -> None:
+    """What the coupled rule is for; were this to fail, the test above would show nothing."""
+    tables = pair("far")
+    texts = [
+        [
+            generate(
+                tables.target, drafters.chain(tables.draft, gamma), VERIFIERS["ratio"], 12, RequestNoise(5, request)
+            )
+            for request in range(50)
+        ]
+        for gamma in (2, 4)
+    ]
+    assert sum(a == b for a, b in zip(*texts, strict=True)) < 5
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_ratio_does_not_depend_on_gamma(gamma: int) -> None:
+    """The text under one seed does, its distribution does not."""
+    tables = pair("far")
+    assert (
+        run_rule(f"ratio gamma {gamma}", tables, drafters.chain(tables.draft, gamma), VERIFIERS["ratio"], LENGTH)
+        > LEVEL
+    )
+
+
+def test_ratio_with_many_siblings() -> None:
+    """Without replacement until the draft's support of five is used up: the last is tried for certain."""
+    tables = pair("truncated")
+    propose = drafters.distinct_tree(tables.draft, 6, 1)
+    assert run_rule("ratio six siblings", tables, propose, VERIFIERS["ratio"], 2) > LEVEL
+
+
+def broken_cases() -> dict[str, tuple[Propose, Verifier, int]]:
+    tables = pair("far")
+    chain, tree = drafters.chain(tables.draft, GAMMA), drafters.distinct_tree(tables.draft, 2, GAMMA)
+    ratio = VERIFIERS["ratio"]
+    return {
+        "always accept": (chain, broken.AlwaysAccept(), LENGTH),
+        "resample from target": (chain, broken.ResampleFromTarget(), LENGTH),
+        "shared uniform": (chain, broken.SharedUniform(), LENGTH),
+        "bonus from draft": (chain, broken.BonusFromDraft(tables.draft), LENGTH),
+        "bonus from wrong row": (chain, broken.BonusFromWrongRow(), LENGTH),
+        "siblings without residual update": (
+            drafters.iid_tree(tables.draft, 2, GAMMA),
+            broken.SiblingsWithoutResidual(),
+            LENGTH,
+        ),
+        "prune after drawing": (broken.prune_after_drawing(tables.draft, 4, 2), ratio, 2),
+        "without replacement called independent": (broken.mislabelled(tree), ratio, LENGTH),
+        "draft reports another temperature": (broken.sharpened(chain), ratio, LENGTH),
+        "coupled with wrong position key": (
+            drafters.coupled_chain(tables.draft, GAMMA),
+            broken.CoupledWithWrongKey(),
+            LENGTH,
+        ),
+        "coupled keyed by row": (drafters.coupled_tree(tables.draft, 2, GAMMA), broken.CoupledByRow(), LENGTH),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(broken_cases()))
+def test_broken_rules_are_rejected(name: str) -> None:
+    """Most need a fraction of the samples that the real rules pass with."""
+    propose, verifier, length = broken_cases()[name]
+    samples = SAMPLES if name == "without replacement called independent" else SAMPLES // 4
+    assert run_rule(name, pair("far"), propose, verifier, length, samples) < LEVEL
+
+
+def test_first_token_alone_would_not_do() -> None:
+    """Why the joint distribution is tested: with a wrong bonus row the first token is as it should be."""
+    tables = pair("far")
+    seen = counts(tables.target, drafters.chain(tables.draft, GAMMA), broken.BonusFromWrongRow(), 1)
+    assert p_value(seen, exact(tables.target, 1))[0] > LEVEL
