@@ -51,6 +51,7 @@ class Engine:
         chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
         ready: whether compiled graphs are there for requests that begin now.
+        settle: called when no request runs: the time to take something faster into use.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Engine:
         chunk_size: int = CHUNK,
         exact: bool = False,
         ready: Callable[[], bool] = lambda: False,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
-        self._ready = ready
+        self._ready, self._settle = ready, settle
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._ids = itertools.count()
@@ -242,6 +244,8 @@ class Engine:
     # ------------------------------------------------------------ coming and going
 
     def _admit(self) -> None:
+        if not self._running:
+            self._settle()
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
             request.slot = self.target.cache.take()

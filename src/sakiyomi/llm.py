@@ -100,6 +100,7 @@ class LLM:
             chunk_size=chunk_size or CHUNK,
             exact=exact,
             ready=self.compiled,
+            settle=self._settle,
         )
         self._steps: dict[int, deque[Step]] = {}
 
@@ -202,6 +203,10 @@ class LLM:
         for model in self._models:
             if model.graphs is not None:
                 model.graphs.wait()
+
+    def _settle(self) -> None:
+        for model in self._models:
+            model.settle()
 
     def _load_beside(self, name: str) -> Loaded:
         return load_model(name, **self._options)

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels import attention
+from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.graphs import Graphs, State
@@ -112,7 +113,7 @@ class PackedModel:
         self._keeps = "logits_to_keep" in parameters
         shapes = self._layer_shapes(int(self.config.num_hidden_layers))
         self._one_place = {shape.device for shape in shapes} == {self.device}
-        native = self._native(owned)
+        self._owned, self._compile = owned, compile
         accelerated = self.device.type == "cuda" and self._one_place and self.passes_here and not exact
         self.cache = SlotCache(
             shapes,
@@ -123,25 +124,42 @@ class PackedModel:
             available=lambda: int(available_bytes(str(self.device)) * 0.9),
         )
         self.state: State
+        self.graphs: Graphs | None = None
+        self._captured: CudaGraphs | None = None
+        # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
+        self._unsettled = compile == "auto" and not exact and self._packable() and not native_at_hand()
         if not self.passes_here:
-            self.state = OwnAttention(self.cache)
+            self._take(OwnAttention(self.cache))
         elif accelerated:
-            self.state = DevicePass(self.cache)
+            state = DevicePass(self.cache)
+            self._take(state)
+            self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
-            self.state = native or Dense(self.cache, by_row=exact)
-        self._model.set_attn_implementation(self.state.attention)
+            self._take((None if self._unsettled else self._native()) or Dense(self.cache, by_row=exact))
         self.sizes: tuple[int, ...] = SIZES
         self._proven = False
-        self.graphs: Graphs | None = None
-        self._captured = CudaGraphs(self._plain, self.state) if compile and isinstance(self.state, DevicePass) else None
-        if compile and self.passes_here and self.device.type == "cpu":
-            self.graphs = Graphs(self._model, self.state, self.device, SIZES)
-            if compile is True or exact:  # exact: no pass may take another path than the next one
+        if exact:
+            self._make_exact()
+
+    def settle(self) -> None:
+        """Take kernels into use that were being built when the model was loaded. Only while no request runs."""
+        if self._unsettled and native_at_hand():
+            self._unsettled = False
+            with self.lock:
+                self._take(self._native() or self.state)
+
+    def _take(self, state: State) -> None:
+        """Run on this attention from now on, and have its graphs compiled where that is possible."""
+        self.state = state
+        self._model.set_attn_implementation(state.attention)
+        if isinstance(state, NativeModel) and self.cache.room:
+            state.attach(self.cache)
+        if self._compile and self.passes_here and self.device.type == "cpu" and not self._unsettled:
+            self.graphs = Graphs(self._model, state, self.device, SIZES)
+            if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)
             else:
                 self.graphs.start(FIRST_SIZES)
-        if exact:
-            self._make_exact()
 
     def _moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""
@@ -207,14 +225,16 @@ class PackedModel:
             )
         return shapes
 
-    def _native(self, owned: bool) -> NativeModel | None:
+    def _packable(self) -> bool:
+        """Whether the compiled kernels could serve this model."""
+        here = self._one_place and all(p.device.type == "cpu" for p in self._model.parameters())
+        return self.passes_here and here and self.dtype in (torch.float32, torch.bfloat16)
+
+    def _native(self) -> NativeModel | None:
         """The compiled kernels' side of this model, its linear layers packed; None where they do not serve it."""
-        everything_here = self._one_place and all(p.device.type == "cpu" for p in self._model.parameters())
-        if not (self.passes_here and everything_here and self.dtype in (torch.float32, torch.bfloat16)):
-            return None
-        native = NativeModel.create()
+        native = NativeModel.create() if self._packable() else None
         if native is not None:
-            pack_linears(self._model, native, free=owned)
+            pack_linears(self._model, native, free=self._owned)
         return native
 
     def _make_exact(self) -> None:

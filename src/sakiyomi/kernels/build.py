@@ -16,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -83,12 +84,35 @@ def _build(path: Path) -> None:
         fresh.replace(path)
 
 
-@functools.cache
+_lock = threading.Lock()
+
+
 def native() -> ctypes.CDLL | None:
     """The compiled kernels, built if need be; None, after one warning, where that does not work.
 
     Set `SAKIYOMI_NATIVE=0` to run without them.
     """
+    with _lock:  # one builder, however many models ask
+        return _native()
+
+
+def native_at_hand() -> bool:
+    """Whether `native` answers at once. If not, the kernels are being built in the background from now on."""
+    if os.environ.get("SAKIYOMI_NATIVE") == "0" or library_path().exists():
+        return True
+    thread = _builder()
+    return not thread.is_alive()
+
+
+@functools.cache
+def _builder() -> threading.Thread:
+    thread = threading.Thread(target=native, name="sakiyomi-kernels", daemon=True)
+    thread.start()
+    return thread
+
+
+@functools.cache
+def _native() -> ctypes.CDLL | None:
     if os.environ.get("SAKIYOMI_NATIVE") == "0":
         return None
     try:
