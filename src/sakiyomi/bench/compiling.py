@@ -1,0 +1,102 @@
+"""What compiles anew after the warm-up (nothing should), and how fast a new process has its graphs from the disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.models import Pair
+from sakiyomi.bench.report import Row
+from sakiyomi.errors import SakiyomiError
+from sakiyomi.params import SamplingParams
+
+__all__ = ["compiling", "graph_count", "start_seconds"]
+
+
+def graph_count() -> int:
+    """Graphs that torch has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def compiling(config: BenchConfig, note: Note) -> Row:
+    """New graphs after the warm-up; seconds a graph in a new process with a warm disk cache."""
+    pair = Pair(config)
+    note("compiling: all graphs")
+    llm = pair.llm(max_batch=8)
+    llm.generate(pair.prompts[:1], SamplingParams(max_new_tokens=16, gamma=config.gamma))
+    before = graph_count()
+    runs = 0
+    for size in range(1, 9):
+        note(f"compiling: batch of {size}")
+        for length, gamma in ((5, 1), (23, 2), (70, 4)):
+            prompts = [(prompt * 8)[: length + 3 * i] for i, prompt in enumerate((pair.prompts * 8)[:size])]
+            params = SamplingParams(max_new_tokens=8 + length, gamma=gamma, ignore_eos=True)
+            llm.generate(prompts, params)
+            runs += 1
+    recompiles = graph_count() - before
+    del llm
+    note("compiling: a new process, to fill the disk cache")
+    start_seconds(config)
+    note("compiling: a new process with a warm disk cache")
+    found = start_seconds(config)
+    lines = [
+        {"rows": int(size), "start_seconds": seconds, "new_graphs_after_warm_up": None}
+        for size, seconds in found["graphs"].items()
+    ]
+    lines.append({"rows": "all batch sizes and lengths", "start_seconds": None, "new_graphs_after_warm_up": recompiles})
+    conditions = {
+        "target": config.target,
+        "draft": config.draft_model,
+        "dtype": pair.dtypes["dtype"],
+        "batches": f"{runs} runs: 1 to 8 requests x prompts of 5 to 91 tokens x gamma 1, 2, 4",
+        "new_process": "target only; its graphs come one after the other, the first with the compiler's own start",
+        "load_seconds": found["load_seconds"],
+    }
+    return Row(
+        "compiling", "new graphs after the warm-up; seconds until a graph is there in a new process", lines, conditions
+    )
+
+
+def start_seconds(config: BenchConfig) -> dict[str, Any]:
+    """Load the target in a new process and time each of its graphs.
+
+    Raises:
+        SakiyomiError: the process failed.
+    """
+    command = [sys.executable, "-m", "sakiyomi.bench.compiling", config.target, config.dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SakiyomiError(f"a new process with the target failed: {(done.stderr.strip() or 'no message')[-300:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _start(target: str, dtype: str) -> dict[str, Any]:
+    """In the new process: seconds from one graph to the next, as they become ready in the background."""
+    from sakiyomi.loading import load_model
+    from sakiyomi.model import PackedModel
+
+    began = time.perf_counter()
+    loaded = load_model(target, dtype=dtype)
+    load_seconds = time.perf_counter() - began
+    model = PackedModel(loaded.model, compile="auto")
+    found: dict[int, float] = {}
+    last = time.perf_counter()
+    graphs = model.graphs
+    while graphs is not None and not graphs.failed and len(found) < len(model.sizes):
+        for size in model.sizes:
+            if size not in found and graphs.ready((size,)):
+                now = time.perf_counter()
+                found[size], last = now - last, now
+        time.sleep(0.002)
+    return {"load_seconds": load_seconds, "graphs": found}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_start(sys.argv[1], sys.argv[2])))  # noqa: T201

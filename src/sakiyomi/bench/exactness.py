@@ -1,0 +1,106 @@
+"""What ``exact=True`` costs, and whether it keeps its word."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.models import Pair
+from sakiyomi.bench.report import Row
+from sakiyomi.bench.runner import Contender, Standing, race
+from sakiyomi.bench.speed import our_lap
+from sakiyomi.bench.trees import RandomTrees
+from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.params import SamplingParams
+
+__all__ = ["exact"]
+
+Texts = list[list[int]]
+DTYPES = ("float32", "bfloat16")
+
+
+def exact(config: BenchConfig, note: Note) -> Row:
+    """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
+    lines = []
+    for dtype in DTYPES:
+        pair = Pair(dataclasses.replace(config, dtype=dtype))
+        params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
+        note(f"exact: compiling in {dtype}")
+        free, bound = pair.llm(), pair.llm(exact=True)
+        contenders = [
+            Contender(name, partial(our_lap, llm, pair.prompts, params))
+            for name, llm in (("free", free), ("exact", bound))
+        ]
+        standings = race(contenders, repeats=config.repeats, note=note)
+        note(f"exact: comparing texts in {dtype}")
+        equal, different = _word_kept(pair, bound)
+        lines.append(_line(dtype, standings, bound.target.sizes, equal, different))
+        del free, bound
+    conditions = {
+        "target": config.target,
+        "draft": config.draft_model,
+        "gamma": config.gamma,
+        "prompts": config.count,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+        "compared": "no draft, the draft model and random trees; gamma 1, 2, 4 and 7; batch 1 and all; greedy, coupled",
+    }
+    return Row("exact", "exact=True against exact=False, speculative, tokens/s", lines, conditions)
+
+
+def _line(
+    dtype: str, standings: Sequence[Standing], sizes: Sequence[int], equal: int, different: list[str]
+) -> dict[str, Any]:
+    free, bound = (standing.to_dict() for standing in standings)
+    ratio = bound["ratio"]
+    return {
+        "dtype": dtype,
+        "free": free["tokens_per_second"],
+        "exact": bound["tokens_per_second"] if not different else None,
+        "cost_percent": 100 * (1 / ratio - 1) if ratio and not different else None,
+        "row_counts": " ".join(map(str, sizes)),
+        "runs_compared": equal + len(different),
+        "bit_equal": not different,
+        "different": "; ".join(different),
+    }
+
+
+def _word_kept(pair: Pair, drafted: Any) -> tuple[int, list[str]]:
+    """How many runs gave the plain texts to the last token, and which did not."""
+    plain = Undrafted(drafted)
+    equal, different = 0, []
+    for rule, options in (("greedy", {}), ("coupled", {"temperature": 1.0, "seed": 3, "acceptance": "coupled"})):
+        params = SamplingParams(max_new_tokens=pair.config.max_new_tokens, **options)  # type: ignore[arg-type]
+        # One list: request i draws from (seed, i) however the requests are run.
+        expected = _texts(plain, pair.prompts, params)
+        runs = {
+            f"{rule}, no draft, one at a time": _one_by_one(plain, pair.prompts, params)
+            if rule == "greedy"
+            else expected
+        }
+        trees = pair.llm(_oracle(pair, expected), exact=True)
+        for gamma in (1, 2, 4, 7):
+            shape = dataclasses.replace(params, gamma=gamma)
+            runs[f"{rule}, draft model, gamma {gamma}"] = _texts(drafted, pair.prompts, shape)
+            runs[f"{rule}, trees, gamma {gamma}"] = _texts(trees, pair.prompts, shape)
+            if rule == "greedy":
+                runs[f"{rule}, draft model, gamma {gamma}, one at a time"] = _one_by_one(drafted, pair.prompts, shape)
+        different += [name for name, texts in runs.items() if texts != expected]
+        equal += sum(texts == expected for texts in runs.values())
+    return equal, different
+
+
+def _oracle(pair: Pair, texts: Texts) -> RandomTrees:
+    known = {tuple(prompt): text for prompt, text in zip(pair.prompts, texts, strict=True)}
+    return RandomTrees(known, pair.target.model.config.get_text_config().vocab_size)
+
+
+def _texts(llm: Any, prompts: Texts, params: SamplingParams) -> Texts:
+    return [list(result.token_ids) for result in llm.generate(prompts, params)]
+
+
+def _one_by_one(llm: Any, prompts: Texts, params: SamplingParams) -> Texts:
+    return [text for prompt in prompts for text in _texts(llm, [prompt], params)]

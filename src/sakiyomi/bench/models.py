@@ -1,0 +1,159 @@
+"""Models that benchmarks are run on: random Llamas of any size, and a pair for us and for transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sakiyomi.bench.config import BenchConfig
+from sakiyomi.bench.peers import Transformers, stop_tokens
+from sakiyomi.bench.runner import Agreement
+from sakiyomi.loading import load_model
+from sakiyomi.referee import Referee
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+__all__ = ["NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
+
+
+class Numbers:
+    """Stands in for the tokenizer of a random model: the text of a token is its number."""
+
+    eos_token_id = None
+    bos_token_id = None
+    all_special_ids: tuple[int, ...] = ()
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Numbers, each with a space before it."""
+        return "".join(f" {token}" for token in token_ids)
+
+
+def random_llama(
+    dim: int,
+    layers: int,
+    heads: int,
+    hidden: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    spread: float = 3.0,
+    seed: int = 0,
+) -> Any:
+    """A Llama with random weights, no end token, and logits whose standard deviation is ``spread``.
+
+    Flat logits (a spread of 0.5, as fresh models have) would make top-p keep nearly all tokens and greedy search one
+    near-tie after the other; those of trained models spread by 2 to 4.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=dim,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(config)
+        # The last norm has unit rows, so that a logit is a sum of dim products.
+        model.lm_head.weight.normal_(0.0, spread / dim**0.5)
+    return model.to(dtype).eval()
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Token ids, always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    table: list[list[int]] = torch.randint(vocab_size, (count, length), generator=generator).tolist()
+    return table
+
+
+@dataclass
+class Pair:
+    """Target and draft of a benchmark, and what is made from them."""
+
+    config: BenchConfig
+
+    @cached_property
+    def target(self) -> Any:
+        """As transformers runs it (``loading.Loaded``)."""
+        return load_model(self.config.target, dtype=self.config.dtype)
+
+    @cached_property
+    def draft(self) -> Any:
+        """As transformers runs it."""
+        return load_model(self.config.draft_model, dtype=self.config.dtype)
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """Token ids."""
+        tokenizer = self.target.tokenizer
+        return [tokenizer(text).input_ids[: self.config.prompt_tokens] for text in self.config.texts()]
+
+    def llm(self, draft: Any = None, **options: Any) -> LLM:
+        """Our engine on the same pair, its graphs compiled; ``draft`` None: that of the pair."""
+        from sakiyomi.llm import LLM
+
+        options = {"dtype": self.config.dtype, "compile": True, **options}
+        return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
+
+    def peer(self, *, assisted: bool) -> Transformers:
+        """The generation of transformers on the same pair."""
+        stop = stop_tokens(self.target.model, self.target.tokenizer)
+        return Transformers(self.target.model, self.draft.model if assisted else None, self.config.gamma, stop)
+
+    def judge(self) -> NearTies:
+        """Compares outputs for these prompts."""
+        return NearTies(self.target.model, self.prompts)
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """For the conditions."""
+        models = {"dtype": self.target.model, "draft_dtype": self.draft.model}
+        return {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()}
+
+
+class NearTies:
+    """Accepts outputs that are equal, or that part only where rounding decides (see ``referee``).
+
+    Args:
+        model: a transformers model of the same weights.
+        prompts: of the texts, in order.
+    """
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+        self._referee, self._prompts = Referee(model), prompts
+        self._measured = False
+
+    def __call__(self, expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Agreement:
+        """See ``runner.Judge``."""
+        if expected == got:
+            return Agreement(True, True)
+        if not self._measured:
+            for prompt, text in zip(self._prompts[:4], expected[:4], strict=True):
+                self._referee.measure(prompt, text)
+            self._measured = True
+        found = [
+            self._referee.compare(i, prompt, right, text)
+            for i, (prompt, right, text) in enumerate(zip(self._prompts, expected, got, strict=True))
+        ]
+        apart = [divergence for divergence in found if divergence is not None]
+        defects = [divergence for divergence in apart if divergence.defect]
+        worst = max(defects or apart, key=lambda divergence: divergence.gap)
+        what = "no near-tie" if defects else "near-ties"
+        note = (
+            f"{len(apart)} of {len(found)} texts part ({what}): text {worst.text} at token {worst.position}, gap "
+            f"{worst.gap:.2g}, explained up to {worst.limit:.2g}"
+        )
+        return Agreement(False, not defects, note)

@@ -1,0 +1,126 @@
+"""transformers' own ``generate``, plain and assisted, as the reference of tokens and of speed."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sakiyomi.params import SamplingParams
+
+__all__ = ["ForwardClock", "Transformers", "stop_tokens"]
+
+
+def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """End tokens of a model: of its generation settings, its configuration or its tokenizer, in this order."""
+    for source in (model.generation_config, model.config, tokenizer):
+        ends = getattr(source, "eos_token_id", None)
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
+    return ()
+
+
+class Transformers:
+    """One way of calling ``generate``. The model's own generation settings come back after each call.
+
+    Args:
+        model: a transformers causal language model.
+        assistant: a draft model of the same tokenizer; None: plain.
+        gamma: draft tokens a round, constant, with no confidence threshold: what our ``gamma=<number>`` is.
+        stop: end tokens; the model's own if not given.
+    """
+
+    def __init__(
+        self, model: Any, assistant: Any | None = None, gamma: int = 4, stop: Sequence[int] | None = None
+    ) -> None:
+        self.model, self.assistant, self.gamma = model, assistant, gamma
+        self.stop = list(stop_tokens(model) if stop is None else stop)
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """New tokens of one prompt; of ``params`` length, temperature, top_k, top_p, seed and ignore_eos are read."""
+        ids = torch.tensor([list(prompt)], device=self.model.device)
+        with ExitStack() as stack:
+            stack.enter_context(_settings(self.model, self._config(self.model, params)))
+            extra = {}
+            if self.assistant is not None:
+                config = self._config(self.assistant, params)
+                config.num_assistant_tokens = self.gamma
+                config.num_assistant_tokens_schedule = "constant"
+                config.assistant_confidence_threshold = 0.0
+                stack.enter_context(_settings(self.assistant, config))
+                extra["assistant_model"] = self.assistant
+            if not params.greedy:
+                torch.manual_seed(params.seed or 0)
+            with torch.no_grad():
+                done = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **extra)
+        return [int(token) for token in done[0, ids.shape[1] :]]
+
+    def _config(self, model: Any, params: SamplingParams) -> Any:
+        """Settings that do what ``params`` says and nothing else: penalties of the model's own are left out."""
+        from transformers import GenerationConfig
+
+        config = GenerationConfig(max_new_tokens=params.max_new_tokens, do_sample=not params.greedy, use_cache=True)
+        config.bos_token_id = model.generation_config.bos_token_id
+        config.pad_token_id = model.generation_config.pad_token_id
+        if config.pad_token_id is None:
+            # Nothing is padded here; a value keeps transformers from logging that it takes one.
+            config.pad_token_id = self.stop[0] if self.stop else 0
+        config.eos_token_id = None if params.ignore_eos else self.stop or None
+        if not params.greedy:
+            config.temperature = params.temperature
+            config.top_k = params.top_k
+            config.top_p = params.top_p
+        return config
+
+
+@contextmanager
+def _settings(model: Any, config: Any) -> Iterator[None]:
+    before = model.generation_config
+    # A copy: the heuristic schedule writes into it.
+    model.generation_config = copy.deepcopy(config)
+    try:
+        yield
+    finally:
+        model.generation_config = before
+
+
+@dataclass
+class ForwardClock:
+    """Counts and times the forwards of models while the ``with`` block runs: what is left is bookkeeping.
+
+    Attributes:
+        models: whose forwards are watched.
+        seconds: inside them.
+        calls: of each model.
+    """
+
+    models: Sequence[Any]
+    seconds: float = 0.0
+    calls: list[int] = field(default_factory=list)
+
+    def __enter__(self) -> ForwardClock:
+        self.calls = [0] * len(self.models)
+        self._hooks = []
+        for index, model in enumerate(self.models):
+            self._hooks.append(model.register_forward_pre_hook(self._begin, prepend=True))
+            self._hooks.append(model.register_forward_hook(self._end(index)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, index: int) -> Any:
+        def end(*_: Any) -> None:
+            self.seconds += time.perf_counter() - self._began
+            self.calls[index] += 1
+
+        return end

@@ -1,0 +1,192 @@
+"""Contenders side by side in one process: A B C A B C ..., the first lap a warm-up, outputs compared in the same run.
+
+Knows no model: a contender is a name and a function that does one lap. Whoever has other outputs than the first one
+gets no speed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sakiyomi.errors import InputError
+
+__all__ = ["Agreement", "Contender", "Judge", "Lap", "Standing", "race", "same_tokens", "timed"]
+
+Outputs = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One lap of one contender.
+
+    Attributes:
+        seconds: wall clock.
+        tokens: new tokens, counted by whoever made them.
+        outputs: token ids of each text.
+        figures: other figures of the lap, for instance tau; medians over the laps are reported.
+    """
+
+    seconds: float
+    tokens: int
+    outputs: Outputs = ()
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Whether two outputs are the same.
+
+    Attributes:
+        equal: to the last token.
+        accepted: equal, or different in a way that is explained.
+        note: where and by how much they differ.
+    """
+
+    equal: bool
+    accepted: bool
+    note: str = ""
+
+
+Judge = Callable[[Outputs, Outputs], Agreement]
+"""Compares the expected outputs with those of a contender."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way of doing the same work.
+
+    Attributes:
+        name: shown in tables.
+        run: does one lap.
+        judge: compares its outputs with the baseline's; None: its outputs are its own (sampled text).
+    """
+
+    name: str
+    run: Callable[[], Lap]
+    judge: Judge | None = None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What came of one contender.
+
+    Attributes:
+        name: of the contender.
+        laps: without the warm-up.
+        ratio: median over laps of its speed / the baseline's in the same lap.
+        agreement: with the baseline's outputs.
+    """
+
+    name: str
+    laps: tuple[Lap, ...]
+    ratio: float
+    agreement: Agreement
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each lap."""
+        return [lap.speed for lap in self.laps]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; no speed where the outputs are not accepted."""
+        shown: dict[str, Any] = {
+            "name": self.name,
+            "tokens_per_second": statistics.median(self.speeds),
+            "low": min(self.speeds),
+            "high": max(self.speeds),
+            "ratio": self.ratio,
+        }
+        if not self.agreement.accepted:
+            shown = dict.fromkeys(shown, None) | {"name": self.name}
+        for name in self.laps[0].figures:
+            shown[name] = statistics.median(lap.figures[name] for lap in self.laps)
+        return shown | {"tokens": self.laps[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
+
+
+def same_tokens(expected: Outputs, got: Outputs) -> Agreement:
+    """Equal to the last token, or not accepted."""
+    if expected == got:
+        return Agreement(True, True)
+    if len(expected) != len(got):
+        return Agreement(False, False, f"{len(got)} texts instead of {len(expected)}")
+    text = next(i for i, pair in enumerate(zip(expected, got, strict=True)) if pair[0] != pair[1])
+    first, second = expected[text], got[text]
+    shorter = min(len(first), len(second))
+    place = next((i for i in range(shorter) if first[i] != second[i]), shorter)
+    return Agreement(False, False, f"text {text} differs from token {place} on")
+
+
+def race(
+    contenders: Sequence[Contender],
+    *,
+    repeats: int,
+    until: float = math.inf,
+    note: Callable[[str], None] = lambda text: None,
+) -> list[Standing]:
+    """Let contenders take turns; the first one is the baseline.
+
+    Args:
+        contenders: one or more.
+        repeats: laps that count; one more is run before them.
+        until: reading of ``time.perf_counter`` after which no further lap begins; one is always counted.
+        note: is told what is going on.
+
+    Raises:
+        InputError: ``repeats`` is below 1, or two contenders have one name.
+    """
+    if repeats < 1:
+        raise InputError(f"repeats is {repeats}; expected at least 1")
+    names = [contender.name for contender in contenders]
+    if len(set(names)) != len(names):
+        raise InputError(f"two contenders have one name in {names}")
+    laps: dict[str, list[Lap]] = {name: [] for name in names}
+    for lap in range(repeats + 1):
+        if lap > 1 and time.perf_counter() > until:
+            break
+        for contender in contenders:
+            note(f"lap {lap} of {repeats}: {contender.name}")
+            done = contender.run()
+            # The outputs of the warm-up count too: a text has to be the same in every lap.
+            laps[contender.name].append(done)
+    baseline = laps[names[0]]
+    return [
+        Standing(
+            contender.name,
+            tuple(laps[contender.name][1:]),
+            _ratio(laps[contender.name][1:], baseline[1:]),
+            _agreement(contender, laps[contender.name], baseline[0].outputs),
+        )
+        for contender in contenders
+    ]
+
+
+def timed(work: Callable[[], Sequence[Sequence[int]]]) -> Lap:
+    """A lap that is nothing but token lists and the time they took."""
+    began = time.perf_counter()
+    outputs = tuple(tuple(text) for text in work())
+    seconds = time.perf_counter() - began
+    return Lap(seconds, sum(map(len, outputs)), outputs)
+
+
+def _ratio(laps: Sequence[Lap], baseline: Sequence[Lap]) -> float:
+    return statistics.median(
+        lap.speed / other.speed if other.speed else 0.0 for lap, other in zip(laps, baseline, strict=True)
+    )
+
+
+def _agreement(contender: Contender, laps: Sequence[Lap], expected: Outputs) -> Agreement:
+    if contender.judge is None:
+        return Agreement(True, True)
+    different = list(dict.fromkeys(lap.outputs for lap in laps))
+    found = [contender.judge(expected, outputs) for outputs in different]
+    return min(found, key=lambda agreement: (agreement.accepted, agreement.equal))

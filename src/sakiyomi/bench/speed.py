@@ -1,0 +1,152 @@
+"""Tokens per second: plain and speculative, against transformers and against ourselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.models import NearTies, Numbers, Pair, random_llama, random_prompts
+from sakiyomi.bench.peers import Transformers
+from sakiyomi.bench.report import Row, of_race
+from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
+from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.outputs import Stats
+from sakiyomi.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+__all__ = ["batch", "everybody", "our_lap", "pair_conditions", "plain", "speculative", "stories"]
+
+Prompts = Sequence[Sequence[int]]
+BATCH = 8
+
+
+def our_lap(llm: Any, prompts: Prompts, params: SamplingParams, *, together: bool = False) -> Lap:
+    """Our engine over all prompts, one after the other or all at once, with what it counted."""
+    done: list[Any] = []
+
+    def work() -> list[list[int]]:
+        if together:
+            done.extend(llm.generate([list(prompt) for prompt in prompts], params))
+        else:
+            for prompt in prompts:
+                done.extend(llm.generate([list(prompt)], params))
+        return [result.token_ids for result in done]
+
+    lap = timed(work)
+    total = Stats.total(result.stats for result in done)
+    figures = {"tau": total.tau, "acceptance_rate": total.acceptance_rate}
+    return Lap(lap.seconds, lap.tokens, lap.outputs, figures)
+
+
+def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams) -> Lap:
+    """The same with transformers: all prompts, one after the other."""
+    return timed(lambda: [peer.generate(prompt, params) for prompt in prompts])
+
+
+def _ours(name: str, llm: Any, prompts: Prompts, params: SamplingParams, judge: Judge | None, **how: bool) -> Contender:
+    return Contender(name, lambda: our_lap(llm, prompts, params, **how), judge)
+
+
+def _theirs(name: str, peer: Transformers, prompts: Prompts, params: SamplingParams, judge: Judge | None) -> Contender:
+    return Contender(name, lambda: peer_lap(peer, prompts, params), judge)
+
+
+def plain(config: BenchConfig, note: Note) -> Row:
+    """Plain decoding of a random model of 134M parameters against transformers."""
+    from sakiyomi.llm import LLM
+
+    dtype = torch.bfloat16
+    note("plain: making the random model")
+    model = random_llama(768, 12, 12, 2048, 32000, dtype)
+    prompts = random_prompts(1, config.prompt_tokens, 32000)
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
+    judge = NearTies(model, prompts)
+    pair = (model, Numbers())
+    contenders = [
+        _ours("sakiyomi compiled", LLM(pair, draft="none", compile=True), prompts, params, judge),
+        _ours("sakiyomi eager", LLM(pair, draft="none", compile=False), prompts, params, judge),
+    ]
+    if config.peers:
+        contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, judge))
+    standings = race(contenders, repeats=config.repeats, note=note)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return of_race(
+        "plain",
+        "plain decoding, tokens/s",
+        standings,
+        model=f"random Llama, {size / 1e6:.0f}M parameters, 12 layers, dim 768, vocabulary 32000",
+        dtype="bfloat16",
+        **_laps(config, prompts),
+    )
+
+
+def everybody(pair: Pair, llm: LLM, *, peers: bool = True) -> list[Contender]:
+    """The same greedy work four ways: transformers plain and assisted, ours plain and speculative."""
+    config, judge = pair.config, pair.judge()
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
+    contenders = []
+    if peers:
+        for name, assisted in (("transformers plain", False), ("transformers assisted", True)):
+            contenders.append(_theirs(name, pair.peer(assisted=assisted), pair.prompts, params, judge))
+    contenders.append(_ours("sakiyomi plain", Undrafted(llm), pair.prompts, params, judge))
+    contenders.append(_ours("sakiyomi speculative", llm, pair.prompts, params, judge))
+    return contenders
+
+
+def speculative(config: BenchConfig, note: Note) -> Row:
+    """Our speculation against assisted generation of transformers: same pair, dtype and gamma."""
+    pair = Pair(config)
+    note("speculative: compiling")
+    contenders = everybody(pair, pair.llm(), peers=config.peers)
+    # The baseline is what the row is about: assisted generation, if peers are measured.
+    contenders.sort(key=lambda contender: contender.name != "transformers assisted")
+    standings = race(contenders, repeats=config.repeats, note=note)
+    return of_race("speculative", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair))
+
+
+def stories(config: BenchConfig, note: Note) -> Row:
+    """Our speculation against our own plain decoding."""
+    pair = Pair(config)
+    note("stories: compiling")
+    llm = pair.llm()
+    contenders = everybody(pair, llm, peers=False)
+    auto = SamplingParams(max_new_tokens=config.max_new_tokens, gamma="auto")
+    contenders.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, auto, pair.judge()))
+    standings = race(contenders, repeats=config.repeats, note=note)
+    return of_race("stories", "greedy against own plain, tokens/s", standings, **pair_conditions(pair))
+
+
+def batch(config: BenchConfig, note: Note) -> Row:
+    """Eight requests at once against one at a time, all tokens counted."""
+    pair = Pair(config)
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
+    prompts = (pair.prompts * BATCH)[:BATCH]
+    judge = NearTies(pair.target.model, prompts)
+    llm = pair.llm(max_batch=BATCH)
+    contenders = [
+        _ours("batch of 1", llm, prompts, params, judge),
+        _ours(f"batch of {BATCH}", llm, prompts, params, judge, together=True),
+    ]
+    standings = race(contenders, repeats=config.repeats, note=note)
+    return of_race("batch", "speculative, total tokens/s", standings, **pair_conditions(pair))
+
+
+def pair_conditions(pair: Pair) -> dict[str, Any]:
+    """What has to be known of a row about a pair."""
+    config = pair.config
+    names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
+    return names | _laps(config, pair.prompts)
+
+
+def _laps(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:
+    return {
+        "prompts": len(prompts),
+        "prompt_tokens": "-".join(str(n) for n in sorted({min(map(len, prompts)), max(map(len, prompts))})),
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+    }

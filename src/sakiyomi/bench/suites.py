@@ -1,0 +1,42 @@
+"""The rows of ``sakiyomi bench``, by name. A new row is a function here or in a file of its own, and one line below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sakiyomi.bench.bookkeeping import bookkeeping
+from sakiyomi.bench.compiling import compiling
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.exactness import exact
+from sakiyomi.bench.report import Row
+from sakiyomi.bench.speed import batch, plain, speculative, stories
+from sakiyomi.errors import InputError
+
+__all__ = ["ROWS", "run"]
+
+ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
+    "bookkeeping": bookkeeping,
+    "plain": plain,
+    "speculative": speculative,
+    "stories": stories,
+    "batch": batch,
+    "exact": exact,
+    "compiling": compiling,
+}
+
+
+def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
+    """Run the rows that were asked for and give each when it is done.
+
+    Raises:
+        InputError: a row is not known; before any work.
+    """
+    unknown = [name for name in config.rows if name not in ROWS]
+    if unknown:
+        raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
+
+    def rows() -> Iterator[Row]:
+        for name in config.rows or ROWS:
+            yield ROWS[name](config, note or Note())
+
+    return rows()

@@ -1,0 +1,98 @@
+"""The command line: ``sakiyomi demo | generate | audit | info | bench | train``.
+
+Results on stdout, progress on stderr, ``--json`` everywhere (the last line of stdout is then one JSON object). Exit
+codes: 0, 1 for what cannot be done (and a defect found by ``audit``), 2 for misuse, 130 after Ctrl-C. Nothing here
+imports torch before a command runs, so that ``--help`` comes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from sakiyomi import __version__
+from sakiyomi.cli import audit, bench, demo, generate, info, train
+from sakiyomi.errors import SakiyomiError
+
+__all__ = ["app", "main"]
+
+INTERRUPTED = 130
+
+
+class _Group(TyperGroup):
+    """Turns every error that a user can cause into one line on stderr and its exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SakiyomiError as error:
+            typer.echo(f"error: {error.message}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            _restore_terminal()
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+# Plain help, without boxes: it reads the same on a screen, in a pipe and in docs/cli.md.
+app = typer.Typer(name="sakiyomi", cls=_Group, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sakiyomi {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _sakiyomi(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Faster text from the language model you already have, with the same output."""
+
+
+for _module in (demo, generate, audit, info, bench):
+    _module.register(app)
+app.add_typer(train.app, name="train")
+
+
+def main() -> None:
+    """Entry point of the ``sakiyomi`` command."""
+    code = 0
+    try:
+        app(prog_name="sakiyomi")
+    except SystemExit as done:
+        code = done.code if isinstance(done.code, int) else int(done.code is not None)
+    except KeyboardInterrupt:
+        # Between two of our own lines, or a second Ctrl-C.
+        code = INTERRUPTED
+    _leave(code)
+
+
+def _leave(code: int) -> None:
+    """End the process now: graphs may still be compiling in a thread, and nobody waits for what it would give."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        # The reader went away (`| head`): not an error worth a traceback.
+        code = code or 1
+    if "torch" in sys.modules:
+        os._exit(code)
+    sys.exit(code)
+
+
+def _restore_terminal() -> None:
+    """End the line, and take back colour and a hidden cursor."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            stream.write("\x1b[0m\x1b[?25h")
+            stream.flush()
+    if sys.stdout.isatty():
+        typer.echo()

@@ -1,0 +1,140 @@
+"""``sakiyomi audit``: is the output the target's own? Exit code 1 if a defect was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, ModelOptions, command
+from sakiyomi.errors import InputError
+
+if TYPE_CHECKING:
+    from sakiyomi.audit import AuditReport
+
+DEFECT = 1
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """What is checked, and how much.
+
+    Attributes:
+        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
+            stories.
+        count: prompts that are used at most.
+        prompt_tokens: prompts are cut to this many tokens.
+        max_new_tokens: new tokens of each text.
+        gammas: draft tokens a round to check (again for each).
+        seeds: seeds of the sampled texts (again for each).
+        temperature: of the sampled texts.
+    """
+
+    prompts: str | None = None
+    count: int = 4
+    prompt_tokens: int = 64
+    max_new_tokens: int = 64
+    gammas: tuple[int, ...] = (1, 2, 5)
+    seeds: tuple[int, ...] = (0, 1)
+    temperature: float = 1.0
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "audit",
+        ModelOptions,
+        AuditOptions,
+        JsonOption,
+        help="Check that the output is the target's own: against transformers, and drafted against plain text. "
+        "Exit code 1 if a defect was found.",
+    )(audit)
+
+
+def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> None:
+    """Run the command."""
+    if options.count < 1:
+        raise InputError(f"count is {options.count}; expected at least 1")
+    from sakiyomi.bench.prompts import STORIES, read_prompts
+    from sakiyomi.cli.output import emit_json, progress, quiet
+
+    texts = list(STORIES) if options.prompts is None else read_prompts(options.prompts)
+    with progress("loading") as status:
+        from sakiyomi import audit as logic
+
+        quiet()
+        config = logic.AuditConfig(
+            max_new_tokens=options.max_new_tokens,
+            prompt_tokens=options.prompt_tokens,
+            gammas=options.gammas,
+            seeds=options.seeds,
+            temperature=options.temperature,
+        )
+        values = model.values()
+        target, draft = values.pop("target"), values.pop("draft")
+        report = logic.audit(
+            target, draft, prompts=texts[: options.count], config=config, options=values, note=status.update
+        )
+        words = _words(model) if any(check.divergences for check in report.checks) else None
+    _show(model, report, words)
+    if output.json:
+        emit_json({"target": model.target, "draft": model.draft, **report.to_dict()})
+    if not report.ok:
+        raise typer.Exit(DEFECT)
+
+
+def _words(model: ModelOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    from sakiyomi.embedded import embedded, is_embedded_name
+
+    folder = embedded(model.target) if is_embedded_name(model.target) else model.target
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+
+
+def _show(model: ModelOptions, report: AuditReport, words: Any) -> None:
+    from sakiyomi.cli.output import stdout, table
+
+    console = stdout()
+    console.out(
+        f"target {model.target} in {report.dtype}, draft {model.draft}, exact {'yes' if report.exact else 'no'}; "
+        f"noise of transformers between pass shapes: {report.noise:.2g} logits; gaps are explained up to 4 times that",
+        highlight=False,
+    )
+    table(
+        [
+            {
+                "rule": check.rule,
+                "text": check.what,
+                "against": check.against,
+                "gamma": check.gamma,
+                "seed": check.seed,
+                "batch": check.batch,
+                "equal": f"{check.equal} of {check.texts}",
+                "tokens": check.tokens,
+                "near-ties": len(check.divergences) - check.defects,
+                "defects": check.defects,
+            }
+            for check in report.checks
+        ]
+    )
+    for check in report.checks:
+        for found in check.divergences:
+            what = "DEFECT" if found.defect else "near-tie"
+            console.out(
+                f"{what}: {check.rule} {check.what}, gamma {check.gamma or '-'}, "
+                f"text {found.text}, token {found.position}: expected {_word(words, found.expected)}, "
+                f"got {_word(words, found.got)}; gap {found.gap:.3g}, "
+                f"top-2 gap {found.top2_gap:.3g}, explained up to {found.limit:.3g}",
+                highlight=False,
+            )
+    if report.drafter is None:
+        console.out("there was no draft: only plain text was checked; pass --draft model:FOLDER", highlight=False)
+    verdict = "no defect" if report.ok else f"{report.defects} DEFECTS: the output is not the target's own"
+    console.out(verdict, highlight=False)
+
+
+def _word(words: Any, token: int) -> str:
+    return "the end" if token < 0 else f"{words.decode([token])!r} ({token})"

@@ -1,0 +1,48 @@
+"""``sakiyomi bench``: side-by-side measurements on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.cli.common import JsonOption, command
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "bench",
+        BenchConfig,
+        JsonOption,
+        help="Measure this machine: interleaved laps, medians, equal outputs checked in the same run.",
+    )(bench)
+
+
+def bench(config: BenchConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
+
+    with progress("loading") as status:
+        from sakiyomi import machine
+        from sakiyomi.bench import report, suites
+
+        class Shown(Note):
+            def __call__(self, text: str) -> None:
+                status.update(text)
+
+        quiet()
+        rows = suites.run(config, Shown())
+        conditions = machine.conditions()
+        console = stdout()
+        console.out(report.condition_line(conditions), highlight=False)
+        done = []
+        for row in rows:
+            done.append(row)
+            console.out()
+            table(row.lines, title=f"{row.name}: {row.title}")
+            for note in row.notes:
+                console.out(f"  {note}", highlight=False)
+            console.out(f"  {report.condition_line(row.conditions)}", highlight=False)
+    if output.json:
+        emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})

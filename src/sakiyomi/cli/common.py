@@ -1,0 +1,201 @@
+"""Flags from dataclasses: a field is a flag of the same name, with its default; the help is its line in the docstring.
+
+A command takes one object for each group of its flags, ready made: ``SamplingParams``, ``ModelOptions``, its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sakiyomi.errors import InputError
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+__all__ = ["JsonOption", "ModelOptions", "command", "flag_help"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models, and how they run: the parameters of ``LLM``, whose defaults these are (a test compares them).
+
+    Attributes:
+        target: embedded name (tales), folder in Hugging Face format, or hub id.
+        draft: drafter: auto, none, or model:FOLDER (an embedded name or a hub id works as well).
+        cache: cache policy; full keeps everything.
+        kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
+        chunk_size: tokens of a prompt that are read at once.
+        dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
+        device: auto, cpu, cuda or cuda:N.
+        quantize: quantize the weights; none in this version.
+        compile: auto (compiled graphs once they are ready), true (wait for them) or false.
+        max_context: most tokens of prompt and text together; the model's own limit if not given.
+        max_batch: requests at once at most.
+        exact: output is bit-equal for every draft, gamma and batch.
+        allow_pickle: open pickle weights, which can run any code.
+        trust_remote_code: run Python code that comes with the model.
+    """
+
+    target: str = "tales"
+    draft: str = "auto"
+    cache: str = "full"
+    kv_budget: str | None = None
+    chunk_size: int | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    quantize: str | None = None
+    compile: str = "auto"
+    max_context: int | None = None
+    max_batch: int = 8
+    exact: bool = False
+    allow_pickle: bool = False
+    trust_remote_code: bool = False
+
+    def values(self) -> dict[str, Any]:
+        """Keyword arguments of ``LLM``, target included."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values["compile"] = _compile(self.compile)
+        if self.kv_budget is not None and self.kv_budget.isdigit():
+            values["kv_budget"] = int(self.kv_budget)
+        return values
+
+    def load(self, **changed: Any) -> LLM:
+        """The engine, with some values replaced by these."""
+        from sakiyomi.llm import LLM
+
+        return LLM(**(self.values() | changed))
+
+
+@dataclass(frozen=True)
+class JsonOption:
+    """How results are shown.
+
+    Attributes:
+        json: end stdout with one line that holds one JSON object.
+    """
+
+    json: bool = False
+
+
+def command(app: typer.Typer, name: str, *groups: type[Any], help: str) -> Callable[[Callable[..., None]], None]:
+    """Register a command that is called with one object for each group.
+
+    Args:
+        app: takes the command.
+        name: of the command.
+        groups: dataclasses; their fields become the flags, in order.
+        help: shown by ``--help``.
+    """
+
+    def register(run: Callable[..., None]) -> None:
+        def body(**given: Any) -> None:
+            run(*(_build(group, given) for group in groups))
+
+        parameters = [_parameter(group, field) for group in groups for field in _flags(group)]
+        body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(name, help=help)(body)
+
+    return register
+
+
+def flag_help(config: type[Any]) -> dict[str, str]:
+    """The ``Attributes`` section of a docstring: what each field is."""
+    text = inspect.cleandoc(config.__doc__ or "")
+    _, _, section = text.partition("Attributes:\n")
+    section = section.partition("\n\n")[0]
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?= {4}\w)", "\n" + section):
+        names, colon, meaning = entry.strip().partition(":")
+        if colon:
+            found.update(dict.fromkeys((n.strip() for n in names.split(",")), " ".join(meaning.split())))
+    return found
+
+
+def _flags(group: type[Any]) -> list[dataclasses.Field[Any]]:
+    """Fields that a command line can say; objects (logits_processors) stay with Python."""
+    return [field for field in dataclasses.fields(group) if str(field.type) in _KINDS]
+
+
+def _parameter(group: type[Any], field: dataclasses.Field[Any]) -> inspect.Parameter:
+    kind, _ = _KINDS[str(field.type)]
+    default: Any = field.default
+    text = flag_help(group)[field.name]
+    if isinstance(default, tuple | list) or str(field.type).startswith(("Sequence", "Mapping", "tuple")):
+        default = list(default or ())
+    if field.metadata.get("argument"):
+        return _keyword(
+            field.name, default, Annotated[kind, typer.Argument(help=text, metavar=field.metadata["argument"])]
+        )
+    flag = "--" + field.name.replace("_", "-")
+    # What is off by default needs no flag that says so.
+    names = (f"{flag}/--no-{flag[2:]}",) if "bool" in str(field.type) and default is not False else (flag,)
+    option = typer.Option(
+        *names, help=text, metavar=field.metadata.get("metavar"), show_default=default not in (None, [], False)
+    )
+    return _keyword(field.name, default, Annotated[kind, option])
+
+
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _build(group: type[Any], given: Mapping[str, Any]) -> Any:
+    return group(**{field.name: _KINDS[str(field.type)][1](given[field.name]) for field in _flags(group)})
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+
+
+def _compile(text: str) -> bool | str:
+    words: dict[str, bool | str] = {"auto": "auto", "true": True, "false": False}
+    if text.lower() not in words:
+        raise InputError(f"compile is {text!r}; it is auto, true or false")
+    return words[text.lower()]
+
+
+def _biases(pairs: Sequence[str]) -> dict[int, float] | None:
+    found: dict[int, float] = {}
+    for pair in pairs:
+        token, separator, bias = pair.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            separator = ""
+        if not separator:
+            raise InputError(f"logit-bias is {pair!r}; expected TOKEN_ID=BIAS, for instance 17=-2.5")
+    return found or None
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+# Annotations are strings (`from __future__ import annotations`): what typer is told for each, and what is made of the
+# value. Acceptance stays a plain word: the dataclass refuses unknown ones in its own words.
+_KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "str": (str, _same),
+    "int": (int, _same),
+    "float": (float, _same),
+    "bool": (bool, _same),
+    "str | None": (str | None, _same),
+    "int | None": (int | None, _same),
+    "float | None": (float | None, _same),
+    "bool | None": (bool | None, _same),
+    "int | str": (str, _number_or_word),
+    "Acceptance": (str, _same),
+    "Sequence[str]": (list[str], tuple),
+    "Sequence[int]": (list[int], tuple),
+    "Sequence[str | Sequence[int]]": (list[str], tuple),
+    "tuple[str, ...]": (list[str], tuple),
+    "tuple[int, ...]": (list[int], tuple),
+    "Mapping[int, float] | None": (list[str], _biases),
+}

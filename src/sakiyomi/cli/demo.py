@@ -1,0 +1,175 @@
+"""``sakiyomi demo``: the embedded model writes a story, each token in the colour of its origin; then a small table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sakiyomi.bench.config import BenchConfig
+from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.params import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sakiyomi.bench.report import Row
+    from sakiyomi.llm import LLM
+    from sakiyomi.outputs import Step
+
+TARGET, DRAFT = "tales", "model:tales-draft"
+PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
+COMPILE_UNTIL, TABLE_UNTIL = 36.0, 50.0
+"""Seconds after the start: compiling is waited for, and laps are added to the table, no longer than this."""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The story, and the table behind it.
+
+    Attributes:
+        prompt: how the story begins.
+        max_new_tokens: length of the story.
+        temperature: 0 is greedy.
+        seed: of a sampled story.
+        gamma: draft tokens a round, here and in the table.
+        target: embedded name, folder or hub id.
+        draft: none, or model:FOLDER.
+        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
+        table: measure plain and speculative generation, ours and transformers', after the story.
+    """
+
+    prompt: str = PROMPT
+    max_new_tokens: int = 160
+    temperature: float = 0.0
+    seed: int = 0
+    gamma: int = 4
+    target: str = TARGET
+    draft: str = DRAFT
+    dtype: str = "auto"
+    table: bool = True
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "demo",
+        DemoOptions,
+        JsonOption,
+        help="Watch the embedded model write with its draft, then compare speeds.",
+    )(demo)
+
+
+def demo(options: DemoOptions, output: JsonOption) -> None:
+    """Run the command."""
+    params = SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed if options.temperature else None,
+        gamma=options.gamma,
+    )
+    config = BenchConfig(
+        target=options.target,
+        draft=options.draft,
+        dtype=options.dtype,
+        gamma=options.gamma,
+        repeats=3,
+        max_new_tokens=96,
+        count=2,
+    )
+    config.draft_model  # noqa: B018  refuses a draft that is no model, before any work
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    began = _process_start()
+    with progress(f"loading {options.target}"):
+        from sakiyomi.llm import LLM
+
+        quiet()
+        llm = LLM(options.target, draft=options.draft, dtype=options.dtype)
+    console = stdout()
+    story, first = _story(console, llm, options.prompt, params)
+    stats = story[-1].stats
+    assert stats is not None
+    console.out(
+        f"{stats.tokens} tokens, {stats.tau:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s while graphs "
+        f"compile; first token {first - began:.1f} s after the start",
+        highlight=False,
+    )
+    found: dict[str, Any] = {
+        "target": options.target,
+        "draft": options.draft,
+        "prompt": options.prompt,
+        "text": "".join(step.text for step in story),
+        "token_ids": [token for step in story for token in step.token_ids],
+        "trace": [entry.to_dict() for step in story for entry in step.trace],
+        "stats": stats.to_dict(),
+        "first_token_seconds": first - began,
+    }
+    if options.table:
+        found["table"] = _table(console, llm, config, began)
+    if output.json:
+        emit_json(found | {"seconds": time.time() - began})
+
+
+def _process_start() -> float:
+    """When this process began, in seconds since the epoch: imports count."""
+    import psutil
+
+    return float(psutil.Process().create_time())
+
+
+def _story(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
+    """Stream the story; its steps, and when its first token came."""
+    from sakiyomi.cli.output import TokenPainter, legend
+
+    legend(console)
+    console.out(prompt, end="", highlight=False)
+    console.file.flush()
+    painter = TokenPainter(console, llm.tokenizer)
+    steps: list[Step] = []
+    first = 0.0
+    for step in llm.stream(prompt, params):
+        first = first or time.time()
+        steps.append(step)
+        painter.add(step.trace)
+    painter.finish()
+    return steps, first
+
+
+def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
+    """Measure, print and give the table; on stderr what is waited for."""
+    from sakiyomi.bench.report import condition_line
+    from sakiyomi.cli.output import progress, table
+
+    with progress("compiling graphs") as status:
+        while not (ready := llm.compiled()) and _still_compiling(llm) and time.time() - began < COMPILE_UNTIL:
+            time.sleep(0.05)
+        row = _measure(llm, config, began, status.update)
+    console.out()
+    table(row.lines, title=row.title)
+    for note in row.notes:
+        console.out(f"  {note}", highlight=False)
+    console.out(f"  {condition_line({**row.conditions, 'graphs': 'compiled' if ready else 'eager'})}", highlight=False)
+    return row.to_dict()
+
+
+def _still_compiling(llm: LLM) -> bool:
+    models = (llm.target, getattr(llm.draft, "model", None))
+    return all(model is None or (model.graphs is not None and not model.graphs.failed) for model in models)
+
+
+def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:
+    from sakiyomi.bench.models import Pair
+    from sakiyomi.bench.report import of_race
+    from sakiyomi.bench.runner import race
+    from sakiyomi.bench.speed import everybody, pair_conditions
+
+    note("loading the pair with transformers")
+    pair = Pair(config)
+    left = TABLE_UNTIL - (time.time() - began)
+    standings = race(everybody(pair, llm), repeats=config.repeats, until=time.perf_counter() + left, note=note)
+    return of_race("demo", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair))

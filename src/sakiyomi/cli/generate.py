@@ -1,0 +1,149 @@
+"""``sakiyomi generate``: text for prompts from the command line, a file or stdin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, ModelOptions, command
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.outputs import Generation
+from sakiyomi.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What to continue.
+
+    Attributes:
+        prompts: texts to continue; - reads one from stdin.
+        file: read prompts from this file: one a line, or .jsonl with text, prompt or turns.
+        stream: print text while it is written; by default for a single prompt.
+        trace: colour each token by its origin (accepted, recovered, bonus, plain).
+        rounds_trace: with --json: every round's draft and what became of it.
+    """
+
+    prompts: tuple[str, ...] = field(default=(), metadata={"argument": "PROMPT"})
+    file: str | None = None
+    stream: bool | None = None
+    trace: bool = False
+    rounds_trace: bool = False
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "generate",
+        GenerateOptions,
+        ModelOptions,
+        SamplingParams,
+        JsonOption,
+        help="Continue prompts: the text of the target alone, written faster with a draft.",
+    )(generate)
+
+
+def generate(options: GenerateOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
+    """Run the command."""
+    prompts = _prompts(options)
+    if options.stream and params.n > 1:
+        raise InputError(f"stream is on and n is {params.n}; samples of one prompt are not streamed: leave one out")
+    stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
+    if output.json and options.stream is None:
+        stream = False
+    from sakiyomi.cli.output import emit_json, progress, quiet
+
+    with progress(f"loading {model.target}"):
+        quiet()
+        llm = model.load()
+    if stream and not (output.json and options.rounds_trace):
+        results = [_streamed(llm, prompt, params, options.trace) for prompt in prompts]
+    else:
+        with progress(f"writing {len(prompts)} texts"):
+            results = _flat(llm.generate(prompts, params, rounds_trace=options.rounds_trace))
+        if not output.json:
+            _show(llm, results, params, options.trace)
+    if output.json:
+        generations = [result.to_dict() for result in results]
+        emit_json({"target": model.target, "draft": model.draft, "prompts": prompts, "generations": generations})
+
+
+def _prompts(options: GenerateOptions) -> list[str]:
+    """Prompts from all places, in the order arguments, file."""
+    found = [_from_stdin() if text == "-" else text for text in options.prompts]
+    if options.file is not None:
+        from sakiyomi.bench.prompts import read_prompts
+
+        found += read_prompts(options.file)
+    if not found:
+        raise InputError(
+            'no prompt was given; expected one or more, for instance: sakiyomi generate "Once upon a time"'
+        )
+    return found
+
+
+def _from_stdin() -> str:
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise LoadError(f"the prompt on stdin is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    # The newline that echo adds is no part of the prompt.
+    return text.removesuffix("\n")
+
+
+def _flat(results: Any) -> list[Generation]:
+    """Samples of one prompt (n > 1) are a list in the place of one."""
+    found: list[Generation] = []
+    for result in results:
+        found.extend(result if isinstance(result, list) else [result])
+    return found
+
+
+def _streamed(llm: LLM, prompt: str, params: SamplingParams, coloured: bool) -> Generation:
+    from sakiyomi.cli.output import TokenPainter, stdout
+    from sakiyomi.outputs import Stats
+
+    console = stdout()
+    painter = TokenPainter(console, llm.tokenizer, params.stop) if coloured else None
+    steps = []
+    for step in llm.stream(prompt, params):
+        steps.append(step)
+        if painter is not None:
+            painter.add(step.trace)
+        elif step.text:
+            console.out(step.text, end="", highlight=False)
+            console.file.flush()
+    if painter is not None:
+        painter.finish()
+    else:
+        console.out()
+    return Generation(
+        text="".join(step.text for step in steps),
+        token_ids=[token for step in steps for token in step.token_ids],
+        prompt_tokens=len(llm.tokenizer(prompt).input_ids),
+        finish_reason=steps[-1].finish_reason or "length",
+        trace=[entry for step in steps for entry in step.trace],
+        stats=steps[-1].stats or Stats(),
+    )
+
+
+def _show(llm: LLM, results: Sequence[Generation], params: SamplingParams, coloured: bool) -> None:
+    from sakiyomi.cli.output import TokenPainter, stdout
+
+    console = stdout()
+    for index, result in enumerate(results):
+        if index:
+            console.out()
+        if coloured:
+            painter = TokenPainter(console, llm.tokenizer, params.stop)
+            painter.add(result.trace)
+            painter.finish()
+        else:
+            console.out(result.text, highlight=False)

@@ -1,0 +1,95 @@
+"""``sakiyomi info``: what this machine is, what it lacks, and what a step of a pair costs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, command
+
+
+@dataclass(frozen=True)
+class InfoOptions:
+    """A pair to measure.
+
+    Attributes:
+        target: embedded name, folder or hub id; without it only the machine is described.
+        draft: auto, none, or model:FOLDER.
+        dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
+        context: tokens in the cache while passes are timed.
+        repeats: passes of each shape; medians are shown.
+    """
+
+    target: str | None = None
+    draft: str = "auto"
+    dtype: str = "auto"
+    context: int = 128
+    repeats: int = 15
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "info",
+        InfoOptions,
+        JsonOption,
+        help="Versions, devices, measured bandwidth and costs of a pair (c and v(T)), and what this machine lacks.",
+    )(info)
+
+
+def info(options: InfoOptions, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    with progress("looking around") as status:
+        from sakiyomi import machine
+
+        quiet()
+        found: dict[str, Any] = machine.describe()
+        status.update("measuring memory bandwidth")
+        found["bandwidth_bytes_per_second"] = machine.bandwidth()
+        found["lacks"] = machine.lacks()
+        if options.target is not None:
+            from sakiyomi.llm import LLM
+
+            status.update(f"loading {options.target} and compiling")
+            llm = LLM(options.target, draft=options.draft, dtype=options.dtype, compile=True)
+            status.update("timing passes")
+            found["pair"] = {"target": options.target, "draft": options.draft}
+            found["pair"] |= machine.costs(llm, context=options.context, repeats=options.repeats)
+    console = stdout()
+    for line in _lines(found):
+        console.out(line, highlight=False)
+    if output.json:
+        emit_json(found)
+
+
+def _lines(found: Mapping[str, Any]) -> list[str]:
+    names = ("sakiyomi", "commit", "python", "torch", "transformers", "system", "processor", "cores", "threads")
+    shown = {name: found[name] for name in names if found[name] is not None}
+    shown["features"] = " ".join(found["processor_features"]) or "none of those that kernels ask for"
+    shown["memory"] = f"{found['memory_available_bytes'] / 1e9:.1f} GB available"
+    shown["bandwidth"] = f"{found['bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read, measured"
+    shown["devices"] = ", ".join(found["devices"])
+    if "pair" in found:
+        shown |= _pair(found["pair"])
+    lines = [f"{name:<13}{value}" for name, value in shown.items()]
+    lines += [f"{'lacks':<13}{text}" for text in found["lacks"]] or [f"{'lacks':<13}nothing"]
+    return lines
+
+
+def _pair(pair: Mapping[str, Any]) -> dict[str, str]:
+    how = "compiled" if pair["compiled"] else "eager"
+    passes = ", ".join(f"T={rows} {ms:.2f}" for rows, ms in pair["target_ms"].items())
+    shown = {
+        "target": f"{pair['target']} in {pair['dtype']}, {how}, ms a pass behind {pair['context']} tokens: {passes}"
+    }
+    shown["v(T)"] = ", ".join(f"T={rows} {value:.2f}" for rows, value in pair["v"].items()) + " plain steps"
+    if pair["c"] is not None:
+        shown["draft"] = f"{pair['draft']} in {pair['draft_dtype']}, {pair['draft_ms']:.2f} ms a step"
+        shown["c"] = f"{pair['c']:.3f} target steps for one draft step"
+    return shown

@@ -1,0 +1,146 @@
+"""What commands write: text and tables on stdout, progress on stderr and only for somebody who watches."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sakiyomi.outputs import TokenTrace
+
+__all__ = ["COLOURS", "TokenPainter", "emit_json", "is_coloured", "legend", "progress", "quiet", "stdout", "table"]
+
+COLOURS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "plain": ""}
+"""Colour of each status. rich leaves them out where the output is no terminal, and where NO_COLOR is set."""
+
+MEANINGS = {
+    "accepted": "proposed by the draft and kept",
+    "recovered": "the target's own, after a refusal",
+    "bonus": "the target's own, after a wholly accepted draft",
+    "plain": "the target's own, nothing was drafted",
+}
+
+
+def stdout() -> Console:
+    """Console of the results. Made anew each time, so that it writes to what stdout is now."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def is_coloured(console: Console) -> bool:
+    """Whether colours reach the reader."""
+    return console.color_system is not None and not console.no_color
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Any]:
+    """A spinner on stderr, if it is a terminal. What comes has ``update(text)``."""
+    # Asked of the stream and not of rich, for whom FORCE_COLOR makes a terminal of a pipe.
+    if not sys.stderr.isatty():
+        yield _Silent()
+        return
+    from rich.console import Console
+
+    with Console(file=sys.stderr, highlight=False, markup=False).status(text) as status:
+        yield status
+
+
+class _Silent:
+    def update(self, text: str) -> None:
+        """Say nothing: nobody watches."""
+
+
+def emit_json(value: Mapping[str, Any]) -> None:
+    """One JSON object, on the last line of stdout."""
+    print(json.dumps(value, ensure_ascii=False, default=str), flush=True)  # noqa: T201
+
+
+def table(rows: Sequence[Mapping[str, Any]], *, title: str = "") -> None:
+    """Rows with the same keys as a table of plain text; numbers to the right, None as a dash."""
+    console = stdout()
+    if title:
+        console.print(title)
+    if not rows:
+        return
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names] + [[_cell(row.get(name)) for name in names] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    right = [any(_is_number(row.get(name)) for row in rows) for name in names]
+    for line in cells:
+        shown = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(line, widths, right, strict=True))
+        console.print("  ".join(shown).rstrip())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+class TokenPainter:
+    """Prints tokens in the colour of their origin while they arrive.
+
+    Args:
+        console: stdout's.
+        tokenizer: of the target.
+        stop: stop strings, which are not shown.
+    """
+
+    def __init__(self, console: Console, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        from sakiyomi.text import TextStream
+
+        self._console, self._text = console, TextStream(tokenizer, stop)
+        self._status = "plain"
+
+    def add(self, trace: Sequence[TokenTrace]) -> None:
+        """Print the text of these tokens; what is not certain yet comes with a later token."""
+        for entry in trace:
+            if self._text.stopped:
+                return
+            self._status = entry.status
+            self._write(self._text.push([entry.token_id])[0])
+
+    def finish(self) -> None:
+        """Print what was held back, and end the line."""
+        self._write(self._text.finish())
+        self._console.out()
+
+    def _write(self, text: str) -> None:
+        if text:
+            # out() and not print(): print would expand tabs and drop control characters of the text.
+            self._console.out(text, end="", style=COLOURS[self._status], highlight=False)
+            self._console.file.flush()
+
+
+def legend(console: Console) -> None:
+    """One line that says what the colours mean; nothing where there are none."""
+    if not is_coloured(console):
+        return
+    from rich.text import Text
+
+    line = Text()
+    for status, meaning in MEANINGS.items():
+        line.append(f"{'  ' if line else ''}{status}", COLOURS[status]).append(f" {meaning}")
+    console.print(line)
+
+
+def quiet() -> None:
+    """No notes and bars of transformers between our lines."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,200 @@
+"""What this machine is, what it lacks, and what a step of a model costs on it. Measures; prints nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sakiyomi import __version__
+from sakiyomi.kernels.plan import Segment
+from sakiyomi.memory import available_bytes
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+    from sakiyomi.model import PackedModel
+
+__all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds"]
+
+ROWS = (1, 4, 8, 16)
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm")
+_PROBE_BYTES = 1 << 28
+
+
+def describe() -> dict[str, Any]:
+    """Versions, devices, threads, memory and what the processor can do."""
+    return {
+        "sakiyomi": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "processor_features": [flag for flag in _FLAGS if flag in _flags()],
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
+        "memory_available_bytes": available_bytes("cpu"),
+        "devices": ["cpu", *_gpus()],
+    }
+
+
+def conditions(**more: Any) -> dict[str, Any]:
+    """The few facts that belong beside every measurement, and more of them."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    found = {
+        "processor": _processor(),
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
+        "load_average": load,
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "sakiyomi": __version__,
+        "commit": _commit(),
+    }
+    return found | more
+
+
+def lacks() -> list[str]:
+    """What would make this machine faster and is not there; one sentence each, with the remedy."""
+    from sakiyomi.kernels.build import compiler, native
+
+    found = []
+    if compiler() is None:
+        found.append("no C++ compiler: passes run eagerly, at about half the speed; install g++ or clang++, or set CXX")
+    if native() is None:
+        why = "SAKIYOMI_NATIVE=0 is set" if os.environ.get("SAKIYOMI_NATIVE") == "0" else "they cannot be built here"
+        found.append(f"no compiled CPU kernels ({why}): plain torch runs instead, with the same tokens")
+    if not torch.cuda.is_available():
+        found.append("no CUDA device that torch can use: models run on the CPU")
+    if platform.machine() in ("x86_64", "AMD64") and "avx512f" not in _flags():
+        found.append("no AVX-512: the CPU kernels use narrower vectors")
+    return found
+
+
+def bandwidth(threads: int | None = None) -> float:
+    """Bytes per second that all threads together read from memory: it bounds plain decoding."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        size = min(_PROBE_BYTES, available_bytes("cpu") // 4)
+        block = torch.ones(max(size // 8, 1), dtype=torch.int64)
+        seconds = min(_timed(block.sum) for _ in range(6))
+        return block.numel() * 8 / seconds
+    finally:
+        torch.set_num_threads(before)
+
+
+def costs(llm: LLM, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
+    """Milliseconds of target passes over T rows, of a draft step, and the ratios that the theory is about.
+
+    Args:
+        llm: its graphs are used if they are ready.
+        context: tokens in the cache.
+        repeats: passes of each shape; medians are given, shapes take turns.
+
+    Returns:
+        ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model).
+    """
+    target = pass_seconds(llm.target, ROWS, context=context, repeats=repeats, compiled=llm.compiled())
+    model = getattr(llm.draft, "model", None)
+    draft = None
+    if model is not None:
+        draft = pass_seconds(model, (1,), context=context, repeats=repeats, compiled=llm.compiled())[1]
+    return {
+        "context": context,
+        "compiled": llm.compiled(),
+        "dtype": str(llm.target.dtype).removeprefix("torch."),
+        "draft_dtype": None if model is None else str(model.dtype).removeprefix("torch."),
+        "target_ms": {rows: 1000 * seconds for rows, seconds in target.items()},
+        "v": {rows: seconds / target[1] for rows, seconds in target.items()},
+        "draft_ms": None if draft is None else 1000 * draft,
+        "c": None if draft is None else draft / target[1],
+    }
+
+
+def pass_seconds(
+    model: PackedModel, rows: Sequence[int], *, context: int = 128, repeats: int = 15, compiled: bool = True
+) -> dict[int, float]:
+    """Median seconds of a pass over so many rows of one request, behind ``context`` tokens in the cache."""
+    context = max(1, min(context, model.max_context - max(rows)))
+    tokens = [(7 * i + 1) % model.vocab_size for i in range(context + max(rows))]
+    slot = model.cache.take()
+    try:
+        model.cache.reserve(slot, context + max(rows))
+        model.score([Segment(slot, 0, tokens[:context], prompt=True)], last=True)
+        model.cache.keep(slot, 0, range(context))
+        times: dict[int, list[float]] = {count: [] for count in rows}
+        for lap in range(repeats + 1):
+            for count in rows:
+                segment = Segment(slot, context, tokens[context : context + count])
+                seconds = _timed(lambda s=segment: model.score([s], compiled=compiled))  # type: ignore[misc]
+                if lap:
+                    times[count].append(seconds)
+        return {count: statistics.median(found) for count, found in times.items()}
+    finally:
+        model.cache.release(slot)
+
+
+def _timed(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of a checkout that this package runs from, + where files differ from it; None for an installed one."""
+    folder = Path(__file__).resolve().parent
+    if not (folder.parents[1] / ".git").exists():
+        return None
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def _processor() -> str:
+    for key in ("model name", "Model"):
+        for line in _cpuinfo():
+            if line.startswith(key):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _flags() -> set[str]:
+    return {flag for line in _cpuinfo() if line.startswith(("flags", "Features")) for flag in line.split()}
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _gpus() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(count)]
