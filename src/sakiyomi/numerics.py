@@ -34,9 +34,9 @@ Tokens = NDArray[np.intp]
 _COLUMNS = 1000
 # Below this many values a sort is faster than any cleverness.
 _SHORT = 1024
-# How many values are looked at to guess where a nucleus ends, and how many of them to either side are allowed for:
-# about three standard deviations.
-_SAMPLE, _MARGIN = 512, 32
+# How many values are looked at to guess where a nucleus ends; how much farther than the guess the search goes, as a
+# factor and as a share of the mass.
+_SAMPLE, _MARGIN, _LEEWAY = 512, 1.5, 0.004
 # What a nucleus of a trained model seldom outgrows.
 _NUCLEUS = 256
 _BLOCK = 128
@@ -112,25 +112,47 @@ def nucleus(
     Returns:
         (least, spare): keep the values >= least, but for ``spare`` of those that equal it.
     """
-    while values.size > _SHORT:
-        # A sample says about where the end is; only what lies around it is looked at again.
-        sample = values[:: values.size // _SAMPLE]
-        sample = np.sort(sample[sample < ceiling])[::-1]
-        if not sample.size:
-            break
-        reached = sample.astype(np.float64).cumsum()
-        place = int(reached.searchsorted((mass - held) / max(total - held, 1e-30) * reached[-1]))
-        high, low = sample[max(place - _MARGIN, 0)], sample[min(place + _MARGIN, sample.size - 1)]
-        inside = values[np.flatnonzero((values <= high) & (values >= low))]
-        above, window = _mass_above(values, high), float(inside.sum(dtype=np.float64))
-        if inside.size * 2 > values.size or not above < mass <= above + window:
-            break
-        values, mass, total, ceiling, held = inside, mass - above, window, np.inf, 0.0
+    if values.size > _SHORT:
+        values, mass = _narrowed(values, mass, total, ceiling, held)
     order = np.sort(values)[::-1]
     reached = order.astype(np.float64).cumsum()
     last = min(int(reached.searchsorted(mass)), order.size - 1)
     least = order[last]
     return float(least), int(np.count_nonzero(order[last + 1 :] == least))
+
+
+def _narrowed(
+    values: NDArray[np.floating], mass: float, total: float, ceiling: float, held: float
+) -> tuple[NDArray[np.floating], float]:
+    """The values around the end of a nucleus, and the mass that is left for them; all of them if the guess was wrong.
+
+    A sample says about where the end is. One sum over all values says what is missing there, or is too much, and the
+    sample again how far that reaches: only the values between are worth a sort.
+    """
+    sample = values[:: values.size // _SAMPLE]
+    sample = np.sort(sample if ceiling == np.inf else sample[sample < ceiling])[::-1]
+    if not sample.size:
+        return values, mass
+    reached = sample.astype(np.float64).cumsum()
+    # From the mass of all values to that of the sample.
+    scale = float(reached[-1]) / max(total - held, 1e-30)
+    goal = (mass - held) * scale
+    pivot = sample[min(int(reached.searchsorted(goal)), sample.size - 1)]
+    above = _mass_above(values, pivot)
+    reach = (_MARGIN * abs(mass - above) + _LEEWAY * total) * scale
+    if above < mass:
+        low = sample[min(int(reached.searchsorted(goal + reach)), sample.size - 1)]
+        window = values[((values <= pivot) & (values >= low)).nonzero()[0]]
+        if above + float(window.sum(dtype=np.float64)) >= mass:
+            return window, mass - above
+    else:
+        place = int(reached.searchsorted(goal - reach)) - 1
+        high = sample[place] if place >= 0 else np.inf
+        window = values[((values > pivot) & (values <= high)).nonzero()[0]]
+        above -= float(window.sum(dtype=np.float64))
+        if above < mass:
+            return window, mass - above
+    return values, mass
 
 
 def _mass_above(values: NDArray[np.floating], bound: float) -> float:

@@ -51,7 +51,8 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
             out -= out.max()
         out /= np.float32(params.temperature)
     torch.softmax(flat, -1, out=flat)
-    require_number(out)
+    # Where the softmax of a row is not a number, all of it is not.
+    require_number(float(out[0]))
     support = keep_top_p(out, params.top_p) if params.top_p < 1.0 else None
     if params.min_p > 0.0:
         support = (out >= out.max() * np.float32(params.min_p)).nonzero()[0]
@@ -104,13 +105,13 @@ def _large_logits(logits: Tensor, count: int) -> tuple[Tokens, Row]:
     return tokens, row[tokens]
 
 
-def require_number(probs: Row) -> None:
-    """Refuse a row that came out of a softmax as not a number: then all of it did, and the first entry tells.
+def require_number(value: float) -> None:
+    """Refuse a row by any entry of its softmax, or by its largest logit: if one is not a number, no token is left.
 
     Raises:
-        InputError: it did.
+        InputError: it is NaN, or -inf.
     """
-    if probs[0] != probs[0]:
+    if not value > -math.inf:
         raise InputError(_NOTHING_LEFT)
 
 
@@ -129,8 +130,7 @@ def best_token(logits: Tensor) -> int:
     row = as_row(logits)
     token = int(row.argmax())
     # numpy takes the first NaN for the largest.
-    if not row[token] > -np.inf:
-        raise InputError(_NOTHING_LEFT)
+    require_number(float(row[token]))
     return token
 
 

@@ -153,9 +153,10 @@ def broken_cases() -> dict[str, tuple[Propose, Verifier, int]]:
 
 @pytest.mark.parametrize("name", sorted(broken_cases()))
 def test_broken_rules_are_rejected(name: str) -> None:
-    """Most need a fraction of the samples that the real rules pass with."""
+    """Most need a quarter of the samples that the real rules pass with, or less."""
     propose, verifier, length = broken_cases()[name]
-    samples = SAMPLES if name == "without replacement called independent" else SAMPLES // 4
+    subtle = name in ("without replacement called independent", "coupled keyed by row")
+    samples = SAMPLES if subtle else SAMPLES // 4
     assert run_rule(name, pair("far"), propose, verifier, length, samples) < LEVEL
 
 

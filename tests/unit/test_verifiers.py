@@ -178,6 +178,12 @@ def test_uniforms_are_not_shared() -> None:
     assert noise.values == []
 
 
+def test_ratio_refuses_another_vocabulary() -> None:
+    draft = Draft.chain([1], "d", torch.full((1, V + 2), 1 / (V + 2)))
+    with pytest.raises(InputError, match="over 10 tokens, the target's over 8"):
+        VERIFIERS["ratio"].verify(draft, Rows.of_probs(TARGET, 0), RequestNoise(0))
+
+
 # The coupled rule
 
 

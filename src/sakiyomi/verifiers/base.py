@@ -34,7 +34,18 @@ class Rows:
         committed: all tokens before, prompt included, list or (length,) int64; only read with ``needs_history``.
     """
 
-    __slots__ = ("_all", "_committed", "_logits", "_probs", "_processed", "_supports", "_tree", "position", "sampler")
+    __slots__ = (
+        "_all",
+        "_best",
+        "_committed",
+        "_logits",
+        "_probs",
+        "_processed",
+        "_supports",
+        "_tree",
+        "position",
+        "sampler",
+    )
 
     def __init__(
         self,
@@ -53,6 +64,7 @@ class Rows:
         self._probs: dict[int, Row] = {}
         self._supports: dict[int, Tokens | None] = {}
         self._all: Tensor | None = None
+        self._best: list[int] | None = None
 
     @classmethod
     def of_probs(cls, probs: Tensor | Row, position: int) -> Rows:
@@ -63,12 +75,17 @@ class Rows:
         rows.position = position
         rows._logits = rows._all = table
         rows._tree, rows._committed = _NO_TREE, ()
-        rows._processed, rows._supports = {}, {}
+        rows._processed, rows._supports, rows._best = {}, {}, None
         rows._probs = dict(enumerate(as_row(table)))
         return rows
 
     def __len__(self) -> int:
         return int(self._logits.shape[0])
+
+    @property
+    def width(self) -> int:
+        """V."""
+        return int(self._logits.shape[1])
 
     def processed(self, index: int) -> Tensor:
         """Logits of one row after bias, penalties and bans, (1, V); raw ones where no such option is set."""
@@ -105,9 +122,9 @@ class Rows:
             assert self.sampler is not None
             if self._all is not None or self._logits.device.type != "cpu":
                 row = as_row(self.probs()[index])
-                require_number(row)
+                require_number(float(row[0]))
             else:
-                row = np.empty(self._logits.shape[1], np.float32)
+                row = np.empty(self.width, np.float32)
                 self._supports[index] = self.sampler.fill(self.processed(index)[0], row)
             self._probs[index] = row
         return row
@@ -119,14 +136,23 @@ class Rows:
 
     def best(self, index: int) -> int:
         """First most probable token of one row; no softmax."""
+        if self._logits.device.type != "cpu":
+            return self.argmax()[index]
         return best_token(self.processed(index)[0])
 
     def argmax(self) -> list[int]:
         """``best`` of all rows."""
-        if self._logits.device.type != "cpu":
-            # One read-back; the lower token among equals is not promised by every device.
-            return [int(token) for token in self.logits.argmax(-1).tolist()]
-        return [self.best(index) for index in range(len(self))]
+        if self._best is None:
+            if self._logits.device.type == "cpu":
+                self._best = [self.best(index) for index in range(len(self))]
+            else:
+                # One read-back for all rows. Which of equal tokens comes first is up to the device.
+                peaks, tokens = self.logits.max(-1)
+                peak, best = torch.stack([peaks.double(), tokens.double()]).tolist()
+                for value in peak:
+                    require_number(value)
+                self._best = [int(token) for token in best]
+        return self._best
 
 
 class Verifier(Protocol):

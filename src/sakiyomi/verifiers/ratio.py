@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sakiyomi.errors import InputError
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, as_row, draw
 from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
@@ -34,10 +35,19 @@ class RatioVerifier:
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """See ``Verifier.verify``."""
+        """See ``Verifier.verify``.
+
+        Raises:
+            InputError: the draft's distributions are over another number of tokens.
+        """
         path: list[int] = []
         refused: list[int] = []
         probs = None if draft.probs is None else as_row(draft.probs)
+        if probs is not None and probs.shape[1] != rows.width:
+            raise InputError(
+                f"draft probabilities are over {probs.shape[1]} tokens, the target's over {rows.width}; "
+                "pad them with zeros, or cut off what the target cannot say before drawing"
+            )
         place = -1
         while True:
             child, left = self._try_children(draft, place, rows.row(place + 1), probs, noise, refused)

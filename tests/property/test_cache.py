@@ -1,0 +1,174 @@
+"""The slot cache against the simplest thing that it could be: a list of kept pairs for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import Tensor
+
+from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
+from sakiyomi.errors import MemoryLimitError
+
+SHAPES = (LayerShape(2, 3, 3), LayerShape(1, 4, 2), LayerShape(2, 3, 3))
+SLOTS = 5
+
+
+def pairs(number: int, count: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Keys and values of ``count`` tokens: for each a tensor (heads, dim) by layer, unlike any others."""
+    found = []
+    for i in range(count):
+        generator = torch.Generator().manual_seed(1000 * number + i)
+        keys = [torch.randn(shape.heads, shape.key_dim, generator=generator) for shape in SHAPES]
+        values = [torch.randn(shape.heads, shape.value_dim, generator=generator) for shape in SHAPES]
+        found.append((keys, values))
+    return found
+
+
+def write(cache: SlotCache, slot: int, start: int, rows: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+    """What a pass does: rows go to the columns behind those that are there."""
+    for i, (keys, values) in enumerate(rows):
+        for layer in range(len(SHAPES)):
+            cache.keys[layer][slot, :, start + i] = keys[layer]
+            cache.values[layer][slot, :, start + i] = values[layer]
+
+
+class Cache(RuleBasedStateMachine):
+    """Requests come, write passes, keep parts of them, and go, in any order; storage grows meanwhile."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.moves: list[tuple[int, int]] = []
+        self.cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=SLOTS, on_move=self.moved)
+        self.held: dict[int, list[tuple[list[Tensor], list[Tensor]]]] = {}
+        self.number = 0
+
+    def moved(self, cache: SlotCache) -> None:
+        self.moves.append((cache.slots, cache.room))
+
+    @precondition(lambda self: len(self.held) < SLOTS)
+    @rule()
+    def take(self) -> None:
+        slot = self.cache.take()
+        assert slot == min(set(range(SLOTS)) - set(self.held)), "the lowest free slot, so that storage stays small"
+        self.held[slot] = []
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        self.cache.release(slot)
+        del self.held[slot]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), count=st.one_of(st.integers(1, 9), st.integers(100, 300)))
+    def a_pass(self, data: st.DataObject, count: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        kept = sorted(data.draw(st.sets(st.integers(0, count - 1), max_size=20)))
+        if data.draw(st.booleans()):
+            kept = list(range(len(kept)))  # a chain's beginning: nothing has to move
+        length = len(self.held[slot])
+        self.number += 1
+        rows = pairs(self.number, count)
+        self.cache.reserve(slot, length + count)
+        write(self.cache, slot, length, rows)
+        self.cache.keep(slot, length, kept)
+        self.held[slot] += [rows[i] for i in kept]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), columns=st.integers(0, 2000))
+    def reserve(self, data: st.DataObject, columns: int) -> None:
+        before = (self.cache.slots, self.cache.room)
+        slot = data.draw(st.sampled_from(sorted(self.held)))
+        self.cache.reserve(slot, columns)
+        assert self.cache.room >= columns
+        assert self.cache.slots > slot
+        if before != (self.cache.slots, self.cache.room):
+            assert self.moves[-1] == (self.cache.slots, self.cache.room), "whoever keeps pointers was not told"
+
+    @invariant()
+    def holds_what_was_kept(self) -> None:
+        for slot, rows in getattr(self, "held", {}).items():
+            assert self.cache.lengths[slot] == len(rows)
+            for layer in range(len(SHAPES)):
+                for i, (keys, values) in enumerate(rows):
+                    assert torch.equal(self.cache.keys[layer][slot, :, i], keys[layer])
+                    assert torch.equal(self.cache.values[layer][slot, :, i], values[layer])
+
+    @invariant()
+    def grows_by_doubling(self) -> None:
+        cache = getattr(self, "cache", None)
+        if cache is not None and cache.room:
+            assert cache.room % FIRST_ROOM == 0
+            assert (cache.room // FIRST_ROOM) & (cache.room // FIRST_ROOM - 1) == 0
+            assert cache.bytes == sum(t.numel() * t.element_size() for t in (*cache.keys, *cache.values))
+            assert len(self.moves) <= 12, "storage moves with the logarithm of its size"
+
+
+Cache.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+test_any_order_of_events = Cache.TestCase
+
+
+@given(length=st.integers(0, 40), count=st.integers(1, 12), data=st.data())
+def test_keep_equals_a_cache_built_from_the_kept_tokens(length: int, count: int, data: st.DataObject) -> None:
+    """The definition of roll-back: nobody can tell afterwards what else had been written."""
+    kept = sorted(data.draw(st.sets(st.integers(0, count - 1))))
+    prefix, rows = pairs(1, length), pairs(2, count)
+    one = SlotCache(SHAPES, dtype=torch.float32, max_slots=2)
+    two = SlotCache(SHAPES, dtype=torch.float32, max_slots=2)
+    for cache in (one, two):
+        cache.take()
+        cache.reserve(0, length + count)
+        write(cache, 0, 0, prefix)
+    write(one, 0, length, rows)
+    one.keep(0, length, kept)
+    write(two, 0, length, [rows[i] for i in kept])
+    two.keep(0, length, range(len(kept)))
+    end = length + len(kept)
+    assert one.lengths[0] == two.lengths[0] == end
+    for a, b in zip((*one.keys, *one.values), (*two.keys, *two.values), strict=True):
+        assert torch.equal(a[0, :, :end], b[0, :, :end])
+
+
+@given(available=st.integers(0, 200_000), columns=st.integers(1, 4000), slot=st.integers(0, 7))
+def test_what_does_not_fit_is_refused_and_changes_nothing(available: int, columns: int, slot: int) -> None:
+    """Asked before anything is allocated; the cache is as usable afterwards as it was."""
+    room = [10**9]
+    cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=8, available=lambda: room[0])
+    cache.reserve(0, 10)
+    write(cache, 0, 0, pairs(1, 10))
+    cache.keep(0, 0, range(10))
+    before = [t.data_ptr() for t in (*cache.keys, *cache.values)]
+    state = (cache.room, cache.slots, cache.bytes, list(cache.lengths))
+    room[0] = available
+    try:
+        cache.reserve(slot, columns)
+    except MemoryLimitError as error:
+        assert [t.data_ptr() for t in (*cache.keys, *cache.values)] == before
+        assert (cache.room, cache.slots, cache.bytes, list(cache.lengths)) == state
+        assert f"{available:,}" in str(error)
+    else:
+        assert cache.room >= columns
+    for i, (keys, _) in enumerate(pairs(1, 10)):
+        assert torch.equal(cache.keys[0][0, :, i], keys[0])
+
+
+def test_nothing_is_allocated_before_it_is_needed() -> None:
+    """A model's longest context may be a million tokens."""
+    cache = SlotCache(SHAPES, dtype=torch.bfloat16, max_slots=64)
+    assert cache.bytes == 0
+    cache.reserve(cache.take(), 3)
+    assert (cache.slots, cache.room) == (1, FIRST_ROOM)
+    assert cache.pair_bytes == 2 * (2 * 6 + 6 + 2 * 6)
+
+
+def test_slots_run_out() -> None:
+    """The engine never asks for more places than there are."""
+    cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=2)
+    cache.take(), cache.take()
+    with pytest.raises(IndexError):
+        cache.take()
