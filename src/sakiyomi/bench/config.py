@@ -28,6 +28,7 @@ class BenchConfig:
             stories.
         count: prompts that are used at most.
         peers: measure transformers beside it.
+        compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
     """
 
     rows: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class BenchConfig:
     prompts: str | None = None
     count: int = 8
     peers: bool = True
+    compile: bool = True
 
     def __post_init__(self) -> None:
         for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
@@ -66,7 +68,7 @@ class BenchConfig:
             return "tales-draft"
         kind, _, name = self.draft.partition(":")
         if kind != "model" or not name:
-            raise InputError(f"draft is {self.draft!r}; this row needs a draft model: model:FOLDER")
+            raise InputError(f"draft is {self.draft!r}; here it has to be a draft model: model:FOLDER")
         return name
 
 

@@ -102,10 +102,10 @@ class Pair:
         return [tokenizer(text).input_ids[: self.config.prompt_tokens] for text in self.config.texts()]
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
-        """Our engine on the same pair, its graphs compiled; ``draft`` None: that of the pair."""
+        """Our engine on the same pair; ``draft`` None: that of the pair."""
         from sakiyomi.llm import LLM
 
-        options = {"dtype": self.config.dtype, "compile": True, **options}
+        options = {"dtype": self.config.dtype, "compile": self.config.compile, **options}
         return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
 
     def peer(self, *, assisted: bool) -> Transformers:

@@ -67,10 +67,11 @@ def plain(config: BenchConfig, note: Note) -> Row:
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
     judge = NearTies(model, prompts)
     pair = (model, Numbers())
-    contenders = [
-        _ours("sakiyomi compiled", LLM(pair, draft="none", compile=True), prompts, params, judge),
-        _ours("sakiyomi eager", LLM(pair, draft="none", compile=False), prompts, params, judge),
-    ]
+    contenders = [_ours("sakiyomi eager", LLM(pair, draft="none", compile=False), prompts, params, judge)]
+    if config.compile:
+        note("plain: compiling")
+        compiled = LLM(pair, draft="none", compile=True)
+        contenders.insert(0, _ours("sakiyomi compiled", compiled, prompts, params, judge))
     if config.peers:
         contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, judge))
     standings = race(contenders, repeats=config.repeats, note=note)
@@ -81,6 +82,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
         standings,
         model=f"random Llama, {size / 1e6:.0f}M parameters, 12 layers, dim 768, vocabulary 32000",
         dtype="bfloat16",
+        graphs="compiled and eager" if config.compile else "eager",
         **_laps(config, prompts),
     )
 
@@ -140,6 +142,7 @@ def pair_conditions(pair: Pair) -> dict[str, Any]:
     """What has to be known of a row about a pair."""
     config = pair.config
     names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
+    names["graphs"] = "compiled" if config.compile else "eager"
     return names | _laps(config, pair.prompts)
 
 

@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
         "bench",
         BenchConfig,
         JsonOption,
-        help="Measure this machine: interleaved laps, medians, equal outputs checked in the same run.",
+        help="Measure speed side by side.\n\nInterleaved laps, medians, equal outputs checked in the same run.",
     )(bench)
 
 

@@ -138,7 +138,10 @@ def _parameter(group: type[Any], field: dataclasses.Field[Any]) -> inspect.Param
     # What is off by default needs no flag that says so.
     names = (f"{flag}/--no-{flag[2:]}",) if "bool" in str(field.type) and default is not False else (flag,)
     option = typer.Option(
-        *names, help=text, metavar=field.metadata.get("metavar"), show_default=default not in (None, [], False)
+        *names,
+        help=text,
+        metavar=_METAVARS.get(str(field.type)),
+        show_default=default not in (None, []) and default is not False,
     )
     return _keyword(field.name, default, Annotated[kind, option])
 
@@ -199,3 +202,4 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "tuple[int, ...]": (list[int], tuple),
     "Mapping[int, float] | None": (list[str], _biases),
 }
+_METAVARS = {"int | str": "N|WORD", "Mapping[int, float] | None": "TOKEN_ID=BIAS"}

@@ -37,7 +37,7 @@ class DemoOptions:
         seed: of a sampled story.
         gamma: draft tokens a round, here and in the table.
         target: embedded name, folder or hub id.
-        draft: none, or model:FOLDER.
+        draft: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         table: measure plain and speculative generation, ours and transformers', after the story.
     """
@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
         "demo",
         DemoOptions,
         JsonOption,
-        help="Watch the embedded model write with its draft, then compare speeds.",
+        help="Watch a model write with its draft, then compare speeds.",
     )(demo)
 
 
@@ -124,11 +124,10 @@ def _process_start() -> float:
 
 def _story(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
     """Stream the story; its steps, and when its first token came."""
-    from sakiyomi.cli.output import TokenPainter, legend
+    from sakiyomi.cli.output import TokenPainter, legend, write
 
     legend(console)
-    console.out(prompt, end="", highlight=False)
-    console.file.flush()
+    write(console, prompt)
     painter = TokenPainter(console, llm.tokenizer)
     steps: list[Step] = []
     first = 0.0

@@ -46,7 +46,7 @@ def register(app: typer.Typer) -> None:
         ModelOptions,
         SamplingParams,
         JsonOption,
-        help="Continue prompts: the text of the target alone, written faster with a draft.",
+        help="Continue prompts.\n\nThe text is that of the target alone, written faster with a draft.",
     )(generate)
 
 
@@ -55,6 +55,8 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
     prompts = _prompts(options)
     if options.stream and params.n > 1:
         raise InputError(f"stream is on and n is {params.n}; samples of one prompt are not streamed: leave one out")
+    if options.rounds_trace and not output.json:
+        raise InputError("rounds_trace is shown by --json only; add --json")
     stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
     if output.json and options.stream is None:
         stream = False
@@ -107,7 +109,7 @@ def _flat(results: Any) -> list[Generation]:
 
 
 def _streamed(llm: LLM, prompt: str, params: SamplingParams, coloured: bool) -> Generation:
-    from sakiyomi.cli.output import TokenPainter, stdout
+    from sakiyomi.cli.output import TokenPainter, stdout, write
     from sakiyomi.outputs import Stats
 
     console = stdout()
@@ -117,13 +119,12 @@ def _streamed(llm: LLM, prompt: str, params: SamplingParams, coloured: bool) -> 
         steps.append(step)
         if painter is not None:
             painter.add(step.trace)
-        elif step.text:
-            console.out(step.text, end="", highlight=False)
-            console.file.flush()
+        else:
+            write(console, step.text)
     if painter is not None:
         painter.finish()
     else:
-        console.out()
+        write(console, "", end="\n")
     return Generation(
         text="".join(step.text for step in steps),
         token_ids=[token for step in steps for token in step.token_ids],
@@ -135,15 +136,15 @@ def _streamed(llm: LLM, prompt: str, params: SamplingParams, coloured: bool) -> 
 
 
 def _show(llm: LLM, results: Sequence[Generation], params: SamplingParams, coloured: bool) -> None:
-    from sakiyomi.cli.output import TokenPainter, stdout
+    from sakiyomi.cli.output import TokenPainter, stdout, write
 
     console = stdout()
     for index, result in enumerate(results):
         if index:
-            console.out()
+            write(console, "", end="\n")
         if coloured:
             painter = TokenPainter(console, llm.tokenizer, params.stop)
             painter.add(result.trace)
             painter.finish()
         else:
-            console.out(result.text, highlight=False)
+            write(console, result.text, end="\n")

@@ -37,7 +37,8 @@ def register(app: typer.Typer) -> None:
         "info",
         InfoOptions,
         JsonOption,
-        help="Versions, devices, measured bandwidth and costs of a pair (c and v(T)), and what this machine lacks.",
+        help="Show what this machine is and lacks.\n\nVersions, devices, measured bandwidth; with --target the costs "
+        "of a pair: c (draft step / target step) and v(T) (pass over T tokens / plain step).",
     )(info)
 
 

@@ -13,10 +13,23 @@ if TYPE_CHECKING:
 
     from sakiyomi.outputs import TokenTrace
 
-__all__ = ["COLOURS", "TokenPainter", "emit_json", "is_coloured", "legend", "progress", "quiet", "stdout", "table"]
+__all__ = [
+    "COLOURS",
+    "TokenPainter",
+    "emit_json",
+    "is_coloured",
+    "legend",
+    "progress",
+    "quiet",
+    "stdout",
+    "table",
+    "write",
+]
 
-COLOURS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "plain": ""}
-"""Colour of each status. rich leaves them out where the output is no terminal, and where NO_COLOR is set."""
+COLOURS = {"accepted": "\x1b[32m", "recovered": "\x1b[31m", "bonus": "\x1b[36m", "plain": ""}
+"""Colour of each status: green, red, cyan, the terminal's own."""
+_END = "\x1b[0m"
+_UNSEEN = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 MEANINGS = {
     "accepted": "proposed by the draft and kept",
@@ -34,8 +47,18 @@ def stdout() -> Console:
 
 
 def is_coloured(console: Console) -> bool:
-    """Whether colours reach the reader."""
-    return console.color_system is not None and not console.no_color
+    """Whether colours reach the reader: on a terminal that has some, unless NO_COLOR is set."""
+    return console.color_system is not None and not console.no_color and not console.legacy_windows
+
+
+def write(console: Console, text: str, status: str = "plain", end: str = "") -> None:
+    """Text of a model, at once and as it is (rich would expand tabs); a terminal is spared its control characters."""
+    if console.is_terminal:
+        text = text.translate(_UNSEEN)
+    if text and COLOURS[status] and is_coloured(console):
+        text = COLOURS[status] + text + _END
+    console.file.write(text + end)
+    console.file.flush()
 
 
 @contextmanager
@@ -117,25 +140,19 @@ class TokenPainter:
     def finish(self) -> None:
         """Print what was held back, and end the line."""
         self._write(self._text.finish())
-        self._console.out()
+        write(self._console, "", end="\n")
 
     def _write(self, text: str) -> None:
-        if text:
-            # out() and not print(): print would expand tabs and drop control characters of the text.
-            self._console.out(text, end="", style=COLOURS[self._status], highlight=False)
-            self._console.file.flush()
+        write(self._console, text, self._status)
 
 
 def legend(console: Console) -> None:
     """One line that says what the colours mean; nothing where there are none."""
     if not is_coloured(console):
         return
-    from rich.text import Text
-
-    line = Text()
     for status, meaning in MEANINGS.items():
-        line.append(f"{'  ' if line else ''}{status}", COLOURS[status]).append(f" {meaning}")
-    console.print(line)
+        write(console, f"{status:<10}", status)
+        write(console, meaning, end="\n")
 
 
 def quiet() -> None:

@@ -1,0 +1,38 @@
+"""Writes docs/cli.md from the commands' own ``--help``; a test checks that the page is current.
+
+python docs/make_cli.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from sakiyomi.cli import app
+
+COMMANDS = ("", "demo", "generate", "audit", "info", "bench", "train", "train target", "train draft")
+PAGE = Path(__file__).with_name("cli.md")
+HEAD = """# Command line
+
+Results are on stdout, progress is on stderr and only on a terminal. With `--json` the last line of stdout is one JSON
+object. Exit codes: 0; 1 for what cannot be done, and for a defect that `audit` found; 2 for misuse; 130 after Ctrl-C.
+Colours are left out where the output is no terminal, or where `NO_COLOR` is set. Lists are given by repeating a flag.
+
+This page is made by `python docs/make_cli.py`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for command in COMMANDS:
+        result = CliRunner().invoke(app, [*command.split(), "--help"], prog_name="sakiyomi", terminal_width=100)
+        assert result.exit_code == 0, result.output
+        lines = "\n".join(line.rstrip() for line in result.stdout.strip().splitlines())
+        parts.append(f"## sakiyomi {command}".rstrip() + f"\n```text\n{lines}\n```\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

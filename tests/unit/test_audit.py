@@ -1,0 +1,278 @@
+"""The audit finds nothing in a correct engine, and finds broken ones; near-ties are explained, defects are not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sakiyomi.audit import AuditConfig, AuditReport, audit
+from sakiyomi.bench.peers import Transformers, stop_tokens
+from sakiyomi.cli import app
+from sakiyomi.errors import InputError
+from sakiyomi.noise import RequestNoise
+from sakiyomi.params import SamplingParams
+from sakiyomi.referee import Referee, coupled_scores, greedy_scores
+from sakiyomi.tree import Draft, Verdict
+from sakiyomi.verifiers import VERIFIERS, Rows
+from toys import save_model, tiny_llama, tiny_tokenizer
+
+PROMPTS = ["Once upon a time", "The fox"]
+SMALL = AuditConfig(max_new_tokens=16, gammas=(1, 4), seeds=(0,))
+EAGER = {"compile": False}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = tiny_tokenizer()
+    save_model(folder / "target", tiny_llama(), tokenizer)
+    save_model(folder / "target-bf16", tiny_llama().to(torch.bfloat16), tokenizer)
+    save_model(folder / "draft", tiny_llama(seed=1, layers=1), tokenizer)
+    # Right now and then: the target with other weights in its last layer.
+    near, other = tiny_llama(), tiny_llama(seed=1)
+    near.model.layers[1].load_state_dict(other.model.layers[1].state_dict())
+    save_model(folder / "near", near, tokenizer)
+    return folder
+
+
+def run(models: Path, target: str = "target", draft: str = "near", **options: object) -> AuditReport:
+    return audit(
+        str(models / target), f"model:{models / draft}", prompts=PROMPTS, config=SMALL, options={**EAGER, **options}
+    )
+
+
+def arguments(models: Path, draft: str = "near") -> list[str]:
+    pair = ["--target", str(models / "target"), "--draft", f"model:{models / draft}", "--compile", "false"]
+    return ["audit", *pair, "--count", "2", "--max-new-tokens", "12", "--gammas", "3", "--seeds", "0"]
+
+
+# ---------------------------------------------------------------- a correct engine
+
+
+@pytest.mark.parametrize("draft", ["near", "draft", "target"])
+def test_nothing_is_found(models: Path, draft: str) -> None:
+    report = run(models, draft=draft)
+    assert report.ok
+    assert report.drafter == "model"
+    assert all(check.equal == check.texts for check in report.checks), report.to_dict()
+    made = {(check.rule, check.what, check.against) for check in report.checks}
+    assert made == {
+        ("greedy", "plain", "transformers"),
+        ("greedy", "plain", "plain"),
+        ("coupled", "plain", "logits"),
+        ("greedy", "drafted", "transformers"),
+        ("greedy", "drafted", "plain"),
+        ("coupled", "drafted", "plain"),
+    }
+    assert {check.gamma for check in report.checks} == {None, 1, 4}
+    assert {check.batch for check in report.checks} == {1, 2}
+
+
+def test_bfloat16_has_no_defect(models: Path) -> None:
+    report = run(models, "target-bf16", dtype="bfloat16")
+    assert report.dtype == "bfloat16"
+    assert report.noise > 1e-3
+    assert report.ok, report.to_dict()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_is_bit_equal(models: Path, dtype: str) -> None:
+    report = run(models, dtype=dtype, exact=True)
+    assert report.exact
+    assert report.ok, report.to_dict()
+    ours = [check for check in report.checks if check.against == "plain"]
+    assert len(ours) > 4
+    assert all(check.equal == check.texts for check in ours)
+
+
+def test_without_a_draft_plain_text_is_checked(models: Path) -> None:
+    report = audit(str(models / "target"), "none", prompts=PROMPTS, config=SMALL, options=EAGER)
+    assert report.ok
+    assert report.drafter is None
+    assert {check.what for check in report.checks} == {"plain"}
+
+
+def test_the_command(models: Path) -> None:
+    result = CliRunner().invoke(app, [*arguments(models), "--json"])
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert value["ok"]
+    assert value["defects"] == 0
+    assert "no defect" in result.stdout
+
+
+# ---------------------------------------------------------------- broken engines
+
+
+class AlwaysAccept:
+    """Keeps every draft token, whatever the target says."""
+
+    lossless = True
+
+    def __init__(self, name: str) -> None:
+        self.name, self.takes = name, VERIFIERS[name].takes
+        self._right = VERIFIERS[name]
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        after = Rows.of_probs(rows.probs()[-1:], rows.position + len(draft))
+        last = self._right.verify(Draft.empty(), after, noise)
+        return Verdict(tuple(range(len(draft))), last.token, "bonus" if len(draft) else "plain")
+
+
+class LateBonus:
+    """Right about the path, but the token after it is the one of the row before: wrong where all were accepted."""
+
+    lossless = True
+
+    def __init__(self, name: str) -> None:
+        self.name, self.takes = name, VERIFIERS[name].takes
+        self._right = VERIFIERS[name]
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        verdict = self._right.verify(draft, rows, noise)
+        if verdict.kind != "bonus":
+            return verdict
+        return Verdict(verdict.path, rows.best(len(verdict.path) - 1), verdict.kind)
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+@pytest.mark.parametrize(("broken", "draft"), [(AlwaysAccept, "near"), (LateBonus, "target")])
+def test_a_broken_rule_is_found(
+    models: Path, monkeypatch: pytest.MonkeyPatch, rule: str, broken: type, draft: str
+) -> None:
+    monkeypatch.setitem(VERIFIERS, rule, broken(rule))
+    result = CliRunner().invoke(app, [*arguments(models, draft), "--json"])
+    assert result.exit_code == 1, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert not value["ok"]
+    assert {check["rule"] for check in value["checks"] if check["defects"]} == {rule}
+    assert "DEFECT" in result.stdout
+
+
+def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted and plain text agree with each other then, and not with the logits."""
+    monkeypatch.setattr("sakiyomi.generate.RequestNoise", lambda seed, *key: RequestNoise(seed + 1, *key))
+    report = run(models)
+    assert {(check.rule, check.against) for check in report.checks if check.defects} == {("coupled", "logits")}
+
+
+def test_exact_forgives_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A near-tie between our own texts is a defect there, and only there."""
+    monkeypatch.setattr("sakiyomi.referee.TOLERANCE", 1e9)
+    monkeypatch.setitem(VERIFIERS, "coupled", AlwaysAccept("coupled"))
+    assert run(models).ok
+    report = run(models, exact=True)
+    assert not report.ok
+    assert {(check.rule, check.against) for check in report.checks if check.defects} == {("coupled", "plain")}
+
+
+# ---------------------------------------------------------------- the referee
+
+
+def test_near_ties_and_defects() -> None:
+    model = tiny_llama()
+    referee = Referee(model)
+    prompt = [5, 6, 7]
+    text = Transformers(model).generate(prompt, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    noise = referee.measure(prompt, text)
+    assert 0 < noise < 1e-3
+    assert referee.compare(0, prompt, text, text) is None
+    place = 4
+    row = referee.logits(prompt, text[: place + 1])[-1]
+    second = int(row.topk(2).indices[1])
+    other = [*text[:place], second, *text[place + 1 :]]
+    found = referee.compare(3, prompt, text, other)
+    assert found is not None
+    assert (found.text, found.position, found.expected, found.got) == (3, place, text[place], second)
+    assert found.gap == pytest.approx(found.top2_gap)
+    assert found.gap == pytest.approx(float(row.max() - row[second]))
+    assert found.defect
+    generous = referee.compare(3, prompt, text, other, limit=found.gap * 1.01)
+    assert generous is not None
+    assert not generous.defect
+
+
+@pytest.mark.parametrize("got", [[1, 2], [1, 2, 3, 4]])
+def test_a_text_that_ends_elsewhere_is_a_defect(got: list[int]) -> None:
+    found = Referee(tiny_llama()).compare(0, [5], [1, 2, 3], got, limit=1e9)
+    assert found is not None
+    assert found.defect
+    assert found.gap == math.inf
+    assert found.to_dict()["gap"] is None
+    assert -1 in (found.expected, found.got)
+
+
+def test_both_tokens_have_to_be_near_the_best() -> None:
+    """Two tokens that are equally bad have a small gap between them, which explains nothing."""
+    model = tiny_llama()
+    order = Referee(model).logits([5, 6], [0])[0].sort(descending=True).indices.tolist()
+    found = Referee(model).compare(0, [5, 6], [order[100]], [order[101]], limit=1e-2)
+    assert found is not None
+    assert found.defect
+
+
+def test_follow_judges_every_token() -> None:
+    model = tiny_llama()
+    referee, prompt = Referee(model), [5, 6, 7]
+    text = Transformers(model).generate(prompt, SamplingParams(max_new_tokens=10, ignore_eos=True))
+    assert referee.follow(0, prompt, text, scores=greedy_scores, limit=1e-3) is None
+    found = referee.follow(0, prompt, [*text[:-1], (text[-1] + 1) % 320], scores=greedy_scores, limit=1e-3)
+    assert found is not None
+    assert (found.position, found.expected, found.defect) == (9, text[-1], True)
+
+
+def test_coupled_scores_are_the_rule_itself() -> None:
+    """At the position of each token: argmax of log p + noise, as the coupled verifier decides."""
+    logits = torch.randn(4, 320, generator=torch.Generator().manual_seed(0)) * 3
+    params = SamplingParams(temperature=0.7, seed=11, acceptance="coupled")
+    chosen = coupled_scores(params, 0)(logits, 20).argmax(-1).tolist()
+    probs = (logits / 0.7).softmax(-1)
+    noise = RequestNoise(11, 0)
+    for i, token in enumerate(chosen):
+        rows = Rows.of_probs(probs[i : i + 1], 20 + i)
+        assert VERIFIERS["coupled"].verify(Draft.empty(), rows, noise).token == token
+
+
+# ---------------------------------------------------------------- the reference
+
+
+def test_reference_ignores_the_models_own_settings() -> None:
+    """A checkpoint may say that it likes to sample with penalties; the reference is greedy all the same."""
+    model = tiny_llama()
+    expected = Transformers(model).generate([5, 6], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    model.generation_config.do_sample = True
+    model.generation_config.temperature = 0.3
+    model.generation_config.repetition_penalty = 1.9
+    before = model.generation_config.to_dict()
+    assert Transformers(model).generate([5, 6], SamplingParams(max_new_tokens=8, ignore_eos=True)) == expected
+    assert model.generation_config.to_dict() == before
+    assisted = Transformers(model, tiny_llama(seed=1, layers=1), gamma=3)
+    assert assisted.generate([5, 6], SamplingParams(max_new_tokens=8, ignore_eos=True)) == expected
+
+
+def test_stop_tokens() -> None:
+    model = tiny_llama()
+    assert stop_tokens(model) == (0,)
+    model.generation_config.eos_token_id = [3, 4]
+    assert stop_tokens(model) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"gammas": ()},
+        {"seeds": ()},
+        {"gammas": (0,)},
+        {"temperature": 0.0},
+        {"prompt_tokens": 0},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_bad_configurations(values: dict[str, object]) -> None:
+    with pytest.raises(InputError):
+        AuditConfig(**values)  # type: ignore[arg-type]

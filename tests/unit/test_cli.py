@@ -1,0 +1,365 @@
+"""The command line: flags from the dataclasses, one line for every error, exit codes, JSON last, colours by origin."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sakiyomi import LLM, SamplingParams, __version__
+from sakiyomi.cli import app
+from sakiyomi.cli.common import ModelOptions, flag_help
+from sakiyomi.cli.output import TokenPainter, legend
+from sakiyomi.llm import LLM as Engine
+from sakiyomi.outputs import TokenTrace
+from toys import save_model, tiny_llama, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)]),
+    "OMP_NUM_THREADS": "1",
+}
+COMMAND = [sys.executable, "-c", "from sakiyomi.cli import main; main()"]
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders target, draft (which is always right) and wrong."""
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = tiny_tokenizer()
+    save_model(folder / "target", tiny_llama(max_position_embeddings=100_000), tokenizer)
+    save_model(folder / "draft", tiny_llama(max_position_embeddings=100_000), tokenizer)
+    save_model(folder / "wrong", tiny_llama(seed=1, max_position_embeddings=100_000), tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(models: Path) -> list[str]:
+    return ["--target", str(models / "target"), "--draft", f"model:{models / 'draft'}", "--compile", "false"]
+
+
+def flags_of(*command: str) -> str:
+    return runner.invoke(app, [*command, "--help"], terminal_width=200).stdout
+
+
+# ---------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize("command", ["generate"])
+def test_each_field_is_a_flag_with_its_default(command: str) -> None:
+    text = " ".join(flags_of(command).split())
+    for group in (ModelOptions, SamplingParams):
+        for field in dataclasses.fields(group):
+            if field.name == "logits_processors":  # Python objects: no flag can say them
+                continue
+            flag = "--" + field.name.replace("_", "-")
+            assert re.search(rf"{flag}[ /]", text), flag
+            assert flag_help(group)[field.name].split(";")[0][:40] in text, flag
+    assert "--max-new-tokens <int> most tokens to generate. [default: 128]" in text
+
+
+def test_model_options_are_the_parameters_of_llm() -> None:
+    parameters = list(inspect.signature(LLM.__init__).parameters.values())[1:]
+    fields = {field.name: field.default for field in dataclasses.fields(ModelOptions)}
+    assert list(fields) == [parameter.name for parameter in parameters]
+    for parameter in parameters:
+        if parameter.name != "target":  # a default on the command line only
+            assert fields[parameter.name] == parameter.default, parameter.name
+
+
+@pytest.mark.parametrize(("given", "value"), [("auto", "auto"), ("true", True), ("False", False)])
+def test_compile_is_a_word(given: str, value: object) -> None:
+    assert ModelOptions(compile=given).values()["compile"] is value or value == "auto"
+
+
+def test_help_is_quick_and_light() -> None:
+    code = "import sys, sakiyomi.cli\nprint([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"sakiyomi {__version__}\n")
+
+
+def test_the_page_of_commands_is_current() -> None:
+    """Run `python docs/make_cli.py` after a change of a flag."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_cli.py"))["page"]()
+    assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == made
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate"], 2, "no prompt was given"),
+        (["generate", "x", "--temperature", "-1"], 2, "temperature is -1.0"),
+        (["generate", "x", "--temperature", "nan"], 2, "temperature is nan"),
+        (["generate", "x", "--temperature", "warm"], 2, "--temperature"),
+        (["generate", "x", "--top-p", "0"], 2, "top_p is 0.0"),
+        (["generate", "x", "--max-new-tokens", "0"], 2, "max_new_tokens is 0"),
+        (["generate", "x", "--gamma", "0"], 2, "gamma is 0"),
+        (["generate", "x", "--gamma", "often"], 2, "gamma is 'often'"),
+        (["generate", "x", "--acceptance", "typical"], 2, "lossy"),
+        (["generate", "x", "--logit-bias", "17"], 2, "TOKEN_ID=BIAS"),
+        (["generate", "x", "--compile", "maybe"], 2, "compile is 'maybe'"),
+        (["generate", "x", "--dtype", "int3"], 2, "dtype is 'int3'"),
+        (["generate", "x", "--quantize", "int3"], 2, "quantize"),
+        (["generate", "x", "--draft", "crystal-ball"], 2, "crystal-ball"),
+        (["generate", "x", "--stream", "--n", "2"], 2, "n is 2"),
+        (["generate", "x", "--rounds-trace"], 2, "--json"),
+        (["generate", "x", "--no-such-flag"], 2, "No such option"),
+        (["generate", "x", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["generate", "--file", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
+        (["bench", "--rows", "nonesuch"], 2, "there is no row 'nonesuch'"),
+        (["bench", "--repeats", "0"], 2, "repeats is 0"),
+        (["audit", "--count", "0"], 2, "count is 0"),
+        (["demo", "--gamma", "0"], 2, "gamma is 0"),
+        (["demo", "--draft", "none"], 2, "draft model"),
+        (["info", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["nonesuch"], 2, "No such command"),
+    ],
+)
+def test_errors_are_one_clear_line(models: Path, arguments: list[str], code: int, message: str) -> None:
+    if arguments[0] == "generate" and "--target" not in arguments:
+        arguments = [*arguments, "--target", str(models / "target")]
+        if "--compile" not in arguments:
+            arguments += ["--compile", "false"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    if not result.stderr.startswith("Usage"):
+        assert result.stderr.startswith("error: ")
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_empty_prompt_is_refused_or_begun(models: Path) -> None:
+    """The toy tokenizer has no begin token: there is nothing to continue."""
+    result = runner.invoke(app, ["generate", "", "--target", str(models / "target"), "--compile", "false"])
+    assert result.exit_code == 2
+    assert "empty" in result.stderr
+
+
+# ---------------------------------------------------------------- generate
+
+
+def test_generate_gives_the_text_of_the_engine(models: Path, pair: list[str]) -> None:
+    llm = Engine(str(models / "target"), draft="none", compile=False)
+    text = llm.generate("Once upon a time", SamplingParams(max_new_tokens=12)).text
+    base = ["generate", "Once upon a time", *pair, "--max-new-tokens", "12"]
+    for more in ([], ["--no-stream"], ["--trace"], ["--gamma", "2"], ["--trace", "--no-stream"]):
+        result = runner.invoke(app, base + more)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == text + "\n", more
+
+
+def test_json_is_the_last_line(pair: list[str]) -> None:
+    base = ["generate", "Once", "The fox", *pair, "--max-new-tokens", "6", "--json"]
+    for more in ([], ["--stream"], ["--rounds-trace"]):
+        result = runner.invoke(app, base + more)
+        assert result.exit_code == 0, result.output
+        value = json.loads(result.stdout.splitlines()[-1])
+        assert value["prompts"] == ["Once", "The fox"]
+        assert [len(done["token_ids"]) for done in value["generations"]] == [6, 6]
+        assert all(done["prompt_tokens"] > 0 and done["stats"]["tokens"] == 6 for done in value["generations"])
+        assert ("rounds_trace" in value["generations"][0]) == (more == ["--rounds-trace"])
+
+
+def test_samples_and_seeds(pair: list[str]) -> None:
+    base = ["generate", "Once", *pair, "--max-new-tokens", "8", "--temperature", "1", "--n", "3", "--json"]
+    texts = []
+    for seed in ("5", "5", "6"):
+        result = runner.invoke(app, [*base, "--seed", seed])
+        texts.append([done["text"] for done in json.loads(result.stdout)["generations"]])
+    assert len(set(texts[0])) == 3
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompts_from_stdin_and_file(tmp_path: Path, pair: list[str]) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "A fox"}\n\n{"turns": ["A bear", "more"]}\n"A duck"\n', encoding="utf-8")
+    base = ["generate", *pair, "--max-new-tokens", "3", "--json"]
+    result = runner.invoke(app, [*base, "first", "-", "--file", str(file)], input="a line\nand another\n")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["prompts"] == ["first", "a line\nand another", "A fox", "A bear", "A duck"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"\xff\xfe", "cannot be read"), (b'{"a": 1}\n', "line 1"), (b"\n", "there is no prompt")]
+)
+def test_bad_prompt_files(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(content)
+    result = runner.invoke(app, ["generate", "--file", str(file)])
+    assert result.exit_code in (1, 2)
+    assert message in result.stderr
+
+
+def test_logit_bias_reaches_the_engine(pair: list[str]) -> None:
+    base = ["generate", "Once", *pair, "--max-new-tokens", "4", "--json"]
+    result = runner.invoke(app, [*base, "--logit-bias", "70=1000"])
+    assert json.loads(result.stdout)["generations"][0]["token_ids"] == [70] * 4
+
+
+# ---------------------------------------------------------------- colours
+
+
+def trace_of(text: str) -> list[TokenTrace]:
+    ids = tiny_tokenizer()(text).input_ids
+    statuses = ("plain", "accepted", "recovered", "bonus")
+    return [TokenTrace(token, status=statuses[i % 4]) for i, token in enumerate(ids)]
+
+
+def painted(text: str, console: Console, stop: tuple[str, ...] = ()) -> str:
+    painter = TokenPainter(console, tiny_tokenizer(), stop)
+    painter.add(trace_of(text))
+    painter.finish()
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", ["The fox ran.\tIt was 12 o'clock.\n\nThe end", "むかし、😀 a \x07 b", ""])
+def test_without_colours_there_is_only_text(text: str) -> None:
+    console = Console(file=io.StringIO(), width=20)
+    assert painted(text, console) == text + "\n"
+
+
+def test_colours_say_the_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard")
+    shown = painted("abc xyz", console)
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == "abc xyz\n"
+    assert set(re.findall(r"\x1b\[([0-9]+)m", shown)) == {"32", "31", "36", "0"}
+    legend(console)
+    assert "accepted" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_terminal_is_spared_control_characters() -> None:
+    """A model may write an escape sequence; a file gets it, a screen does not obey it."""
+    console = Console(file=io.StringIO(), force_terminal=True, no_color=True)
+    assert painted("a \x1b[2J\x07b\tc", console) == "a [2Jb\tc\n"
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    console = Console(file=io.StringIO(), force_terminal=True)
+    assert painted("abc xyz", console) == "abc xyz\n"
+    legend(console)
+    assert console.file.getvalue() == "abc xyz\n"  # type: ignore[attr-defined]
+
+
+def test_stop_strings_are_not_shown() -> None:
+    assert painted("The fox ran away", Console(file=io.StringIO()), stop=("ran",)) == "The fox \n"
+
+
+# ---------------------------------------------------------------- demo and info
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything eager: compiling is tested elsewhere."""
+    monkeypatch.setattr("sakiyomi.kernels.graphs.compiler", lambda: None)
+
+
+def test_demo(models: Path, no_compiler: None) -> None:
+    arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}", "--json"]
+    result = runner.invoke(app, [*arguments, "--max-new-tokens", "20"])
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert len(value["trace"]) == len(value["token_ids"]) == value["stats"]["tokens"] == 20
+    assert result.stdout.startswith(value["prompt"] + value["text"])
+    assert "\x1b" not in result.stdout
+    lines = value["table"]["lines"]
+    assert [line["name"] for line in lines] == [
+        "transformers plain",
+        "transformers assisted",
+        "sakiyomi plain",
+        "sakiyomi speculative",
+    ]
+    assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines)
+    assert {"dtype", "draft_dtype", "gamma"} <= set(value["table"]["conditions"])
+
+
+def test_demo_without_the_table(models: Path, no_compiler: None) -> None:
+    arguments = ["demo", "--target", str(models / "target"), "--draft", f"model:{models / 'wrong'}", "--no-table"]
+    result = runner.invoke(app, [*arguments, "--max-new-tokens", "8", "--temperature", "0.8", "--prompt", "A fox"])
+    assert result.exit_code == 0, result.output
+    assert "first token" in result.stdout
+    assert "transformers" not in result.stdout
+
+
+def test_info(models: Path, no_compiler: None) -> None:
+    result = runner.invoke(app, ["info", "--json"])
+    assert result.exit_code == 0, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert value["bandwidth_bytes_per_second"] > 1e8
+    assert value["sakiyomi"] == __version__
+    names = ["--target", str(models / "target"), "--draft", f"model:{models / 'draft'}", "--repeats", "3"]
+    result = runner.invoke(app, ["info", *names, "--json"])
+    assert result.exit_code == 0, result.output
+    costs = json.loads(result.stdout.splitlines()[-1])["pair"]
+    assert set(costs["target_ms"]) == set(costs["v"]) == {"1", "4", "8", "16"}
+    assert costs["v"]["1"] == 1.0
+    assert costs["c"] == pytest.approx(costs["draft_ms"] / costs["target_ms"]["1"])
+
+
+# ---------------------------------------------------------------- the process
+
+
+def test_interrupt_ends_with_130_and_one_line(models: Path) -> None:
+    arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", "none", "--compile", "false"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--max-new-tokens", "90000", "--ignore-eos"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.decode().strip().splitlines()[-1] == "interrupted"
+    assert b"Traceback" not in errors
+
+
+def test_a_reader_that_goes_away(models: Path) -> None:
+    arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", "none", "--compile", "false"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--max-new-tokens", "90000", "--ignore-eos"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        process.wait(timeout=60)
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        process.stderr.close()
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert b"Traceback" not in errors
+    assert b"Exception" not in errors
