@@ -1,0 +1,366 @@
+"""The operators one by one: the compiled linear layer and both attentions against slow clear versions.
+
+A failure here is the first cause of failures elsewhere: look at it before the golden tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.kernels.dense import Dense
+from sakiyomi.kernels.native import NativeModel, can_pack, pack_weight
+from sakiyomi.kernels.plan import Plan, Segment
+
+native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+# ---------------------------------------------------------------- linear
+
+
+def begin(model: NativeModel, rows: int, filler: int = 0) -> None:
+    """Say that a pass of so many rows comes."""
+    model.begin(Plan.of([Segment(0, 0, [0] * rows)]), rows + filler)
+
+
+@native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "out"),
+    [(2, 1), (2, 16), (6, 5), (16, 17), (30, 63), (32, 64), (34, 65), (64, 100), (130, 129), (256, 33)],
+)
+def test_linear_is_linear(inner: int, out: int, bias: bool, dtype: torch.dtype) -> None:
+    """Output channels come in blocks of 16 and 64, rows in blocks of 6: every remainder has code of its own."""
+    model = NativeModel.create()
+    assert model is not None
+    weight, shift = random(out, inner, dtype=dtype), random(out, dtype=dtype, seed=9) if bias else None
+    layer = model.add_linear(weight, shift)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 33):
+        begin(model, rows)
+        x = random(1, rows, inner, dtype=dtype, seed=1)
+        got = layer(x)
+        assert (got.shape, got.dtype) == ((1, rows, out), dtype)
+        exact = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
+        # fp32: sums of `inner` products in another order; bf16: the result's own rounding, 2^-8 of it, comes on top.
+        size = x.double().abs() @ weight.double().abs().T + (0 if shift is None else shift.double().abs())
+        allowed = size * 1e-6 + (0 if dtype == torch.float32 else exact.abs() * 2**-8)
+        assert ((got.double() - exact).abs() <= allowed).all()
+
+
+@native_only
+def test_linear_takes_any_layout() -> None:
+    """Rows may come with strides, with more dimensions in front, and in another number than the pass has: experts get
+    the rows that were routed to them, in any order, and some models apply a layer to each head.
+    """
+    model = NativeModel.create()
+    assert model is not None
+    weight = random(20, 8)
+    layer = model.add_linear(weight, None)
+    for rows, filler in ((1, 0), (3, 1), (5, 3)):
+        begin(model, rows, filler)
+        for x in (random(8, 5).T, random(3, 4, 8), random(5, 16)[:, ::2], random(8), random(8, 8)):
+            torch.testing.assert_close(layer(x), F.linear(x, weight), rtol=1e-5, atol=1e-5)
+
+
+@native_only
+def test_linear_refuses_what_does_not_fit() -> None:
+    """A wrong width or dtype would read foreign memory."""
+    model = NativeModel.create()
+    assert model is not None
+    layer = model.add_linear(random(4, 6), None)
+    begin(model, 1)
+    for x in (random(1, 8), random(1, 6, dtype=torch.bfloat16), random(1, 6).double()):
+        with pytest.raises(RuntimeError, match="sakiyomi_cpu::linear"):
+            layer(x)
+    assert not can_pack((4, 7), torch.bfloat16)
+    assert not can_pack((4, 8), torch.float16)
+
+
+@native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_computes_each_row_alone(dtype: torch.dtype) -> None:
+    """Bit-equal whatever the other rows are, how many there are, and where it stands: exact=True rests on it."""
+    model = NativeModel.create()
+    assert model is not None
+    layer = model.add_linear(random(150, 70, dtype=dtype), random(150, dtype=dtype))
+    x = random(1, 64, 70, dtype=dtype)
+    begin(model, 1)
+    alone = torch.cat([layer(x[:, i : i + 1]) for i in range(64)], 1)
+    for rows in (2, 3, 5, 6, 7, 8, 16, 19, 64):
+        begin(model, rows)
+        assert torch.equal(layer(x[:, :rows]), alone[:, :rows])
+        assert torch.equal(layer(x[:, 64 - rows :]), alone[:, 64 - rows :])
+        begin(model, rows, 3)
+        assert torch.equal(layer(x[:, :rows])[:, :rows], alone[:, :rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_weights_hold_every_number_once(dtype: torch.dtype) -> None:
+    weight = torch.arange(1, 20 * 6 + 1, dtype=torch.float32).view(20, 6).to(dtype)
+    packed = pack_weight(weight)
+    assert packed.numel() == 32 * 6
+    kept = packed.flatten().sort().values
+    assert kept[: 12 * 6].eq(0).all()
+    assert torch.equal(kept[12 * 6 :], weight.flatten().sort().values)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention layer in one pass."""
+
+    shape: LayerShape
+    group: int
+    segments: tuple[Segment, ...]
+    scaling: float
+    softcap: float
+    window: int
+    seed: int
+
+    @property
+    def rows(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
+
+    def inputs(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        heads = self.shape.heads * self.group
+        return (
+            random(1, heads, self.rows, self.shape.key_dim, dtype=dtype, seed=self.seed),
+            random(1, self.shape.heads, self.rows, self.shape.key_dim, dtype=dtype, seed=self.seed + 1),
+            random(1, self.shape.heads, self.rows, self.shape.value_dim, dtype=dtype, seed=self.seed + 2),
+        )
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 9) -> tuple[int, ...]:
+    count = draw(st.integers(1, most))
+    return (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
+
+
+@st.composite
+def cases(draw: st.DrawFn, prompts: bool = False) -> Case:
+    dims = st.integers(1, 40)
+    segments = []
+    slots = draw(st.permutations(range(4)))
+    for slot in slots[: draw(st.integers(1, 3))]:
+        length = draw(st.integers(0, 90))
+        if prompts and draw(st.booleans()):
+            segments.append(Segment(slot, length, [0] * draw(st.integers(1, 40)), prompt=True))
+        else:
+            parents = draw(trees())
+            segments.append(Segment(slot, length, [0] * len(parents), parents))
+    return Case(
+        LayerShape(draw(st.integers(1, 3)), draw(dims), draw(dims)),
+        draw(st.integers(1, 4)),
+        tuple(segments),
+        draw(st.sampled_from([1.0, 0.3])),
+        draw(st.sampled_from([0.0, 0.0, 1.5])),
+        draw(st.one_of(st.just(0), st.integers(1, 100))),
+        draw(st.integers(0, 1000)),
+    )
+
+
+def cache_of(case: Case, dtype: torch.dtype, native: NativeModel | None) -> SlotCache:
+    """A cache filled with noise: columns that a row must not see would be seen in the result."""
+    cache = SlotCache([case.shape], dtype=dtype, max_slots=4, on_move=native.attach if native else None)
+    cache.reserve(3, 140)
+    for store, seed in ((cache.keys, 3), (cache.values, 4)):
+        store[0].copy_(random(*store[0].shape, seed=case.seed + seed))
+    return cache
+
+
+def run(case: Case, dtype: torch.dtype, how: str) -> tuple[Tensor, SlotCache]:
+    """The operator's output (rows, heads, value dim), and the cache after it."""
+    native = NativeModel.create() if how == "native" else None
+    cache = cache_of(case, dtype, native)
+    q, k, v = case.inputs(dtype)
+    arguments = (q, k, v, 0, case.scaling, case.softcap, case.window)
+    plan = Plan.of(case.segments)
+    if native is not None:
+        native.begin(plan, case.rows)
+        out = torch.ops.sakiyomi_cpu.attend(*arguments)
+        assert native.calls() == 1
+    else:
+        dense = Dense(cache, by_row=how == "by row")
+        dense.begin(plan, case.rows)
+        out = torch.ops.sakiyomi.attend(*arguments)
+        assert dense.calls() == 1
+    assert out.shape == (1, case.rows, case.shape.heads * case.group, case.shape.value_dim)
+    return out[0], cache
+
+
+def oracle(case: Case, dtype: torch.dtype) -> Tensor:
+    """Each row alone, in double precision, over the columns of its own path."""
+    cache = cache_of(case, dtype, None)
+    q, k, v = (x.double() for x in case.inputs(dtype))
+    out, row = [], 0
+    for segment in case.segments:
+        count = len(segment.tokens)
+        parents = segment.parents if segment.parents is not None else tuple(range(-1, count - 1))
+        for i in range(count):
+            path, node = [], i
+            while node >= 0:
+                path.insert(0, row + node)
+                node = parents[node]
+            keys = torch.cat([cache.keys[0][segment.slot, :, : segment.length].double(), k[0][:, path]], 1)
+            values = torch.cat([cache.values[0][segment.slot, :, : segment.length].double(), v[0][:, path]], 1)
+            if case.window:
+                keys, values = keys[:, -case.window :], values[:, -case.window :]
+            keys, values = keys.repeat_interleave(case.group, 0), values.repeat_interleave(case.group, 0)
+            scores = (keys @ q[0][:, row + i, :, None])[..., 0] * case.scaling
+            if case.softcap:
+                scores = case.softcap * (scores / case.softcap).tanh()
+            out.append((scores.softmax(-1)[:, None] @ values)[:, 0])
+        row += count
+    return torch.stack(out)
+
+
+def assert_attention(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    # Outputs are means of standard normal values: the tolerance is absolute. bf16 rounds inputs before, the result,
+    # and in plain torch the weights, each by 2^-9 of values up to about 4.
+    tolerance = 2e-5 if dtype == torch.float32 else 0.04
+    assert got.dtype == dtype
+    assert (got.double() - exact).abs().max() <= tolerance
+
+
+HOW = [pytest.param("native", marks=native_only), "dense", "by row"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", HOW)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(case=cases())
+def test_attention_over_trees(how: str, dtype: torch.dtype, case: Case) -> None:
+    """Any tree, ragged slots, groups, odd head sizes, windows and soft caps, against one row at a time."""
+    got, _ = run(case, dtype, how)
+    assert_attention(got, oracle(case, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", HOW)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(case=cases(prompts=True))
+def test_attention_over_prompt_chunks(how: str, dtype: torch.dtype, case: Case) -> None:
+    """Chunks of prompts take another kernel, and may share a pass with trees."""
+    got, _ = run(case, dtype, how)
+    assert_attention(got, oracle(case, dtype), dtype)
+
+
+@pytest.mark.parametrize("how", HOW)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(case=cases(prompts=True))
+def test_attention_writes_its_rows_and_nothing_else(how: str, case: Case) -> None:
+    """Row i of a segment goes to column length + i of its slot; a stray write would spoil another request."""
+    _, cache = run(case, torch.float32, how)
+    expected = cache_of(case, torch.float32, None)
+    _, k, v = case.inputs(torch.float32)
+    row = 0
+    for segment in case.segments:
+        count = len(segment.tokens)
+        for store, fresh in ((expected.keys, k), (expected.values, v)):
+            store[0][segment.slot, :, segment.length : segment.length + count] = fresh[0, :, row : row + count]
+        row += count
+    assert torch.equal(cache.keys[0], expected.keys[0])
+    assert torch.equal(cache.values[0], expected.values[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", [pytest.param("native", marks=native_only), "by row"])
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(case=cases(), other=cases())
+def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case: Case, other: Case) -> None:
+    """Bit-equal alone, in its tree, and beside other requests, on the same path: exact=True rests on it."""
+    segment = case.segments[0]
+    single = Case(case.shape, case.group, (segment,), case.scaling, case.softcap, case.window, case.seed)
+    together, _ = run(case, dtype, how)
+    q, k, v = case.inputs(dtype)
+    count = len(segment.tokens)
+    parents = segment.parents
+    assert parents is not None
+    for i in range(count):
+        path, node = [], i
+        while node >= 0:
+            path.insert(0, node)
+            node = parents[node]
+        native = NativeModel.create() if how == "native" else None
+        cache = cache_of(single, dtype, native)
+        state: Dense | NativeModel = native or Dense(cache, by_row=True)
+        state.begin(Plan.of([Segment(segment.slot, segment.length, [0] * len(path))]), len(path))
+        name = torch.ops.sakiyomi_cpu if native else torch.ops.sakiyomi
+        part = (q[:, :, path], k[:, :, path], v[:, :, path])
+        alone = name.attend(*part, 0, case.scaling, case.softcap, case.window)[0, -1]
+        assert torch.equal(alone, together[i])
+
+
+@native_only
+def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
+    """A pass may have more rows than its plan; what stands there must not be garbage."""
+    case = Case(LayerShape(2, 8, 8), 2, (Segment(1, 5, [0, 0, 0]),), 1.0, 0.0, 0, 0)
+    native = NativeModel.create()
+    assert native is not None
+    cache = cache_of(case, torch.float32, native)
+    wide = Case(case.shape, 2, (Segment(1, 5, [0] * 8),), 1.0, 0.0, 0, 0)
+    q, k, v = wide.inputs(torch.float32)
+    native.begin(Plan.of(case.segments), 8)
+    out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)
+    assert out[0, 3:].eq(0).all()
+    assert out[0, :3].ne(0).all()
+    before = cache_of(case, torch.float32, None)
+    assert torch.equal(cache.keys[0][1, :, 8:], before.keys[0][1, :, 8:])
+
+
+@native_only
+def test_attention_survives_extreme_scores() -> None:
+    """Scores far apart underflow to exact zeros, equal ones share; never a NaN."""
+    case = Case(LayerShape(1, 4, 4), 1, (Segment(0, 40, [0, 0]),), 1.0, 0.0, 0, 0)
+    native = NativeModel.create()
+    assert native is not None
+    cache = cache_of(case, torch.float32, native)
+    q, k, v = (x.clone() for x in case.inputs(torch.float32))
+    cache.keys[0][0, 0, :40] = 0
+    cache.keys[0][0, 0, 7] = torch.tensor([200.0, 0, 0, 0])
+    q[0, 0, 0] = torch.tensor([10.0, 0, 0, 0])
+    q[0, 0, 1] = 0
+    native.begin(Plan.of(case.segments), case.rows)
+    out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)[0, :, 0]
+    torch.testing.assert_close(out[0], cache.values[0][0, 0, 7])
+    torch.testing.assert_close(out[1], torch.cat([cache.values[0][0, 0, :40], v[0, 0]]).mean(0), atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- plans
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(parents=trees(), length=st.integers(0, 30), window=st.integers(0, 40))
+def test_a_plan_shows_each_row_its_own_path(parents: tuple[int, ...], length: int, window: int) -> None:
+    """Positions count depth, not columns; a window counts positions, not columns."""
+    plan = Plan.of([Segment(0, 4, [1, 2]), Segment(1, length, list(range(len(parents))), parents)])
+    depths = [0] * len(parents)
+    for i, parent in enumerate(parents):
+        depths[i] = 0 if parent < 0 else depths[parent] + 1
+    assert plan.positions == [4, 5] + [length + depth for depth in depths]
+    assert plan.tokens == [1, 2, *range(len(parents))]
+    seen = plan.visible(1, window)
+    for i in range(len(parents)):
+        path, node = [], i
+        while node >= 0:
+            path.insert(0, length + node)
+            node = parents[node]
+        columns = [*range(length), *path]
+        assert seen[i].nonzero().flatten().tolist() == (columns[-window:] if window else columns)
+    assert plan.segments.dtype == plan.starts.dtype == plan.paths.dtype == np.int32
