@@ -72,7 +72,7 @@ def test_linear_takes_any_layout() -> None:
     layer = model.add_linear(weight, None)
     for rows, filler in ((1, 0), (3, 1), (5, 3)):
         begin(model, rows, filler)
-        for x in (random(8, 5).T, random(3, 4, 8), random(5, 16)[:, ::2], random(8), random(8, 8)):
+        for x in (random(8, 5).T, random(3, 4, 8), random(5, 16)[:, ::2], random(8), random(9, 8)):
             torch.testing.assert_close(layer(x), F.linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
@@ -364,3 +364,16 @@ def test_a_plan_shows_each_row_its_own_path(parents: tuple[int, ...], length: in
         columns = [*range(length), *path]
         assert seen[i].nonzero().flatten().tolist() == (columns[-window:] if window else columns)
     assert plan.segments.dtype == plan.starts.dtype == plan.paths.dtype == np.int32
+
+
+@native_only
+def test_filler_rows_are_not_computed() -> None:
+    """A pass of eight rows of which five are real costs five: the others come back as zeros, and are nobody's."""
+    model = NativeModel.create()
+    assert model is not None
+    weight, x = random(20, 8), random(1, 8, 8)
+    layer = model.add_linear(weight, None)
+    begin(model, 5, 3)
+    got = layer(x)
+    torch.testing.assert_close(got[:, :5], F.linear(x, weight)[:, :5], rtol=1e-5, atol=1e-5)
+    assert not got[:, 5:].any()

@@ -52,6 +52,13 @@ inline bf16 narrow(float x) {  // round to nearest even, as torch does
   return bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
+inline h16v narrow(f16v x) {
+  u16v bits = (u16v)x;
+  u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  u16v nan = (u16v)((bits & 0x7fffffffu) > 0x7f800000u);
+  return __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), h16v);
+}
+
 inline f16v load16(const float* p) {
   f16v y;
   std::memcpy(&y, p, 64);
@@ -127,6 +134,7 @@ struct Model {
 
 struct Pass {
   const Model* model = nullptr;
+  int64_t size = -1;  // rows with the ones that only fill it up; -1 where there are none but those
   std::vector<Segment> segments;
   std::vector<int32_t> path_start;  // per row: where its path begins in `path`
   std::vector<int32_t> path;        // rows (counted from the segment's first) from the tree's root down to the row itself
@@ -188,7 +196,8 @@ inline void dot_half(const bf16* x, int64_t x_stride, const bf16* w, int64_t in,
 
 inline void put(float* y, f16v v, int64_t n) { std::memcpy(y, &v, 4 * n); }
 inline void put(bf16* y, f16v v, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) y[i] = narrow(v[i]);
+  h16v h = narrow(v);
+  std::memcpy(y, &h, 2 * n);
 }
 
 template <typename T, int R, int C>
@@ -255,7 +264,8 @@ at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
   shape.back() = out;
   at::Tensor y = at::empty(shape, x.options());
   // Rows that only fill the pass up to its size are not computed: a graph of 64 rows costs what its 40 real ones cost.
-  int64_t all = x.numel() / w.in, rows = current.segments.empty() ? all : std::min<int64_t>(all, (int64_t)current.path_start.size() - 1);
+  // Where a layer gets another number of rows (experts, layers of single heads), which rows are real is not known.
+  int64_t all = x.numel() / w.in, rows = all == current.size ? (int64_t)current.path_start.size() - 1 : all;
   if (rows < all) std::memset((char*)y.mutable_data_ptr() + rows * out * y.element_size(), 0, (all - rows) * out * y.element_size());
   if (w.half)
     multiply<bf16>(w, (const bf16*)x.const_data_ptr(), (bf16*)y.mutable_data_ptr(), rows);
@@ -271,100 +281,180 @@ struct View {  // [1, heads, rows, dim] with any strides but the last
   int64_t head, row;
 };
 
-template <typename T>
-float dot(const float* q, const T* k, int64_t dim) {
-  f16v sum = {};
-  int64_t d = 0;
-  for (; d + 16 <= dim; d += 16) sum += load16(q + d) * load16(k + d);
-  float rest = 0;
-  for (; d < dim; ++d) rest += q[d] * (sizeof(T) == 2 ? widen(((const bf16*)k)[d]) : ((const float*)k)[d]);
-  return total(sum) + rest;
-}
+inline float value_of(float x) { return x; }
+inline float value_of(bf16 x) { return widen(x); }
 
-template <typename T>
-void add_scaled(float* y, float s, const T* v, int64_t dim) {
-  int64_t d = 0;
-  for (; d + 16 <= dim; d += 16) store16(y + d, load16(y + d) + load16(v + d) * s);
-  for (; d < dim; ++d) y[d] += s * (sizeof(T) == 2 ? widen(((const bf16*)v)[d]) : ((const float*)v)[d]);
-}
-
+// Numbers of one thread, kept between calls.
 struct Scratch {
-  std::vector<float> q, scores, y;
+  std::vector<float> q, scores, y, weight, own, block;
+  std::vector<int64_t> begin;
 };
+
+// 16 keys, column by column: to[d * 16 + t] = from[t][d]. Missing keys are zero.
+template <typename T>
+void turn(const T* const* from, int64_t count, int64_t dim, float* to) {
+  alignas(64) float rows[16][16];
+  for (int64_t d = 0; d < dim; d += 16) {
+    int64_t n = std::min<int64_t>(16, dim - d);
+    for (int64_t t = 0; t < 16; ++t) {
+      if (t < count && n == 16)
+        store16(rows[t], load16(from[t] + d));
+      else
+        for (int64_t i = 0; i < 16; ++i) rows[t][i] = t < count && i < n ? value_of(from[t][d + i]) : 0.0f;
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      f16v column;
+      for (int64_t t = 0; t < 16; ++t) column[t] = rows[t][i];
+      store16(to + (d + i) * 16, column);
+    }
+  }
+}
+
+// Scores of R rows against 16 turned keys. Each is a sum over d in order, so it is the same number whichever keys or rows
+// stand beside it: a key that was a node of a tree in one pass and lies in the cache in the next has one score.
+template <int R>
+void score(const float* q, int64_t dim, const float* turned, float* to, int64_t stride) {
+  f16v sum[R];
+  for (int r = 0; r < R; ++r) sum[r] = f16v{};
+  for (int64_t d = 0; d < dim; ++d) {
+    f16v k = load16(turned + d * 16);
+    for (int r = 0; r < R; ++r) sum[r] += k * q[r * dim + d];
+  }
+  for (int r = 0; r < R; ++r) store16(to + r * stride, sum[r]);
+}
+
+void score_rows(const float* q, int64_t rows, int64_t dim, const float* turned, float* to, int64_t stride) {
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) score<8>(q + r * dim, dim, turned, to + r * stride, stride);
+  for (; r + 4 <= rows; r += 4) score<4>(q + r * dim, dim, turned, to + r * stride, stride);
+  for (; r < rows; ++r) score<1>(q + r * dim, dim, turned, to + r * stride, stride);
+}
+
+// y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once. Keys before a row's
+// window have p = 0 and add nothing.
+template <typename T, int R, int C>
+void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, const T* values, int64_t count, int64_t dim) {
+  f16v sum[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) sum[r][c] = load16(y + r * y_stride + 16 * c);
+  for (int64_t t = 0; t < count; ++t) {
+    f16v v[C];
+    for (int c = 0; c < C; ++c) v[c] = load16(values + t * dim + 16 * c);
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) sum[r][c] += v[c] * p[r * p_stride + t];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store16(y + r * y_stride + 16 * c, sum[r][c]);
+}
+
+template <typename T, int R>
+void add_values_rows(float* y, const float* p, int64_t p_stride, const T* values, int64_t count, int64_t dim, int64_t padded) {
+  int64_t d = 0;
+  for (; d + 64 <= dim; d += 64) add_values<T, R, 4>(y + d, padded, p, p_stride, values + d, count, dim);
+  for (; d + 16 <= dim; d += 16) add_values<T, R, 1>(y + d, padded, p, p_stride, values + d, count, dim);
+  for (; d < dim; ++d)
+    for (int r = 0; r < R; ++r) {
+      float sum = y[r * padded + d];
+      for (int64_t t = 0; t < count; ++t) sum = std::fma(value_of(values[t * dim + d]), p[r * p_stride + t], sum);
+      y[r * padded + d] = sum;
+    }
+}
 
 // One request, one key head: all its rows and the query heads of its group.
 template <typename T>
 void attend_group(const Pass& pass, const Layer& layer, const Segment& seg, int64_t head, int64_t group, View q, View k, View v, T* out,
                   int64_t heads, float scaling, float softcap, int64_t window) {
-  static thread_local Scratch scratch;
-  const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group;
-  const int64_t stride = (seg.length + seg.rows + 31) / 16 * 16;
+  static thread_local Scratch s;
+  const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group, length = seg.length;
+  const int64_t padded = (vd + 15) / 16 * 16;
+  const int64_t stride = (length + seg.rows + 47) / 16 * 16, own_stride = (seg.rows + 15) / 16 * 16;
   T* keys = (T*)layer.keys + (seg.slot * layer.heads + head) * layer.room * kd;
   T* values = (T*)layer.values + (seg.slot * layer.heads + head) * layer.room * vd;
   for (int64_t i = 0; i < seg.rows; ++i) {
-    std::memcpy(keys + (seg.length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
-    std::memcpy(values + (seg.length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
+    std::memcpy(keys + (length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
+    std::memcpy(values + (length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
   }
-  scratch.q.resize(rows * kd);
-  scratch.scores.resize(rows * stride);
-  scratch.y.assign(rows * vd, 0.0f);
-  for (int64_t i = 0; i < seg.rows; ++i)
-    for (int64_t g = 0; g < group; ++g) {
-      const T* from = (const T*)q.data + (head * group + g) * q.head + (seg.row + i) * q.row;
-      float* to = scratch.q.data() + (i * group + g) * kd;
-      for (int64_t d = 0; d < kd; ++d) to[d] = scaling * (sizeof(T) == 2 ? widen(((const bf16*)from)[d]) : ((const float*)from)[d]);
+  s.q.resize(rows * kd);
+  s.scores.resize(rows * stride);
+  s.own.resize(rows * own_stride);
+  s.y.assign(rows * padded, 0.0f);
+  s.block.resize(kd * 16);
+  s.weight.resize(rows);
+  s.begin.resize(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = (const T*)q.data + (head * group + r % group) * q.head + (seg.row + r / group) * q.row;
+    for (int64_t d = 0; d < kd; ++d) s.q[r * kd + d] = scaling * value_of(from[d]);
+  }
+  auto score_columns = [&](int64_t first, int64_t last, float* to, int64_t to_stride) {
+    const T* sixteen[16];
+    for (int64_t j = first; j < last; j += 16) {
+      int64_t count = std::min<int64_t>(16, last - j);
+      for (int64_t t = 0; t < count; ++t) sixteen[t] = keys + (j + t) * kd;
+      turn(sixteen, count, kd, s.block.data());
+      score_rows(s.q.data(), rows, kd, s.block.data(), to + (j - first), to_stride);
     }
-  constexpr int64_t tile = 64;  // keys that stay in the first-level cache while all rows read them
-  for (int64_t j = 0; j < seg.length; j += tile)
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t t = j, stop = std::min<int64_t>(seg.length, j + tile); t < stop; ++t)
-        scratch.scores[r * stride + t] = dot(scratch.q.data() + r * kd, keys + t * kd, kd);
-  std::vector<float> weight(rows);
-  std::vector<int64_t> begin(rows);
+  };
+  score_columns(0, length, s.scores.data(), stride);
+  score_columns(length, length + seg.rows, s.own.data(), own_stride);
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t* start = pass.path_start.data() + seg.row + r / group;
     const int32_t* own = pass.path.data() + start[0];
-    int64_t depth = start[1] - start[0];
-    float* s = scratch.scores.data() + r * stride;
-    for (int64_t t = 0; t < depth; ++t)
-      s[seg.length + t] = dot(scratch.q.data() + r * kd, keys + (seg.length + own[t]) * kd, kd);
-    int64_t end = seg.length + depth;
-    begin[r] = window > 0 ? std::max<int64_t>(0, end - window) : 0;  // the window counts positions, not columns
+    int64_t depth = start[1] - start[0], end = length + depth;
+    float* score = s.scores.data() + r * stride;
+    for (int64_t t = 0; t < depth; ++t) score[length + t] = s.own[r * own_stride + own[t]];
+    int64_t begin = window > 0 ? std::max<int64_t>(0, end - window) : 0;  // the window counts positions, not columns
     if (softcap > 0)
-      for (int64_t t = begin[r]; t < end; ++t) s[t] = softcap * std::tanh(s[t] / softcap);
-    float top = -INFINITY;
-    for (int64_t t = begin[r]; t < end; ++t) top = std::max(top, s[t]);
-    for (int64_t t = 0; t < begin[r]; ++t) s[t] = -INFINITY;
-    for (int64_t t = end; t < (end + 15) / 16 * 16; ++t) s[t] = -INFINITY;
-    f16v sum = {};
-    for (int64_t t = begin[r] / 16 * 16; t < end; t += 16) {
-      f16v e = load16(s + t) - top;
-      f16v p = exp16(e);
-      p = e < -86.0f ? f16v{} : p;
-      sum += p;
-      store16(s + t, p);
+      for (int64_t t = begin; t < end; ++t) score[t] = softcap * std::tanh(score[t] / softcap);
+    for (int64_t t = begin / 16 * 16; t < begin; ++t) score[t] = -INFINITY;
+    for (int64_t t = end; t < (end + 15) / 16 * 16; ++t) score[t] = -INFINITY;
+    f16v top = f16v{} - INFINITY;
+    for (int64_t t = begin / 16 * 16; t < end; t += 16) {
+      f16v x = load16(score + t);
+      top = x > top ? x : top;
     }
-    weight[r] = 1.0f / total(sum);
+    float highest = top[0];
+    for (int i = 1; i < 16; ++i) highest = std::max(highest, top[i]);
+    f16v sum = {};
+    for (int64_t t = begin / 16 * 16; t < end; t += 16) {
+      f16v x = load16(score + t) - highest;
+      f16v e = exp16(x);
+      e = x < -86.0f ? f16v{} : e;
+      sum += e;
+      store16(score + t, e);
+    }
+    s.weight[r] = 1.0f / total(sum);
+    s.begin[r] = begin;
   }
-  for (int64_t j = 0; j < seg.length; j += tile)
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t t = std::max(j, begin[r]), stop = std::min<int64_t>(seg.length, j + tile); t < stop; ++t)
-        add_scaled(scratch.y.data() + r * vd, scratch.scores[r * stride + t], values + t * vd, vd);
+  constexpr int64_t tile = 64;  // values that stay in the first-level cache while all rows read them
+  for (int64_t j = 0; j < length; j += tile) {
+    int64_t stop = std::min(length, j + tile), r = 0;
+    auto full = [&](int64_t row, int64_t n) {  // no row of these has a window that begins in or behind the tile
+      for (int64_t i = row; i < row + n; ++i)
+        if (s.begin[i] > j) return false;
+      return true;
+    };
+    while (r < rows) {
+      float* y = s.y.data() + r * padded;
+      const float* p = s.scores.data() + r * stride + j;
+      if (r + 4 <= rows && full(r, 4)) {
+        add_values_rows<T, 4>(y, p, stride, values + j * vd, stop - j, vd, padded);
+        r += 4;
+      } else {
+        int64_t from = std::max(j, s.begin[r]);
+        if (from < stop) add_values_rows<T, 1>(y, p + (from - j), stride, values + from * vd, stop - from, vd, padded);
+        r += 1;
+      }
+    }
+  }
   for (int64_t r = 0; r < rows; ++r) {
     int64_t row = seg.row + r / group;
     const int32_t* own = pass.path.data() + pass.path_start[row];
     int64_t depth = pass.path_start[row + 1] - pass.path_start[row];
-    float* y = scratch.y.data() + r * vd;
-    for (int64_t t = std::max<int64_t>(0, begin[r] - seg.length); t < depth; ++t)
-      add_scaled(y, scratch.scores[r * stride + seg.length + t], values + (seg.length + own[t]) * vd, vd);
+    float* y = s.y.data() + r * padded;
+    for (int64_t t = std::max<int64_t>(0, s.begin[r] - length); t < depth; ++t)
+      add_values_rows<T, 1>(y, s.scores.data() + r * stride + length + t, stride, values + (length + own[t]) * vd, 1, vd, padded);
     T* to = out + (row * heads + head * group + r % group) * vd;
-    for (int64_t d = 0; d < vd; ++d) {
-      float x = y[d] * weight[r];
-      if constexpr (sizeof(T) == 2)
-        to[d] = narrow(x);
-      else
-        to[d] = x;
-    }
+    for (int64_t d = 0; d < vd; d += 16) put(to + d, load16(y + d) * s.weight[r], std::min<int64_t>(16, vd - d));
   }
 }
 
@@ -461,7 +551,9 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
   layers[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
 }
 
-void sk_begin(int64_t m, int64_t count, const int32_t* segs, int64_t rows, const int32_t* starts, const int32_t* paths) {
+void sk_begin(int64_t m, int64_t count, const int32_t* segs, int64_t rows, int64_t size, const int32_t* starts,
+              const int32_t* paths) {
+  current.size = count ? size : -1;
   current.model = (const Model*)m;
   current.segments.assign((const Segment*)segs, (const Segment*)segs + count);
   current.path_start.assign(starts, starts + rows + 1);

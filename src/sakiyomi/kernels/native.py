@@ -110,7 +110,7 @@ class NativeModel:
         """Say what the next pass of this model looks like; `size` counts filler rows too."""
         self._library.sk_begin(
             *(self.number, len(plan.segments), plan.segments.ctypes.data),
-            *(plan.rows, plan.starts.ctypes.data, plan.paths.ctypes.data),
+            *(plan.rows, size, plan.starts.ctypes.data, plan.paths.ctypes.data),
         )
 
     def calls(self) -> int:
