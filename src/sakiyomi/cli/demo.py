@@ -145,8 +145,9 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
     from sakiyomi.cli.output import progress, table
 
     with progress("compiling graphs") as status:
-        while not (ready := llm.compiled()) and _still_compiling(llm) and time.time() - began < COMPILE_UNTIL:
+        while not llm.compiled() and _graphs_may_come(llm) and time.time() - began < COMPILE_UNTIL:
             time.sleep(0.05)
+        ready = llm.compiled()
         row = _measure(llm, config, began, status.update)
     console.out()
     table(row.lines, title=row.title)
@@ -156,9 +157,14 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
     return row.to_dict()
 
 
-def _still_compiling(llm: LLM) -> bool:
-    models = (llm.target, getattr(llm.draft, "model", None))
-    return all(model is None or (model.graphs is not None and not model.graphs.failed) for model in models)
+def _graphs_may_come(llm: LLM) -> bool:
+    """Kernels are still being built, or graphs compiled. Takes kernels into use that are there by now."""
+    from sakiyomi.kernels.build import native_at_hand
+
+    models = [model for model in (llm.target, getattr(llm.draft, "model", None)) if model is not None]
+    for model in models:
+        model.settle()
+    return not native_at_hand() or all(model.graphs is not None and not model.graphs.failed for model in models)
 
 
 def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:
