@@ -39,6 +39,24 @@ class State(Protocol):
         ...
 
 
+OPTIONS: dict[str, Any] = {
+    # We choose the graph by its row count, the one thing that it depends on.
+    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+    # What these check at every call of an operator was checked when the graph was made.
+    "size_asserts": False,
+    "alignment_asserts": False,
+}
+
+
+def _keep_on_disk() -> None:
+    """Point inductor at a folder that survives a restart, unless the user has chosen one."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Importing transformers already writes torch's own default, a temporary folder, into the environment.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir()) == default_cache_dir():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
+
+
 def _step(model: Any, name: str) -> Graph:
     """A forward function with a code object of its own: dynamo keeps graphs by code object, ours are chosen by us."""
 
@@ -114,13 +132,13 @@ class Graphs:
                 self._idle.set()
 
     def _compile(self, size: int) -> None:
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+        _keep_on_disk()
         try:
             graph = torch.compile(
                 _step(self._model, f"pass_of_{size}_rows"),
                 dynamic=False,
                 fullgraph=True,
-                options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+                options=OPTIONS,
             )
             with torch.no_grad():
                 ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
