@@ -96,6 +96,8 @@ class PackedModel:
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        if self.device.type == "meta":  # offloaded as a whole: hooks bring the weights to where they are needed
+            self.device = torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
         self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
         if "chunked_attention" in (
             getattr(self.config, "layer_types", None) or ()
