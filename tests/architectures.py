@@ -232,13 +232,13 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @torch.no_grad()
 def logits_after(model: Any, tokens: Sequence[int]) -> Tensor:
     """What transformers itself gives for the token after these, (V,): the oracle."""
-    return model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
+    return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def greedy(model: Any, tokens: Sequence[int], count: int, *, stop: Sequence[int] = ()) -> list[int]:
     """New tokens of transformers' own greedy ``generate``, the end token among them."""
-    ids = torch.tensor([list(tokens)], device=model.device)
+    ids = torch.tensor([list(tokens)])
     done = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
