@@ -106,7 +106,7 @@ def test_a_tiny_draft_from_end_to_end(tmp_path: Path) -> None:
         "greedy_agreement",
         "acceptance_rate",
         "alpha",
-        "expected_speedup",
+        "expected_speedup_greedy",
         "target_distinct_4grams",
     } <= measures.keys()
     assert 0 <= measures["acceptance_rate"] <= 1

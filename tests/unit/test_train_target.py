@@ -113,6 +113,19 @@ def test_pauses_are_charged_one_minute_at_most(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(loop.time, "monotonic", time.monotonic)
 
 
+@pytest.mark.slow
+def test_compiled_layers_learn_as_eager_ones_do(tmp_path: Path) -> None:
+    if not loop.compiler_found():
+        pytest.skip("torch.compile finds no C++ compiler")
+    seen = []
+    for compiled in (False, True):
+        config = target_config(tmp_path, out=str(tmp_path / str(compiled)), compile=compiled)
+        assert train_target(config)["finished"]
+        seen.append(losses(config.out))
+    # The same sums in another order, in bfloat16.
+    assert seen[0] == pytest.approx(seen[1], rel=0.01)
+
+
 def test_resume_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match="no checkpoint"):
         train_target(target_config(tmp_path, resume=True))

@@ -25,6 +25,7 @@ class LoopConfig:
     """
 
     out: str = _field("", "Folder of the finished model; checkpoints and logs go below it.")
+    name: str = _field("", "Name of the model on its card; empty: the last part of OUT.")
     text: tuple[str, ...] = _field(
         (), "Training file FILE@STABLE:DECAY: its share of the rows before and during the decay. Repeat for more files."
     )

@@ -75,7 +75,7 @@ def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
     measures: dict[str, Any] = evaluate(loop.model)
     for name, texts in held_out.items():
         measures[name]["target_distinct_4grams"] = distinct_ngrams(texts.greedy)
-        measures[name] |= _expected(measures[name]["alpha"], config)
+        measures[name] |= _expected(measures[name], config)
     names = [*(spec.path.name for spec in specs), *(["samples.jsonl"] if count else [])]
     return export(config, loop.model, tokenizer, loop.progress, measures, command, loop.epochs(names))
 
@@ -151,12 +151,14 @@ def _held_out(
     }
 
 
-def _expected(alpha: float, config: DraftConfig) -> dict[str, float]:
+def _expected(measured: dict[str, float], config: DraftConfig) -> dict[str, float]:
+    """What theory makes of the measured rates: alpha for sampled text, the greedy agreement in its place for greedy."""
     from sakiyomi import theory
 
-    alpha = min(alpha, 1 - 1e-9)
-    return {
-        "expected_tokens": theory.expected_tokens(alpha, config.gamma),
-        "expected_speedup": theory.speedup(alpha, config.gamma, config.cost),
-        "optimal_gamma": theory.optimal_gamma(alpha, config.cost),
-    }
+    found: dict[str, float] = {}
+    for rate, kind in (("alpha", "sampled"), ("greedy_agreement", "greedy")):
+        alpha = min(measured[rate], 1 - 1e-9)
+        found[f"expected_tokens_{kind}"] = theory.expected_tokens(alpha, config.gamma)
+        found[f"expected_speedup_{kind}"] = theory.speedup(alpha, config.gamma, config.cost)
+        found[f"optimal_gamma_{kind}"] = theory.optimal_gamma(alpha, config.cost)
+    return found

@@ -44,6 +44,7 @@ def export(
     last = [loss for _, _, _, loss in progress.losses[-LAST_STEPS:]]
     summary = {
         "finished": True,
+        "name": config.name or Path(config.out).name,
         "model": str(folder),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": model.config.num_hidden_layers,
@@ -68,7 +69,7 @@ def export(
 def card(summary: dict[str, Any]) -> str:
     """The card of a model as Markdown, from its summary."""
     lines = [
-        f"# {Path(summary['model']).parent.name}",
+        f"# {summary['name']}",
         "",
         f"A Llama model of {summary['parameters'] / 1e6:.2f}M parameters and {summary['layers']} layers, trained by "
         f"sakiyomi: {summary['steps']} steps, {summary['tokens'] / 1e6:.2f}M tokens, {summary['minutes']:.0f} minutes, "

@@ -50,3 +50,6 @@ def save_model(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedToken
     )
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # The weights are written through a private temporary file; a model folder is there to be read by others.
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)
