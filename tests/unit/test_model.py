@@ -289,6 +289,29 @@ def test_a_subclass_of_linear_keeps_its_own_forward(path: str) -> None:
     assert (logits_after(model, tokens) - logits_after(model_of("llama"), tokens)).abs().max() > 0.1
 
 
+class Reversed(nn.Module):
+    """Like experts of a mixture that gather their rows: as many as there are, in an order of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.view(-1, x.shape[-1]).flip(0)).flip(0).view(x.shape)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_gets_the_rows_in_another_order(path: str) -> None:
+    """Which rows only fill a pass up is known where they stand in order, and nowhere else."""
+    model = make(ALL["llama"]())
+    for layer in model.model.layers:
+        layer.mlp = Reversed(layer.mlp)
+    target = packed(model)
+    slot, _ = fill(target, prompt(9))
+    tokens = prompt(5, 2)  # three rows short of a size
+    rows = target.score([Segment(slot, 9, tokens)])
+    assert_rows(model, rows, prompt(9), tokens, (-1, 0, 1, 2, 3))
+
+
 def test_a_model_in_training_mode_is_run_without_dropout(path: str) -> None:
     """Dropout in a pass would make every row random."""
     model = make(ALL["gpt2"]())
