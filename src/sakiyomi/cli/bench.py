@@ -35,14 +35,19 @@ def bench(config: BenchConfig, output: JsonOption) -> None:
         rows = suites.run(config, Shown())
         conditions = machine.conditions()
         console = stdout()
+        status.stop()
         console.out(report.condition_line(conditions), highlight=False)
+        status.start()
         done = []
         for row in rows:
             done.append(row)
+            # The spinner and the table may share a screen.
+            status.stop()
             console.out()
             table(row.lines, title=f"{row.name}: {row.title}")
             for note in row.notes:
                 console.out(f"  {note}", highlight=False)
             console.out(f"  {report.condition_line(row.conditions)}", highlight=False)
+            status.start()
     if output.json:
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})

@@ -38,8 +38,8 @@ class DemoOptions:
         gamma: draft tokens a round, here and in the table.
         target: embedded name, folder or hub id.
         draft: model:FOLDER.
-        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16. In float32 equal tokens are no matter
-            of rounding.
+        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16. In float32 equal tokens are no
+            matter of rounding.
         table: measure plain and speculative generation, ours and transformers', after the story.
     """
 

@@ -63,7 +63,7 @@ def write(console: Console, text: str, status: str = "plain", end: str = "") -> 
 
 @contextmanager
 def progress(text: str) -> Iterator[Any]:
-    """A spinner on stderr, if it is a terminal. What comes has ``update(text)``."""
+    """A spinner on stderr, if it is a terminal. What comes has ``update(text)``, and ``stop()`` and ``start()``."""
     # Asked of the stream and not of rich, for whom FORCE_COLOR makes a terminal of a pipe.
     if not sys.stderr.isatty():
         yield _Silent()
@@ -75,8 +75,16 @@ def progress(text: str) -> Iterator[Any]:
 
 
 class _Silent:
+    """Says nothing: nobody watches."""
+
     def update(self, text: str) -> None:
-        """Say nothing: nobody watches."""
+        """As rich's."""
+
+    def stop(self) -> None:
+        """As rich's."""
+
+    def start(self) -> None:
+        """As rich's."""
 
 
 def emit_json(value: Mapping[str, Any]) -> None:
