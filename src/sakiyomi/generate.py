@@ -28,7 +28,7 @@ from sakiyomi.request import Request
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft
-from sakiyomi.verifiers import choose_verifier
+from sakiyomi.verifiers import Rows, choose_verifier
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
@@ -84,7 +84,15 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
-    def add(
+    def add(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> int:
+        """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
+
+        Returns:
+            The request's id, as in ``Step.request``.
+        """
+        return self.submit(prompt, params, **options).id
+
+    def submit(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
@@ -92,8 +100,9 @@ class Engine:
         key: tuple[int, ...] = (0,),
         rounds_trace: bool = False,
         live: bool = True,
-    ) -> int:
-        """Queue a request; the work is done by ``step``.
+        outbox: deque[Step] | None = None,
+    ) -> Request:
+        """Queue a request and give its state, which stays readable when it is over.
 
         Args:
             prompt: text, or token ids, which are used as they are.
@@ -101,9 +110,7 @@ class Engine:
             key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
             rounds_trace: keep every round's tree.
             live: text is wanted with every step, not only with the last one.
-
-        Returns:
-            The request's id, as in ``Step.request``.
+            outbox: gets the request's steps too.
 
         Raises:
             InputError: the prompt is empty, has unknown tokens or is too long, or an option cannot be met.
@@ -128,11 +135,12 @@ class Engine:
             last,
             keep_rounds=rounds_trace,
             live=live or bool(params.stop),
+            outbox=outbox,
         )
         self._check_memory(last)
         with self._lock:
             self._waiting.append(request)
-        return request.id
+        return request
 
     def step(self) -> list[Step]:
         """One round: a chunk of the prompts that are not done, then draft, score, verify, commit for those that are.
@@ -144,13 +152,14 @@ class Engine:
             self._admit()
             steps = self._prefill([r for r in self._running if not r.prefilled])
             fresh = {step.request for step in steps}
-            decoding = [r for r in self._running if r.prefilled and r.finish_reason is None and r.id not in fresh]
+            decoding = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
             for compiled in (True, False):  # a request keeps the path that it began with
                 group = [r for r in decoding if r.compiled is compiled]
                 if group:
                     steps += self._round(group, compiled)
-            for request in [r for r in self._running if r.finish_reason is not None]:
-                self._release(request)
+            for request in [r for r in self._running if r.over]:
+                self._running.remove(request)
+                self._free(request)
             return steps
 
     def remove(self, request: int) -> Request | None:
@@ -172,24 +181,35 @@ class Engine:
 
     def _round(self, requests: list[Request], compiled: bool) -> list[Step]:
         began = time.perf_counter()
-        drafting, scoring = self._draft_seconds(), self.target.forward_seconds
+        drafting, catching_up, scoring = self._draft_seconds(), self._catch_up_seconds(), self.target.forward_seconds
         drafts = self._draft(requests)
-        drafting = self._draft_seconds() - drafting
+        catching_up = self._catch_up_seconds() - catching_up
+        drafting = self._draft_seconds() - drafting - catching_up
         logits = self._score(requests, drafts, compiled)
         scoring = self.target.forward_seconds - scoring
-        steps, row = [], 0
+        steps: list[Step] = []
+        row = 0
         for request, draft in zip(requests, drafts, strict=True):
             rows = request.rows(logits[row : row + len(draft) + 1], draft)
             row += len(draft) + 1
-            verdict = request.verifier.verify(draft, rows, request.context.noise)
-            self._keep(request, draft, verdict.path)
+            request.stats.prefill_seconds += catching_up
             request.stats.draft_seconds += drafting
             request.stats.score_seconds += scoring
-            steps.append(request.commit(draft, verdict, rows))
-            depth = max(draft.tree.depths(), default=-1) + 1
-            request.policy.observe(depth, len(verdict.path))
-        self._learn(drafts, drafting, time.perf_counter() - began - drafting - scoring)
+            steps += self._decide(request, draft, rows)
+        self._learn(drafts, drafting, time.perf_counter() - began - drafting - catching_up - scoring)
         return steps
+
+    def _decide(self, request: Request, draft: Draft, rows: Rows) -> list[Step]:
+        """Verify and commit for one request; what its own options break ends it alone."""
+        try:
+            verdict = request.verifier.verify(draft, rows, request.context.noise)
+            if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
+                self._keep(request, verdict.path)
+                request.policy.observe(max(draft.tree.depths(), default=-1) + 1, len(verdict.path))
+            return [request.commit(draft, verdict, rows)]
+        except Exception as error:
+            request.error = error
+            return []
 
     def _draft(self, requests: list[Request]) -> list[Draft]:
         """What the drafter proposes: nothing where there is none, where it does not pay, or at a request's end."""
@@ -235,7 +255,7 @@ class Engine:
             segments.append(Segment(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
         return self.target.score(segments, compiled=compiled)
 
-    def _keep(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
+    def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
         self.target.cache.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
@@ -272,20 +292,14 @@ class Engine:
         before = self.target.forward_seconds
         logits = self.target.score(segments, last=True)
         spent = self.target.forward_seconds - before
-        steps = []
+        steps: list[Step] = []
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.stats.prefill_seconds += spent
             request.cached += len(segment.tokens)
             if request.prefilled:
                 draft = Draft.empty()
-                rows = request.rows(logits[i : i + 1], draft)
-                verdict = request.verifier.verify(draft, rows, request.context.noise)
-                steps.append(request.commit(draft, verdict, rows))
+                steps += self._decide(request, draft, request.rows(logits[i : i + 1], draft))
         return steps
-
-    def _release(self, request: Request) -> None:
-        self._running.remove(request)
-        self._free(request)
 
     def _free(self, request: Request) -> None:
         if request.slot is not None:
@@ -299,6 +313,9 @@ class Engine:
 
     def _draft_seconds(self) -> float:
         return float(getattr(self.drafter, "forward_seconds", 0.0))
+
+    def _catch_up_seconds(self) -> float:
+        return float(getattr(self.drafter, "prefill_seconds", 0.0))
 
     def _learn(self, drafts: list[Draft], drafting: float, overhead: float) -> None:
         """Running means of what a draft step and a round's bookkeeping cost."""

@@ -13,8 +13,9 @@ from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.loading import Loaded, load_model
 from sakiyomi.model import FIRST_SIZES, PackedModel
-from sakiyomi.outputs import Step
+from sakiyomi.outputs import Generation, Step
 from sakiyomi.params import SamplingParams
+from sakiyomi.request import Request
 
 __all__ = ["LLM"]
 
@@ -102,7 +103,6 @@ class LLM:
             ready=self.compiled,
             settle=self._settle,
         )
-        self._steps: dict[int, deque[Step]] = {}
 
     # ------------------------------------------------------------ generation
 
@@ -131,22 +131,18 @@ class LLM:
             return self.generate([prompts], params, rounds_trace=rounds_trace)[0]
         if prompts and all(isinstance(token, int) for token in prompts):
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
-        requests = []
+        requests: list[Request] = []
         try:
             for i, prompt in enumerate(prompts):
                 for j in range(params.n):
-                    requests.append(
-                        self._add(
-                            prompt, params, (i, j) if params.n > 1 else (i,), rounds_trace=rounds_trace, live=False
-                        )
-                    )
-            states = [self.engine.find(request) for request in requests]
-            while any(state is not None and state.finish_reason is None for state in states):
-                self._advance()
+                    key = (i, j) if params.n > 1 else (i,)
+                    requests.append(self._submit(prompt, params, key=key, rounds_trace=rounds_trace, live=False))
+            while not all(request.over for request in requests):
+                self.engine.step()
         finally:
             for request in requests:
-                self._drop(request)
-        done = [state.generation() for state in states if state is not None]
+                self.engine.remove(request.id)
+        done = [_result(request) for request in requests]
         if params.n == 1:
             return done
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
@@ -162,34 +158,23 @@ class LLM:
         params = params or SamplingParams()
         if params.n > 1:
             raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
-        request = self._add(prompt, params, (0,))
+        steps: deque[Step] = deque()
+        request = self._submit(prompt, params, outbox=steps)
         try:
-            while True:
-                while self._steps[request]:
-                    step = self._steps[request].popleft()
-                    yield step
-                    if step.finish_reason is not None:
-                        return
-                self._advance()
+            while steps or not request.over:
+                if not steps:
+                    self.engine.step()
+                while steps:
+                    yield steps.popleft()
+            if request.error is not None:
+                raise request.error
         finally:
-            self._drop(request)
+            self.engine.remove(request.id)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, key: tuple[int, ...], **options: bool) -> int:
+    def _submit(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
         if any(isinstance(word, str) for word in params.bad_words):
             params = _with_ids(params, self.tokenizer)
-        request = self.engine.add(prompt, params, key=key, **options)
-        self._steps[request] = deque()
-        return request
-
-    def _advance(self) -> None:
-        """One round of the engine; each step goes to whoever asked for it."""
-        for step in self.engine.step():
-            if step.request in self._steps:
-                self._steps[step.request].append(step)
-
-    def _drop(self, request: int) -> None:
-        self._steps.pop(request, None)
-        self.engine.remove(request)
+        return self.engine.submit(prompt, params, **options)
 
     # ------------------------------------------------------------ models
 
@@ -233,6 +218,12 @@ def _spec(draft: Any) -> Any:
         f"draft={draft!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose; several "
         "drafters are not available in this version"
     )
+
+
+def _result(request: Request) -> Generation:
+    if request.error is not None:
+        raise request.error
+    return request.generation()
 
 
 def _only(name: str, value: Any, only: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class Request:
         last: most tokens that prompt and output may have together.
         keep_rounds: keep every round's tree.
         live: text is wanted as it comes, not only at the end.
+        outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
+        error: what ended the request, if it was not its text: a processor of the user's that raised, say.
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target holds.
         compiled: takes compiled graphs; fixed for the request's life, so that it never changes path.
@@ -48,10 +51,12 @@ class Request:
     last: int
     keep_rounds: bool = False
     live: bool = True
+    outbox: deque[Step] | None = None
     slot: int | None = None
     cached: int = 0
     compiled: bool = False
     finish_reason: FinishReason | None = None
+    error: Exception | None = None
     stats: Stats = field(default_factory=Stats)
     trace: list[TokenTrace] = field(default_factory=list)
     rounds: list[RoundTrace] = field(default_factory=list)
@@ -71,6 +76,11 @@ class Request:
     def output(self) -> list[int]:
         """New tokens so far."""
         return self.context.tokens[self.prompt_tokens :]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def prefilled(self) -> bool:
@@ -103,7 +113,10 @@ class Request:
                 text = self.text.push(self.output)[0]
             text += self.text.finish()
             self.stats.seconds = time.perf_counter() - self.began
-        return Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None)
+        step = Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None)
+        if self.outbox is not None:
+            self.outbox.append(step)
+        return step
 
     def _until_end(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the new tokens count, and why the text ends there if it does."""
@@ -160,6 +173,8 @@ class Request:
 
     def _round(self, draft: Draft, verdict: Verdict, rows: Rows) -> RoundTrace:
         tree = draft.tree
+        end = verdict.path[-1] if verdict.path else -1
+        refused = [node for node in verdict.refused if tree.parents[node] == end]
         chances = {draw.node: draw.prob for draw in draft.draws}
         return RoundTrace(
             self.stats.rounds,
@@ -168,7 +183,7 @@ class Request:
             tuple(self._chances(rows, [parent + 1 for parent in tree.parents], tree.tokens) if len(tree) else ()),
             tuple(chances.get(node) for node in range(len(tree))),
             verdict.path,
-            tree.tokens[verdict.refused[0]] if verdict.refused else None,
+            tree.tokens[refused[0]] if refused else None,
             verdict.token,
             verdict.kind,
         )

@@ -24,6 +24,7 @@ from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
 from sakiyomi.cache.slots import FIRST_ROOM
 from sakiyomi.drafters import Context
+from sakiyomi.request import Request
 from sakiyomi.tree import Draft
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
@@ -627,12 +628,12 @@ def test_a_request_that_is_over_before_its_caller_looks(how: str, monkeypatch: p
     must not be lost, nor the caller wait for ever.
     """
     llm = llm_with()
-    add, step = llm.engine.add, llm.engine.step
+    submit, step = llm.engine.submit, llm.engine.step
     idle = [0]
 
-    def and_go(*args: Any, **kwargs: Any) -> int:
-        request = add(*args, **kwargs)
-        llm._advance()  # the other thread
+    def and_go(*args: Any, **kwargs: Any) -> Request:
+        request = submit(*args, **kwargs)
+        step()  # the other thread
         return request
 
     def at_most_a_few() -> list[Step]:
@@ -640,7 +641,7 @@ def test_a_request_that_is_over_before_its_caller_looks(how: str, monkeypatch: p
         assert idle[0] < 20, "the caller waits for a request that is over"
         return step()
 
-    monkeypatch.setattr(llm.engine, "add", and_go)
+    monkeypatch.setattr(llm.engine, "submit", and_go)
     monkeypatch.setattr(llm.engine, "step", at_most_a_few)
     values = params(max_new_tokens=1)
     if how == "generate":

@@ -107,10 +107,11 @@ class ModelDrafter:
         context.memory[self.name + ".sure"] = right
 
     def _catch_up(self, context: Context) -> None:
-        """Run a prompt, or a stretch without drafting, through the draft."""
+        """Run a prompt, or a long stretch without drafting, through the draft."""
         seat: _Seat = context.memory[self.name]
         before = self.model.forward_seconds
-        while len(context.tokens) - len(seat.held) > LONG:
+        most = LONG if seat.held else 1
+        while len(context.tokens) - len(seat.held) > most:
             fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
             self.model.cache.reserve(seat.slot, len(seat.held) + len(fresh))
             self.model.score([Segment(seat.slot, len(seat.held), fresh, prompt=True)], last=True)

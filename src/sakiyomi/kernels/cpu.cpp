@@ -264,8 +264,9 @@ at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
   shape.back() = out;
   at::Tensor y = at::empty(shape, x.options());
   // Rows that only fill the pass up to its size are not computed: a graph of 64 rows costs what its 40 real ones cost.
-  // Where a layer gets another number of rows (experts, layers of single heads), which rows are real is not known.
-  int64_t all = x.numel() / w.in, rows = all == current.size ? (int64_t)current.path_start.size() - 1 : all;
+  // Where a layer does not get the pass as it came, (1, N, in), which of its rows are real is not known (experts).
+  int64_t all = x.numel() / w.in, rows = all;
+  if (all == current.size && x.dim() == 3 && x.size(0) == 1) rows = (int64_t)current.path_start.size() - 1;
   if (rows < all) std::memset((char*)y.mutable_data_ptr() + rows * out * y.element_size(), 0, (all - rows) * out * y.element_size());
   if (w.half)
     multiply<bf16>(w, (const bf16*)x.const_data_ptr(), (bf16*)y.mutable_data_ptr(), rows);

@@ -147,5 +147,5 @@ class Graphs:
             self._ready[size] = graph
         except Exception as error:  # whatever the compiler throws, the eager path is there
             self.failed = True
-            first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            logger.warning("compiling a graph of %d rows failed, passes run eagerly: %s", size, first)
+            lines = (str(error).strip() or type(error).__name__).splitlines()[:2]
+            logger.warning("compiling a graph of %d rows failed, passes run eagerly: %s", size, " ".join(lines)[:300])

@@ -46,7 +46,9 @@ class PackedLinear(nn.Module):
 
     def __init__(self, index: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.index, self.in_features, self.out_features, self.dtype = index, in_features, out_features, dtype
+        self.index, self.in_features, self.out_features = index, in_features, out_features
+        # Some models ask a layer's weight for its dtype or device.
+        self.weight = torch.empty(0, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
