@@ -45,9 +45,9 @@ def plot_losses(progress: Progress, path: Path) -> bool:
             other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"acceptance {name}")
     axes.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper right", frameon=False)
     if other is not None:
         other.set(ylabel="acceptance rate on held-out prompts", ylim=(0, 1))
-        other.legend(loc="lower right", frameon=False)
+    # Below the picture: inside it, a legend of two axes always lies on one of the curves.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
     return True
