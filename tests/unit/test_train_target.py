@@ -114,6 +114,7 @@ def test_pauses_are_charged_one_minute_at_most(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch's own modules, and of tensors it looks at
 def test_compiled_layers_learn_as_eager_ones_do(tmp_path: Path) -> None:
     if not loop.compiler_found():
         pytest.skip("torch.compile finds no C++ compiler")

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.data import Ids, TextSpec, encode_documents, read_documents
 from sakiyomi.train.report import Reporter
+from sakiyomi.train.schedule import LONGEST_STEP_SECONDS
 
 
 @torch.inference_mode()
@@ -84,9 +85,10 @@ def extend_samples(
     shares = np.array([spec.decay for spec in prompts], dtype=float)
     path.parent.mkdir(parents=True, exist_ok=True)
     have = _whole_lines(path)
-    began = time.monotonic()
+    spent = 0.0
     with path.open("a", encoding="utf-8") as file:
-        while have < config.samples and time.monotonic() - began < config.sample_minutes * 60:
+        while have < config.samples and spent < config.sample_minutes * 60:
+            began = time.monotonic()
             batch = have // config.sample_batch
             rng = np.random.default_rng((config.seed, batch))
             chosen = draw_prompts(pools, shares / shares.sum(), config.sample_batch, rng)
@@ -99,7 +101,8 @@ def extend_samples(
                 file.write(json.dumps(record) + "\n")
             file.flush()
             have += len(texts)
-            reporter.note(f"samples: {have} of {config.samples}, {(time.monotonic() - began) / 60:.1f} min")
+            spent += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
+            reporter.note(f"samples: {have} of {config.samples}, {spent / 60:.1f} min")
     return have
 
 
