@@ -12,7 +12,7 @@ from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.loading import Loaded, load_model
-from sakiyomi.model import FIRST_SIZES, PackedModel
+from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Generation, Step
 from sakiyomi.params import SamplingParams
 from sakiyomi.request import Request
@@ -180,8 +180,7 @@ class LLM:
 
     def compiled(self) -> bool:
         """Whether a request that begins now runs on compiled graphs."""
-        graphs = [model.graphs for model in self._models]
-        return all(graph is not None and graph.ready(FIRST_SIZES) for graph in graphs)
+        return all(model.graphs is not None and model.graphs.ready(model.first_sizes) for model in self._models)
 
     def wait(self) -> None:
         """Until background compilation has finished."""
@@ -197,7 +196,9 @@ class LLM:
         return load_model(name, **self._options)
 
     def _pack_beside(self, loaded: Loaded) -> PackedModel:
-        packed = PackedModel(loaded.model, owned=loaded.owned, **{**self._pack_options, "exact": False})
+        packed = PackedModel(
+            loaded.model, owned=loaded.owned, first_sizes=DRAFT_SIZES, **{**self._pack_options, "exact": False}
+        )
         self._models.append(packed)
         return packed
 

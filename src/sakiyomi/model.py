@@ -34,7 +34,8 @@ from sakiyomi.memory import available_bytes
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-FIRST_SIZES = (8, 1, 4)  # what one request needs, the likeliest first; the others are compiled when they are met
+# What one request needs, the likeliest first; the others are compiled when they are met.
+TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
 
 
 def structural_copy(model: nn.Module) -> Any:
@@ -80,6 +81,8 @@ class PackedModel:
         exact: every pass has a row count at which a self-test found each row independent of the others.
         owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
 
+        first_sizes: row counts whose graphs are compiled first.
+
     Raises:
         UnsupportedError: the model's attention cannot be served.
     """
@@ -92,6 +95,7 @@ class PackedModel:
         compile: bool | str = "auto",
         exact: bool = False,
         owned: bool = False,
+        first_sizes: Sequence[int] = TARGET_SIZES,
     ) -> None:
         self.config = model.config.get_text_config()
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -104,7 +108,7 @@ class PackedModel:
             getattr(self.config, "layer_types", None) or ()
         ):  # llama4: chunks are in the mask only
             self.max_context = min(self.max_context, int(self.config.attention_chunk_size or self.max_context))
-        self.exact = exact
+        self.exact, self.first_sizes = exact, tuple(first_sizes)
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
         self._seconds: dict[int, float] = {}
@@ -158,11 +162,9 @@ class PackedModel:
         if isinstance(state, NativeModel) and self.cache.room:
             state.attach(self.cache)
         if self._compile and self.passes_here and self.device.type == "cpu" and not self._unsettled:
-            self.graphs = Graphs(self._model, state, self.device, SIZES)
+            self.graphs = Graphs(self._model, state, self.device, SIZES, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)
-            else:
-                self.graphs.start(FIRST_SIZES)
 
     def _moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""
@@ -344,9 +346,10 @@ class PackedModel:
             ids = torch.tensor([plan.tokens + [0] * filler], device=self.device)
             positions = torch.tensor([plan.positions + [0] * filler], device=self.device)
             self.state.begin(plan, size)
-            graph = self.graphs.get(size) if compiled and self.graphs is not None else None
+            # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
+            graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
             began = time.perf_counter()
-            if graph is not None:
+            if graph is not None and compiled:
                 logits = graph(ids, positions)
             elif self._captured is not None and compiled and plan.rows:
                 logits = self._captured.run(ids, positions)

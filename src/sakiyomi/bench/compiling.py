@@ -86,7 +86,7 @@ def start_seconds(config: BenchConfig) -> dict[str, Any]:
 def _start(target: str, dtype: str) -> dict[str, Any]:
     """In the new process: seconds of each graph; the first ones come from the background, as in any use."""
     from sakiyomi.loading import load_model
-    from sakiyomi.model import FIRST_SIZES, PackedModel
+    from sakiyomi.model import TARGET_SIZES, PackedModel
 
     began = time.perf_counter()
     loaded = load_model(target, dtype=dtype)
@@ -96,12 +96,12 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     last = time.perf_counter()
     graphs = model.graphs
     while graphs is not None and not graphs.failed and len(found) < len(model.sizes):
-        for size in FIRST_SIZES:
+        for size in TARGET_SIZES:
             if size not in found and graphs.ready((size,)):
                 now = time.perf_counter()
                 found[size], last = now - last, now
         time.sleep(0.002)
-        if len(found) >= len(FIRST_SIZES):
+        if len(found) >= len(TARGET_SIZES):
             for size in model.sizes:
                 if size not in found:
                     began = time.perf_counter()

@@ -74,10 +74,15 @@ class Graphs:
         state: what its attention operator reads.
         device: of the model.
         sizes: row counts that may be asked for.
+        first: those that any request needs, the likeliest first. They are compiled in the background from the first
+            decoding pass on, not before: the compiler's imports would hold up the first token.
     """
 
-    def __init__(self, model: Any, state: State, device: torch.device, sizes: Sequence[int]) -> None:
-        self._model, self._state, self._device, self._sizes = model, state, device, tuple(sizes)
+    def __init__(
+        self, model: Any, state: State, device: torch.device, sizes: Sequence[int], first: Sequence[int] = ()
+    ) -> None:
+        self._model, self._state, self._device = model, state, device
+        self._sizes, self._first = tuple(sizes), tuple(first)
         self._ready: dict[int, Graph] = {}
         self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._asked: set[int] = set()
@@ -92,7 +97,7 @@ class Graphs:
         """The graph for this row count; None, and it is made in the background, where there is none yet."""
         graph = self._ready.get(size)
         if graph is None and size in self._sizes:
-            self.start((size,))
+            self.start((*self._first, size))
         return graph
 
     def ready(self, sizes: Sequence[int]) -> bool:
@@ -120,7 +125,8 @@ class Graphs:
                 self._compile(size)
 
     def wait(self) -> None:
-        """Until the background has nothing left to do."""
+        """Until the background has nothing left to do, the first sizes included."""
+        self.start(self._first)
         self._idle.wait()
 
     def _work(self) -> None:
