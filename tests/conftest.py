@@ -4,5 +4,5 @@ from __future__ import annotations
 
 import os
 
-# The tests' models are tiny: a second thread gains nothing, and on a machine that is busy two of them wait for each other.
+# The tests' models are tiny: a second thread gains nothing, and on a busy machine two of them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
