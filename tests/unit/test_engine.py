@@ -6,8 +6,13 @@ What a pass computes is tested elsewhere; here it is who gets it, when, and what
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -664,3 +669,34 @@ def test_compiled_graphs_give_the_same_tokens(tmp_path: Path) -> None:
     for tokens in (PROMPTS, PROMPTS[:1], PROMPTS * 2):
         llm.generate(tokens, params(gamma=5))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_model_with_graphs_goes_when_nobody_holds_it() -> None:
+    llm = LLM((model_of("llama"), TOKENIZER), "none", compile="auto")
+    llm.generate(PROMPTS[:1], params(max_new_tokens=4))
+    assert llm.target.graphs is not None
+    llm.target.graphs.wait()
+    assert llm.compiled()
+    packed = weakref.ref(llm.target)
+    del llm
+    gc.collect()
+    assert packed() is None
+
+
+@pytest.mark.parametrize("seconds", [0.7, 1.5])
+def test_a_process_may_end_while_graphs_compile(seconds: float, tmp_path: Path) -> None:
+    code = """
+import sys, time
+from sakiyomi import LLM, SamplingParams
+llm = LLM("tales", "model:tales-draft")
+print(llm.generate("Once upon a time", SamplingParams(max_new_tokens=4)).text)
+assert not llm.compiled()
+time.sleep(float(sys.argv[1]))
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # nothing compiled before helps
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(seconds)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "terminate" not in done.stderr and "Traceback" not in done.stderr

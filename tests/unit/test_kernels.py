@@ -5,7 +5,12 @@ A failure here is the first cause of failures elsewhere: look at it before the g
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.kernels import build
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel, can_pack, pack_weight
 from sakiyomi.kernels.plan import Plan, Segment
@@ -377,3 +383,45 @@ def test_filler_rows_are_not_computed() -> None:
     got = layer(x)
     torch.testing.assert_close(got[:, :5], F.linear(x, weight)[:, :5], rtol=1e-5, atol=1e-5)
     assert not got[:, 5:].any()
+
+
+# ---------------------------------------------------------------- building
+
+
+def compiler_that(folder: Path, does: str) -> dict[str, str]:
+    """Environment with a stand-in for the C++ compiler; `$out` is the file that it shall write."""
+    script = folder / "compiler"
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nout="$2"\n{does}\n')
+    script.chmod(0o755)
+    return {"CXX": str(script), "SAKIYOMI_CACHE": str(folder / "cache")}
+
+
+def files(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in compiler_that(tmp_path, 'echo half > "$out"; echo out of paper >&2; exit 1').items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError, match="out of paper"):
+        build._build(build.library_path())
+    assert not files(tmp_path / "cache" / "kernels")
+
+
+def test_a_build_outlives_the_process_that_began_it(tmp_path: Path) -> None:
+    environment = os.environ | compiler_that(tmp_path, 'sleep 1; echo library > "$out"')
+    code = """
+import time
+from sakiyomi.kernels.build import library_path, native_at_hand
+print(native_at_hand(), library_path())
+time.sleep(0.4)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    at_hand, path = done.stdout.split()
+    assert at_hand == "False"
+    for _ in range(200):
+        if Path(path).exists():
+            break
+        time.sleep(0.05)
+    assert Path(path).read_text() == "library\n"
+    assert files(Path(path).parent) == [Path(path).name]

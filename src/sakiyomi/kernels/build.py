@@ -13,9 +13,9 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 
@@ -76,12 +76,20 @@ def _build(path: Path) -> None:
     if cxx is None:
         raise OSError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        fresh = Path(folder) / path.name
-        done = subprocess.run(_command(cxx, fresh), capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode:
-            raise OSError(f"{cxx} failed: {done.stderr.strip()[-300:]}")
-        fresh.replace(path)
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    # A process group of its own, which also moves the result to its place: a first run that is over sooner than the
+    # compiler still leaves the kernels to the next one.
+    script = '"$@" && mv "$0" ' + shlex.quote(str(path)) + ' || { rm -f "$0"; exit 1; }'
+    done = subprocess.run(
+        ["sh", "-c", script, str(fresh), *_command(cxx, fresh)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        start_new_session=True,
+    )
+    if done.returncode:
+        raise OSError(f"{cxx} failed: {done.stderr.strip()[-300:]}")
 
 
 _lock = threading.Lock()

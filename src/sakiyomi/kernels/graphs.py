@@ -7,11 +7,13 @@ the next process starts in seconds.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
-import queue
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -66,6 +68,19 @@ def _step(model: Any, name: str) -> Graph:
     return types.FunctionType(step.__code__.replace(co_name=name), step.__globals__, name, None, step.__closure__)
 
 
+_compiling: set[threading.Thread] = set()
+
+
+@atexit.register
+def _stop_compiling() -> None:
+    """Stop the threads before the interpreter goes: one that dies inside the compiler takes the process down with it."""
+    for thread in list(_compiling):
+        assert thread.ident is not None
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+    for thread in list(_compiling):
+        thread.join()
+
+
 class Graphs:
     """The compiled graphs of one model, by row count.
 
@@ -84,10 +99,9 @@ class Graphs:
         self._model, self._state, self._device = model, state, device
         self._sizes, self._first = tuple(sizes), tuple(first)
         self._ready: dict[int, Graph] = {}
-        self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._wanted: deque[int] = deque()
         self._asked: set[int] = set()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self.failed = self._device.type == "cpu" and compiler() is None
         if self.failed:
@@ -106,16 +120,16 @@ class Graphs:
 
     def start(self, sizes: Sequence[int]) -> None:
         """Have these compiled in the background."""
-        fresh = [size for size in sizes if size not in self._asked]
-        if self.failed or not fresh:
+        if self.failed or all(size in self._asked for size in sizes):
             return
-        self._asked.update(fresh)
-        self._idle.clear()
-        for size in fresh:
-            self._wanted.put(size)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="sakiyomi-compile", daemon=True)
-            self._thread.start()
+        with self._lock:
+            fresh = [size for size in dict.fromkeys(sizes) if size not in self._asked]
+            self._asked.update(fresh)
+            self._wanted.extend(fresh)
+            if fresh and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="sakiyomi-compile", daemon=True)
+                _compiling.add(self._thread)
+                self._thread.start()
 
     def make(self, sizes: Sequence[int]) -> None:
         """Have these compiled now."""
@@ -127,15 +141,22 @@ class Graphs:
     def wait(self) -> None:
         """Until the background has nothing left to do, the first sizes included."""
         self.start(self._first)
-        self._idle.wait()
+        thread = self._thread
+        if thread is not None:
+            thread.join()
 
     def _work(self) -> None:
-        while True:
-            size = self._wanted.get()
-            if not self.failed:
+        """Compile what is wanted, then end: a thread that waits for more would keep the model alive for ever."""
+        try:
+            while True:
+                with self._lock:
+                    if not self._wanted or self.failed:
+                        self._thread = None
+                        return
+                    size = self._wanted.popleft()
                 self._compile(size)
-            if self._wanted.empty():
-                self._idle.set()
+        finally:
+            _compiling.discard(threading.current_thread())
 
     def _compile(self, size: int) -> None:
         _keep_on_disk()
