@@ -149,6 +149,7 @@ class Engine:
             What was committed, one step a request at most; a request's last step has its ``finish_reason``.
         """
         with self._lock:
+            self.settle()
             self._admit()
             steps = self._prefill([r for r in self._running if not r.prefilled])
             fresh = {step.request for step in steps}
@@ -176,6 +177,12 @@ class Engine:
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""
         return next((r for r in (*self._running, *self._waiting) if r.id == request), None)
+
+    def settle(self) -> None:
+        """Take into use what has become ready in the background; does nothing while requests run."""
+        with self._lock:
+            if not self._running:
+                self._settle()
 
     # ------------------------------------------------------------ one round
 
@@ -264,8 +271,6 @@ class Engine:
     # ------------------------------------------------------------ coming and going
 
     def _admit(self) -> None:
-        if not self._running:
-            self._settle()
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
             request.slot = self.target.cache.take()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
+from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, load_model
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Generation, Step
@@ -147,10 +149,16 @@ class LLM:
             return done
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Step]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0) -> Iterator[Step]:
         """Generate for one prompt and give every round's tokens and text as they come.
 
         Joined ``step.text`` is the generation's text. Leaving the loop early ends the request.
+
+        Args:
+            prompt: text or token ids.
+            params: None for the defaults.
+            index: place of the prompt in a list of prompts that are streamed one by one: with a seed each then has
+                the text that ``generate`` gives it in that list.
 
         Raises:
             InputError, MemoryLimitError: at the first step, before any work is done.
@@ -159,7 +167,7 @@ class LLM:
         if params.n > 1:
             raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
         steps: deque[Step] = deque()
-        request = self._submit(prompt, params, outbox=steps)
+        request = self._submit(prompt, params, key=(index,), outbox=steps)
         try:
             while steps or not request.over:
                 if not steps:
@@ -180,13 +188,29 @@ class LLM:
 
     def compiled(self) -> bool:
         """Whether a request that begins now runs on compiled graphs."""
-        return all(model.graphs is not None and model.graphs.ready(model.first_sizes) for model in self._models)
+        return all(model.compiled() for model in self._models)
 
-    def wait(self) -> None:
-        """Until background compilation has finished."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for kernels and graphs that are made in the background.
+
+        Args:
+            timeout: so many seconds at most; None: as long as it takes.
+
+        Returns:
+            Whether a request that begins now runs on compiled graphs.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if end is None else max(0.0, end - time.monotonic())
+
+        if any(model.unsettled for model in self._models):
+            builder().join(left())
+            self.engine.settle()
         for model in self._models:
             if model.graphs is not None:
-                model.graphs.wait()
+                model.graphs.wait(left())
+        return self.compiled()
 
     def _settle(self) -> None:
         for model in self._models:

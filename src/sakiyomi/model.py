@@ -80,7 +80,6 @@ class PackedModel:
         compile: "auto" compiles graphs in the background where a compiler is, True waits for them, False never does.
         exact: every pass has a row count at which a self-test found each row independent of the others.
         owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
-
         first_sizes: row counts whose graphs are compiled first.
 
     Raises:
@@ -134,7 +133,7 @@ class PackedModel:
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
         # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
-        self._unsettled = compile == "auto" and not exact and self._packable() and not native_at_hand()
+        self.unsettled = compile == "auto" and not exact and self._packable() and not native_at_hand()
         if not self.passes_here:
             self._take(OwnAttention(self.cache))
         elif accelerated:
@@ -142,7 +141,7 @@ class PackedModel:
             self._take(state)
             self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
-            self._take((None if self._unsettled else self._native()) or Dense(self.cache, by_row=exact))
+            self._take((None if self.unsettled else self._native()) or Dense(self.cache, by_row=exact))
         self.sizes: tuple[int, ...] = SIZES
         self._proven = False
         if exact:
@@ -150,10 +149,17 @@ class PackedModel:
 
     def settle(self) -> None:
         """Take kernels into use that were being built when the model was loaded. Only while no request runs."""
-        if self._unsettled and native_at_hand():
-            self._unsettled = False
+        if self.unsettled and native_at_hand():
+            self.unsettled = False
             with self.lock:
                 self._take(self._native() or self.state)
+
+    def compiled(self, rows: int | None = None) -> bool:
+        """Whether passes over so many rows run on graphs; None: those that any request needs."""
+        if self._captured is not None:  # captured at first use
+            return True
+        sizes = self.first_sizes if rows is None else (self._size(rows),)
+        return self.graphs is not None and self.graphs.ready(sizes)
 
     def _take(self, state: State) -> None:
         """Run on this attention from now on, and have its graphs compiled where that is possible."""
@@ -161,7 +167,7 @@ class PackedModel:
         self._model.set_attn_implementation(state.attention)
         if isinstance(state, NativeModel) and self.cache.room:
             state.attach(self.cache)
-        if self._compile and self.passes_here and self.device.type == "cpu" and not self._unsettled:
+        if self._compile and self.passes_here and self.device.type == "cpu" and not self.unsettled:
             self.graphs = Graphs(self._model, state, self.device, SIZES, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)

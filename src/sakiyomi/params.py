@@ -135,6 +135,12 @@ class SamplingParams:
             )
         if self.acceptance not in ACCEPTANCES:
             raise InputError(f"acceptance is {self.acceptance!r}; available are {known}")
+        for name, default in (("epsilon", type(self).epsilon), ("delta", type(self).delta)):
+            if getattr(self, name) != default:
+                raise InputError(
+                    f"{name} is {getattr(self, name)!r} and acceptance is {self.acceptance!r}, which has no such "
+                    "threshold: leave it out"
+                )
 
     @staticmethod
     def _validate_bad_word(word: str | Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -12,19 +13,21 @@ import torch
 from typer.testing import CliRunner
 
 from sakiyomi.bench import bookkeeping as bookkeeping_row
-from sakiyomi.bench import suites
+from sakiyomi.bench import compiling, suites
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.prompts import STORIES, read_prompts
-from sakiyomi.bench.report import condition_line, of_race
+from sakiyomi.bench.report import Row, condition_line, of_race
 from sakiyomi.bench.runner import Agreement, Contender, Lap, race, same_tokens, timed
 from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cli import app
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.llm import LLM
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
+from sakiyomi.model import SIZES
 from sakiyomi.params import SamplingParams
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -238,7 +241,7 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     assert len(found.lines) >= 2
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in found.lines)
     assert found.lines[0]["ratio"] == 1.0
-    assert {"dtype", "gamma", "prompt_tokens", "repeats"} <= set(found.conditions)
+    assert {"dtype", "gamma", "prompt_tokens", "laps"} <= set(found.conditions)
     json.dumps(found.to_dict())
 
 
@@ -255,8 +258,41 @@ def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> 
 def test_exact_row(pair: BenchConfig) -> None:
     found = suites.ROWS["exact"](pair, suites.Note())
     assert [line["dtype"] for line in found.lines] == ["float32", "bfloat16"]
-    assert all(line["bit_equal"] for line in found.lines), found.lines
-    assert all(line["runs_compared"] == 22 for line in found.lines)
+    assert all(line["equal_tokens"] for line in found.lines), found.lines
+    assert all(line["runs_compared"] == 26 for line in found.lines)
+
+
+def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(config: BenchConfig, note: suites.Note) -> Row:
+        raise LoadError("the model went away")
+
+    monkeypatch.setitem(suites.ROWS, "batch", fails)
+    arguments = ["bench", "--rows", "batch", "--rows", "stories", "--target", pair.target, "--draft", pair.draft]
+    arguments += ["--repeats", "1", "--max-new-tokens", "4", "--count", "2", "--gamma", "2", "--no-compile", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "the model went away" in result.stdout
+    rows = json.loads(result.stdout.splitlines()[-1])["rows"]
+    assert [(row["row"], row["error"]) for row in rows] == [("batch", "the model went away"), ("stories", None)]
+
+
+def test_a_new_process_times_every_graph(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(graphs: Graphs, size: int) -> None:
+        graphs._ready[size] = lambda ids, positions: ids
+
+    monkeypatch.setattr(Graphs, "_compile", compiled)
+    found = compiling._start(pair.target, "float32")
+    assert sorted(found["graphs"]) == list(SIZES)
+    monkeypatch.setattr(Graphs, "_compile", lambda graphs, size: None)
+    with pytest.raises(SakiyomiError, match="cannot be compiled"):
+        compiling._start(pair.target, "float32")
+
+
+@pytest.mark.slow
+def test_compiling_row(pair: BenchConfig) -> None:
+    found = compiling.compiling(dataclasses.replace(pair, compile=True), suites.Note())
+    assert found.lines[-1]["new_graphs"] == found.lines[-1]["passes_without_graph"] == 0
+    assert [line["rows"] for line in found.lines[:-1]] == [8, 1, 4, 16, 32, 64]
 
 
 def test_the_command(pair: BenchConfig) -> None:

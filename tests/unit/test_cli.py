@@ -82,7 +82,7 @@ def test_model_options_are_the_parameters_of_llm() -> None:
 
 @pytest.mark.parametrize(("given", "value"), [("auto", "auto"), ("true", True), ("False", False)])
 def test_compile_is_a_word(given: str, value: object) -> None:
-    assert ModelOptions(compile=given).values()["compile"] is value or value == "auto"
+    assert ModelOptions(compile=given).values()["compile"] == value
 
 
 def test_help_is_quick_and_light() -> None:
@@ -124,15 +124,23 @@ def test_the_page_of_commands_is_current() -> None:
         (["generate", "x", "--draft", "crystal-ball"], 2, "crystal-ball"),
         (["generate", "x", "--stream", "--n", "2"], 2, "n is 2"),
         (["generate", "x", "--rounds-trace"], 2, "--json"),
+        (["generate", "x", "--logprobs", "2"], 2, "--json"),
+        (["generate", "x", "--rounds-trace", "--stream", "--json"], 2, "--stream"),
+        (["generate", "x", "--epsilon", "0.2"], 2, "epsilon is 0.2"),
         (["generate", "x", "--no-such-flag"], 2, "No such option"),
         (["generate", "x", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["generate", "--file", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
         (["bench", "--rows", "nonesuch"], 2, "there is no row 'nonesuch'"),
         (["bench", "--repeats", "0"], 2, "repeats is 0"),
+        (["bench", "--target", "/nowhere/at/all"], 2, "draft model"),
+        (["bench", "--dtype", "int3"], 2, "dtype is 'int3'"),
+        (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
+        (["bench", "--rows", "compiling", "--no-compile"], 2, "compile is off"),
         (["audit", "--count", "0"], 2, "count is 0"),
         (["demo", "--gamma", "0"], 2, "gamma is 0"),
         (["demo", "--draft", "none"], 2, "draft model"),
         (["info", "--target", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["info", "--target", "tales", "--repeats", "0"], 2, "repeats is 0"),
         (["nonesuch"], 2, "No such command"),
     ],
 )
@@ -192,13 +200,29 @@ def test_samples_and_seeds(pair: list[str]) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_streamed_or_not_each_prompt_has_its_own_seed(pair: list[str]) -> None:
+    base = ["generate", "Once", "Once", *pair, "--max-new-tokens", "8", "--temperature", "1", "--seed", "1", "--json"]
+    texts = []
+    for how in ("--stream", "--no-stream"):
+        result = runner.invoke(app, [*base, how])
+        texts.append([done["text"] for done in json.loads(result.stdout.splitlines()[-1])["generations"]])
+    assert texts[0] == texts[1]
+    assert texts[0][0] != texts[0][1]
+
+
+def test_a_model_without_a_known_draft_gets_a_hint(models: Path) -> None:
+    base = ["generate", "Once", "--target", str(models / "target"), "--compile", "false", "--max-new-tokens", "4"]
+    assert "no draft is known" in runner.invoke(app, base).stderr
+    assert not runner.invoke(app, [*base, "--draft", "none"]).stderr
+
+
 def test_prompts_from_stdin_and_file(tmp_path: Path, pair: list[str]) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"text": "A fox"}\n\n{"turns": ["A bear", "more"]}\n"A duck"\n', encoding="utf-8")
+    file.write_text('{"text": "A\u2028fox"}\r\n\n{"turns": ["A bear", "more"]}\n"A duck"\n', encoding="utf-8")
     base = ["generate", *pair, "--max-new-tokens", "3", "--json"]
     result = runner.invoke(app, [*base, "first", "-", "--file", str(file)], input="a line\nand another\n")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["prompts"] == ["first", "a line\nand another", "A fox", "A bear", "A duck"]
+    assert json.loads(result.stdout)["prompts"] == ["first", "a line\nand another", "A\u2028fox", "A bear", "A duck"]
 
 
 @pytest.mark.parametrize(
@@ -294,6 +318,7 @@ def test_demo(models: Path, no_compiler: None) -> None:
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines)
     assert {"dtype", "draft_dtype", "gamma"} <= set(value["table"]["conditions"])
+    assert value["table"]["conditions"]["graphs"] == "eager"
 
 
 def test_demo_without_the_table(models: Path, no_compiler: None) -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.toys import tiny_llama
 
 from sakiyomi.kernels import native
 from sakiyomi.kernels.device import DevicePass
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.model import PackedModel
+from toys import tiny_llama
 
 
 @pytest.fixture

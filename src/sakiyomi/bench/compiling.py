@@ -6,13 +6,16 @@ import json
 import subprocess
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row
 from sakiyomi.errors import SakiyomiError
 from sakiyomi.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
 
 __all__ = ["compiling", "graph_count", "start_seconds"]
 
@@ -28,13 +31,15 @@ def graph_count() -> int:
 
 
 def compiling(config: BenchConfig, note: Note) -> Row:
-    """New graphs after the warm-up; seconds a graph in a new process with a warm disk cache."""
+    """New graphs and eager passes after the warm-up; seconds a graph in a new process with a warm disk cache."""
     pair = Pair(config)
     note("compiling: all graphs")
     llm = pair.llm(max_batch=8)
+    if not llm.compiled():
+        raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
     llm.generate(pair.prompts[:1], SamplingParams(max_new_tokens=16, gamma=config.gamma))
     before = graph_count()
-    runs = 0
+    runs, eager = 0, _count_eager(llm)
     for size in range(1, 9):
         note(f"compiling: batch of {size}")
         for length, gamma in ((5, 1), (23, 2), (70, 4)):
@@ -49,10 +54,11 @@ def compiling(config: BenchConfig, note: Note) -> Row:
     note("compiling: a new process with a warm disk cache")
     found = start_seconds(config)
     lines = [
-        {"rows": int(size), "start_seconds": seconds, "new_graphs_after_warm_up": None}
+        {"rows": int(size), "start_seconds": seconds, "new_graphs": None, "passes_without_graph": None}
         for size, seconds in found["graphs"].items()
     ]
-    lines.append({"rows": "all batch sizes and lengths", "start_seconds": None, "new_graphs_after_warm_up": recompiles})
+    after = {"new_graphs": recompiles, "passes_without_graph": len(eager)}
+    lines.append({"rows": "all batch sizes and lengths", "start_seconds": None, **after})
     conditions = {
         "target": config.target,
         "draft": config.draft_model,
@@ -64,6 +70,23 @@ def compiling(config: BenchConfig, note: Note) -> Row:
     return Row(
         "compiling", "new graphs after the warm-up; seconds until a graph is there in a new process", lines, conditions
     )
+
+
+def _count_eager(llm: LLM) -> list[int]:
+    """Rows of every decoding pass of the target that finds no graph from now on."""
+    found: list[int] = []
+    graphs = llm.target.graphs
+    assert graphs is not None
+    get = graphs.get
+
+    def counted(size: int) -> Any:
+        graph = get(size)
+        if graph is None:
+            found.append(size)
+        return graph
+
+    graphs.get = counted  # type: ignore[method-assign]
+    return found
 
 
 def start_seconds(config: BenchConfig) -> dict[str, Any]:
@@ -84,7 +107,7 @@ def start_seconds(config: BenchConfig) -> dict[str, Any]:
 
 
 def _start(target: str, dtype: str) -> dict[str, Any]:
-    """In the new process: seconds of each graph; the first ones come from the background, as in any use."""
+    """In the new process: seconds of each graph, in the order in which a request asks for them."""
     from sakiyomi.loading import load_model
     from sakiyomi.model import TARGET_SIZES, PackedModel
 
@@ -93,20 +116,13 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     load_seconds = time.perf_counter() - began
     model = PackedModel(loaded.model, compile="auto")
     found: dict[int, float] = {}
-    last = time.perf_counter()
-    graphs = model.graphs
-    while graphs is not None and not graphs.failed and len(found) < len(model.sizes):
-        for size in TARGET_SIZES:
-            if size not in found and graphs.ready((size,)):
-                now = time.perf_counter()
-                found[size], last = now - last, now
-        time.sleep(0.002)
-        if len(found) >= len(TARGET_SIZES):
-            for size in model.sizes:
-                if size not in found:
-                    began = time.perf_counter()
-                    graphs.make((size,))
-                    found[size] = time.perf_counter() - began
+    for size in dict.fromkeys((*TARGET_SIZES, *model.sizes)):
+        began = time.perf_counter()
+        if model.graphs is not None:
+            model.graphs.make((size,))
+        if not model.compiled(size):
+            raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
+        found[size] = time.perf_counter() - began
     return {"load_seconds": load_seconds, "graphs": found}
 
 

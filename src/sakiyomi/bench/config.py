@@ -57,6 +57,18 @@ class BenchConfig:
         """
         return list(STORIES[: self.count]) if self.prompts is None else read_prompts(self.prompts, self.count)
 
+    def check_pair(self) -> None:
+        """Refuse at once what a row about a pair would refuse after others have run.
+
+        Raises:
+            InputError, LoadError: the draft is no model, the dtype is not known, or the prompts cannot be read.
+        """
+        from sakiyomi.loading.model import parse_dtype
+
+        parse_dtype(self.dtype)
+        self.draft_model  # noqa: B018
+        self.texts()
+
     @property
     def draft_model(self) -> str:
         """Name of the draft model, which transformers has to load too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,13 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[str]:
     try:
         raw = path.read_bytes()
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise LoadError(
             f"the prompts in {str(path)!r} cannot be read ({error}); expected a text or .jsonl file"
         ) from None
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     found: list[str] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         if line.strip():
             found.append(_of_json(line, path, number) if is_json else line)
         if len(found) == count:

@@ -21,6 +21,7 @@ class Row:
         lines: the table, one mapping a line.
         conditions: what has to be known to measure it again.
         notes: differences of outputs and the like.
+        error: why there is nothing to show.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Row:
     lines: Sequence[Mapping[str, Any]]
     conditions: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -37,6 +39,7 @@ class Row:
             "lines": [dict(line) for line in self.lines],
             "conditions": dict(self.conditions),
             "notes": list(self.notes),
+            "error": self.error,
         }
 
 
@@ -46,7 +49,7 @@ def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: 
     notes = [f"{line['name']}: {line['note']}" for line in lines if line["note"]]
     for line in lines:
         del line["note"]
-    return Row(name, title, lines, conditions, notes)
+    return Row(name, title, lines, conditions | {"laps": len(standings[0].laps)}, notes)
 
 
 def condition_line(conditions: Mapping[str, Any]) -> str:

@@ -71,7 +71,8 @@ def plain(config: BenchConfig, note: Note) -> Row:
     if config.compile:
         note("plain: compiling")
         compiled = LLM(pair, draft="none", compile=True)
-        contenders.insert(0, _ours("sakiyomi compiled", compiled, prompts, params, judge))
+        if compiled.compiled():
+            contenders.insert(0, _ours("sakiyomi compiled", compiled, prompts, params, judge))
     if config.peers:
         contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, judge))
     standings = race(contenders, repeats=config.repeats, note=note)
@@ -82,7 +83,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
         standings,
         model=f"random Llama, {size / 1e6:.0f}M parameters, 12 layers, dim 768, vocabulary 32000",
         dtype="bfloat16",
-        graphs="compiled and eager" if config.compile else "eager",
+        graphs="compiled and eager" if config.compile and compiled.compiled() else "eager",
         **_laps(config, prompts),
     )
 
@@ -104,11 +105,12 @@ def speculative(config: BenchConfig, note: Note) -> Row:
     """Our speculation against assisted generation of transformers: same pair, dtype and gamma."""
     pair = Pair(config)
     note("speculative: compiling")
-    contenders = everybody(pair, pair.llm(), peers=config.peers)
+    llm = pair.llm()
+    contenders = everybody(pair, llm, peers=config.peers)
     # The baseline is what the row is about: assisted generation, if peers are measured.
     contenders.sort(key=lambda contender: contender.name != "transformers assisted")
     standings = race(contenders, repeats=config.repeats, note=note)
-    return of_race("speculative", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair))
+    return of_race("speculative", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair, llm))
 
 
 def stories(config: BenchConfig, note: Note) -> Row:
@@ -120,7 +122,7 @@ def stories(config: BenchConfig, note: Note) -> Row:
     auto = SamplingParams(max_new_tokens=config.max_new_tokens, gamma="auto")
     contenders.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, auto, pair.judge()))
     standings = race(contenders, repeats=config.repeats, note=note)
-    return of_race("stories", "greedy against own plain, tokens/s", standings, **pair_conditions(pair))
+    return of_race("stories", "greedy against own plain, tokens/s", standings, **pair_conditions(pair, llm))
 
 
 def batch(config: BenchConfig, note: Note) -> Row:
@@ -135,15 +137,15 @@ def batch(config: BenchConfig, note: Note) -> Row:
         _ours(f"batch of {BATCH}", llm, prompts, params, judge, together=True),
     ]
     standings = race(contenders, repeats=config.repeats, note=note)
-    return of_race("batch", "speculative, total tokens/s", standings, **pair_conditions(pair))
+    return of_race("batch", "speculative, total tokens/s", standings, **pair_conditions(pair, llm, prompts))
 
 
-def pair_conditions(pair: Pair) -> dict[str, Any]:
-    """What has to be known of a row about a pair."""
+def pair_conditions(pair: Pair, llm: LLM, prompts: Prompts | None = None) -> dict[str, Any]:
+    """What has to be known of a row about a pair, after its laps; ``prompts``: others than the pair's."""
     config = pair.config
     names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
-    names["graphs"] = "compiled" if config.compile else "eager"
-    return names | _laps(config, pair.prompts)
+    names["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
+    return names | _laps(config, pair.prompts if prompts is None else prompts)
 
 
 def _laps(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:
@@ -151,5 +153,4 @@ def _laps(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:
         "prompts": len(prompts),
         "prompt_tokens": "-".join(str(n) for n in sorted({min(map(len, prompts)), max(map(len, prompts))})),
         "max_new_tokens": config.max_new_tokens,
-        "repeats": config.repeats,
     }

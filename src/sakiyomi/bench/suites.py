@@ -10,7 +10,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.speed import batch, plain, speculative, stories
-from sakiyomi.errors import InputError
+from sakiyomi.errors import InputError, SakiyomiError
 
 __all__ = ["ROWS", "run"]
 
@@ -24,19 +24,30 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "compiling": compiling,
 }
 
+RANDOM = {"bookkeeping", "plain"}
+"""Rows that make their own models."""
+
 
 def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
-    """Run the rows that were asked for and give each when it is done.
+    """Run the rows that were asked for and give each when it is done; one that fails says so, and the others run.
 
     Raises:
-        InputError: a row is not known; before any work.
+        InputError, LoadError: a row is not known, or what rows of a pair need is not there; before any work.
     """
     unknown = [name for name in config.rows if name not in ROWS]
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
+    wanted = config.rows or tuple(ROWS)
+    if "compiling" in config.rows and not config.compile:
+        raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
+    if set(wanted) - RANDOM:
+        config.check_pair()
 
     def rows() -> Iterator[Row]:
-        for name in config.rows or ROWS:
-            yield ROWS[name](config, note or Note())
+        for name in wanted:
+            try:
+                yield ROWS[name](config, note or Note())
+            except SakiyomiError as error:
+                yield Row(name, "failed", [], error=str(error))
 
     return rows()

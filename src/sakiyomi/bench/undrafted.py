@@ -24,7 +24,7 @@ class Undrafted:
 
     def __init__(self, llm: LLM) -> None:
         own = llm.engine
-        self._engine = Engine(
+        self.engine = Engine(
             llm.target,
             None,
             llm.tokenizer,
@@ -37,7 +37,7 @@ class Undrafted:
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
         """As ``LLM.generate`` with a list of token-id lists and n = 1."""
-        engine = self._engine
+        engine = self.engine
         requests = [engine.add(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts)]
         states = [state for state in map(engine.find, requests) if state is not None]
         try:

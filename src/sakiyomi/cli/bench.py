@@ -45,9 +45,13 @@ def bench(config: BenchConfig, output: JsonOption) -> None:
             status.stop()
             console.out()
             table(row.lines, title=f"{row.name}: {row.title}")
+            if row.error is not None:
+                console.out(f"  {row.error}", highlight=False)
             for note in row.notes:
                 console.out(f"  {note}", highlight=False)
             console.out(f"  {report.condition_line(row.conditions)}", highlight=False)
             status.start()
     if output.json:
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
+    if any(row.error is not None for row in done):
+        raise typer.Exit(1)

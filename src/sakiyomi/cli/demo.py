@@ -146,26 +146,14 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
     from sakiyomi.cli.output import progress, table
 
     with progress("compiling graphs") as status:
-        while not llm.compiled() and _graphs_may_come(llm) and time.time() - began < COMPILE_UNTIL:
-            time.sleep(0.05)
-        ready = llm.compiled()
+        llm.wait(max(0.0, COMPILE_UNTIL - (time.time() - began)))
         row = _measure(llm, config, began, status.update)
     console.out()
     table(row.lines, title=row.title)
     for note in row.notes:
         console.out(f"  {note}", highlight=False)
-    console.out(f"  {condition_line({**row.conditions, 'graphs': 'compiled' if ready else 'eager'})}", highlight=False)
+    console.out(f"  {condition_line(row.conditions)}", highlight=False)
     return row.to_dict()
-
-
-def _graphs_may_come(llm: LLM) -> bool:
-    """Kernels are still being built, or graphs compiled. Takes kernels into use that are there by now."""
-    from sakiyomi.kernels.build import native_at_hand
-
-    models = [model for model in (llm.target, getattr(llm.draft, "model", None)) if model is not None]
-    for model in models:
-        model.settle()
-    return not native_at_hand() or all(model.graphs is not None and not model.graphs.failed for model in models)
 
 
 def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:
@@ -178,4 +166,4 @@ def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], 
     pair = Pair(config)
     left = TABLE_UNTIL - (time.time() - began)
     standings = race(everybody(pair, llm), repeats=config.repeats, until=time.perf_counter() + left, note=note)
-    return of_race("demo", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair))
+    return of_race("demo", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair, llm))

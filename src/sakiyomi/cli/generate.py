@@ -55,18 +55,25 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
     prompts = _prompts(options)
     if options.stream and params.n > 1:
         raise InputError(f"stream is on and n is {params.n}; samples of one prompt are not streamed: leave one out")
-    if options.rounds_trace and not output.json:
-        raise InputError("rounds_trace is shown by --json only; add --json")
+    for name, value in (("rounds_trace", options.rounds_trace), ("logprobs", params.logprobs is not None)):
+        if value and not output.json:
+            raise InputError(f"{name} is shown by --json only; add --json")
+    if options.rounds_trace and options.stream:
+        raise InputError("rounds_trace comes with whole texts, not with streamed ones; leave out --stream")
     stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
     if output.json and options.stream is None:
         stream = False
-    from sakiyomi.cli.output import emit_json, progress, quiet
+    from sakiyomi.cli.output import emit_json, note, progress, quiet
 
     with progress(f"loading {model.target}"):
         quiet()
         llm = model.load()
-    if stream and not (output.json and options.rounds_trace):
-        results = [_streamed(llm, prompt, params, options.trace) for prompt in prompts]
+    if model.draft == "auto" and llm.draft is None:
+        note(
+            f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
+        )
+    if stream:
+        results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
     else:
         with progress(f"writing {len(prompts)} texts"):
             results = _flat(llm.generate(prompts, params, rounds_trace=options.rounds_trace))
@@ -108,14 +115,14 @@ def _flat(results: Any) -> list[Generation]:
     return found
 
 
-def _streamed(llm: LLM, prompt: str, params: SamplingParams, coloured: bool) -> Generation:
+def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloured: bool) -> Generation:
     from sakiyomi.cli.output import TokenPainter, stdout, write
     from sakiyomi.outputs import Stats
 
     console = stdout()
     painter = TokenPainter(console, llm.tokenizer, params.stop) if coloured else None
     steps = []
-    for step in llm.stream(prompt, params):
+    for step in llm.stream(prompt, params, index=index):
         steps.append(step)
         if painter is not None:
             painter.add(step.trace)

@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class InfoOptions:
     dtype: str = "auto"
     context: int = 128
     repeats: int = 15
+
+    def __post_init__(self) -> None:
+        for name in ("context", "repeats"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
 
 
 def register(app: typer.Typer) -> None:

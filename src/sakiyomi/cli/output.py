@@ -19,6 +19,7 @@ __all__ = [
     "emit_json",
     "is_coloured",
     "legend",
+    "note",
     "progress",
     "quiet",
     "stdout",
@@ -72,6 +73,11 @@ def progress(text: str) -> Iterator[Any]:
 
     with Console(file=sys.stderr, highlight=False, markup=False).status(text) as status:
         yield status
+
+
+def note(text: str) -> None:
+    """One line on stderr."""
+    print(text, file=sys.stderr)  # noqa: T201
 
 
 class _Silent:

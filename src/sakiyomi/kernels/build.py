@@ -108,12 +108,12 @@ def native_at_hand() -> bool:
     """Whether `native` answers at once. If not, the kernels are being built in the background from now on."""
     if os.environ.get("SAKIYOMI_NATIVE") == "0" or library_path().exists():
         return True
-    thread = _builder()
-    return not thread.is_alive()
+    return not builder().is_alive()
 
 
 @functools.cache
-def _builder() -> threading.Thread:
+def builder() -> threading.Thread:
+    """The thread that builds the kernels, begun by the first call."""
     thread = threading.Thread(target=native, name="sakiyomi-kernels", daemon=True)
     thread.start()
     return thread

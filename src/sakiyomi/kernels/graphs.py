@@ -73,7 +73,7 @@ _compiling: set[threading.Thread] = set()
 
 @atexit.register
 def _stop_compiling() -> None:
-    """Stop the threads before the interpreter goes: one that dies inside the compiler takes the process down with it."""
+    """Stop the threads before the interpreter goes: one that dies inside the compiler takes the process with it."""
     for thread in list(_compiling):
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
@@ -138,12 +138,12 @@ class Graphs:
             if size not in self._ready and not self.failed:
                 self._compile(size)
 
-    def wait(self) -> None:
-        """Until the background has nothing left to do, the first sizes included."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the background has nothing left to do, the first sizes included, or so many seconds are over."""
         self.start(self._first)
         thread = self._thread
         if thread is not None:
-            thread.join()
+            thread.join(timeout)
 
     def _work(self) -> None:
         """Compile what is wanted, then end: a thread that waits for more would keep the model alive for ever."""

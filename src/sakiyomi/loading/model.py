@@ -75,7 +75,7 @@ def load_model(
         UnsupportedError: a kind of model that cannot work.
         MemoryLimitError: it does not fit; nothing was allocated.
     """
-    wanted, place = _dtype(dtype), _device(device)
+    wanted, place = parse_dtype(dtype), _device(device)
     if isinstance(target, tuple):
         return _from_pair(target, wanted, place if str(device) != "auto" else None)
     if not isinstance(target, str | os.PathLike):
@@ -102,8 +102,12 @@ def load_model(
     return Loaded(_to_device(model, place, name).eval(), tokenizer, name, folder, owned=True)
 
 
-def _dtype(value: str | torch.dtype) -> torch.dtype | None:
-    """The dtype asked for; None for "auto"."""
+def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
+    """The dtype asked for; None for "auto".
+
+    Raises:
+        InputError: there is no such dtype.
+    """
     import torch
 
     name = str(value).removeprefix("torch.")
