@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 # These two modules import only the standard library. embedded must come now, not on first use: whoever imports the
 # submodule sakiyomi.embedded later would otherwise bind that module over the function of the same name.
 from sakiyomi.embedded import embedded
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError, UnsupportedError
 
 if TYPE_CHECKING:
     from sakiyomi import theory
@@ -32,6 +32,7 @@ __all__ = [
     "InputError",
     "LoadError",
     "MemoryLimitError",
+    "RemovedError",
     "SakiyomiError",
     "SamplingParams",
     "Stats",

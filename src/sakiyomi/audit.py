@@ -15,6 +15,7 @@ from typing import Any
 from sakiyomi.audit_report import AuditConfig, AuditReport, Check, Texts
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.errors import InputError
 from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence, Referee, Scores, coupled_scores, greedy_scores
 
@@ -50,6 +51,14 @@ def audit(
     known = ("dtype", "device", "trust_remote_code", "allow_pickle")
     loaded = load_model(target, **{name: options[name] for name in known if name in options})
     ids = [loaded.tokenizer(text).input_ids[: config.prompt_tokens] for text in prompts]
+    note("loading the engine")
+    engine = LLM(target, draft=draft, **options)
+    longest = max(map(len, ids))
+    if longest + config.max_new_tokens > engine.max_context:
+        raise InputError(
+            f"max_new_tokens is {config.max_new_tokens}; behind prompts of up to {longest} tokens the context of "
+            f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
+        )
     reference = Transformers(loaded.model, stop=stop_tokens(loaded.model, loaded.tokenizer))
     note("writing with transformers")
     expected = [reference.generate(prompt, config.greedy()) for prompt in ids]
@@ -62,8 +71,6 @@ def audit(
         referee.noise, str(loaded.model.dtype).removeprefix("torch."), bool(options.get("exact")), None, ids
     )
     auditor = _Auditor(report, referee, config, note)
-    note("loading the engine")
-    engine = LLM(target, draft=draft, **options)
     note("checking plain text")
     plain = auditor.plain(Undrafted(engine), expected)
     report.drafter = getattr(engine.draft, "name", None)

@@ -6,7 +6,8 @@ The tree::
     |-- InputError                exit code 2: a value, option or prompt that cannot be meant
     |-- LoadError                 a folder, a file or a hub id that cannot be read
     |-- UnsupportedError          a model, or a combination of options, that cannot work here
-    `-- MemoryLimitError          refused before anything was allocated
+    |-- MemoryLimitError          refused before anything was allocated
+    `-- RemovedError              a request that was ended before its text was
 
 Each takes one message that says what was got, what was expected and what to do. Programming mistakes of our own stay
 ``AssertionError``; nothing here wraps them.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = ["InputError", "LoadError", "MemoryLimitError", "SakiyomiError", "UnsupportedError"]
+__all__ = ["InputError", "LoadError", "MemoryLimitError", "RemovedError", "SakiyomiError", "UnsupportedError"]
 
 
 class SakiyomiError(Exception):
@@ -53,3 +54,7 @@ class UnsupportedError(SakiyomiError):
 
 class MemoryLimitError(SakiyomiError):
     """More memory was asked for than there is; raised before the allocation."""
+
+
+class RemovedError(SakiyomiError):
+    """A request was removed, or interrupted, before its text was complete."""

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import operator
 import secrets
 import threading
 import time
@@ -16,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context, Drafter, Rule
-from sakiyomi.errors import InputError, MemoryLimitError
+from sakiyomi.errors import InputError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import Costs, make_policy
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.memory import available_bytes, readable
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Step
 from sakiyomi.params import SamplingParams
@@ -50,7 +52,6 @@ class Engine:
         max_context: most tokens of prompt and output together.
         chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
-        ready: whether compiled graphs are there for requests that begin now.
         settle: called when no request runs: the time to take something faster into use.
     """
 
@@ -64,13 +65,12 @@ class Engine:
         max_context: int,
         chunk_size: int = CHUNK,
         exact: bool = False,
-        ready: Callable[[], bool] = lambda: False,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
-        self._ready, self._settle = ready, settle
+        self._settle = settle
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._ids = itertools.count()
@@ -137,8 +137,8 @@ class Engine:
             live=live or bool(params.stop),
             outbox=outbox,
         )
-        self._check_memory(last)
         with self._lock:
+            self._check_memory(request)
             self._waiting.append(request)
         return request
 
@@ -146,7 +146,8 @@ class Engine:
         """One round: a chunk of the prompts that are not done, then draft, score, verify, commit for those that are.
 
         Returns:
-            What was committed, one step a request at most; a request's last step has its ``finish_reason``.
+            What was committed, one step a request at most; a request's last step has its ``finish_reason``, or the
+            ``error`` that ended it.
         """
         with self._lock:
             self.settle()
@@ -154,10 +155,8 @@ class Engine:
             steps = self._prefill([r for r in self._running if not r.prefilled])
             fresh = {step.request for step in steps}
             decoding = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
-            for compiled in (True, False):  # a request keeps the path that it began with
-                group = [r for r in decoding if r.compiled is compiled]
-                if group:
-                    steps += self._round(group, compiled)
+            for graphs in dict.fromkeys(r.graphs for r in decoding):  # a request keeps the path that it began with
+                steps += self._round([r for r in decoding if r.graphs == graphs], graphs)
             for request in [r for r in self._running if r.over]:
                 self._running.remove(request)
                 self._free(request)
@@ -171,6 +170,8 @@ class Engine:
                     if candidate.id == request:
                         queue.remove(candidate)
                         self._free(candidate)
+                        if not candidate.over:
+                            candidate.fail(RemovedError(f"request {request} was removed before its end"))
                         return candidate
             return None
 
@@ -186,15 +187,15 @@ class Engine:
 
     # ------------------------------------------------------------ one round
 
-    def _round(self, requests: list[Request], compiled: bool) -> list[Step]:
+    def _round(self, requests: list[Request], graphs: frozenset[int]) -> list[Step]:
         began = time.perf_counter()
         drafting, catching_up, scoring = self._draft_seconds(), self._catch_up_seconds(), self.target.forward_seconds
-        drafts = self._draft(requests)
+        drafts = self._draft(requests, graphs)
+        steps = self._make_room(requests, drafts)
         catching_up = self._catch_up_seconds() - catching_up
         drafting = self._draft_seconds() - drafting - catching_up
-        logits = self._score(requests, drafts, compiled)
+        logits = self._score(requests, drafts, graphs)
         scoring = self.target.forward_seconds - scoring
-        steps: list[Step] = []
         row = 0
         for request, draft in zip(requests, drafts, strict=True):
             rows = request.rows(logits[row : row + len(draft) + 1], draft)
@@ -215,17 +216,21 @@ class Engine:
                 request.policy.observe(max(draft.tree.depths(), default=-1) + 1, len(verdict.path))
             return [request.commit(draft, verdict, rows)]
         except Exception as error:
-            request.error = error
-            return []
+            return [request.fail(error)]
+        except BaseException:
+            # Ctrl-C between cache and tokens: what they hold may no longer belong together.
+            request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
+            raise
 
-    def _draft(self, requests: list[Request]) -> list[Draft]:
+    def _draft(self, requests: list[Request], graphs: frozenset[int]) -> list[Draft]:
         """What the drafter proposes: nothing where there is none, where it does not pay, or at a request's end."""
         drafts = [Draft.empty()] * len(requests)
         if self.drafter is None or self._broken:
             return drafts
 
         def costs() -> Costs:
-            return Costs(self.target.pass_seconds, self._draft_step, self._overhead, len(requests))
+            score = functools.partial(self.target.pass_seconds, graphs=graphs)
+            return Costs(score, self._draft_step, self._overhead, len(requests))
 
         wanted = []
         for i, request in enumerate(requests):
@@ -238,10 +243,8 @@ class Engine:
         try:
             proposed = self.drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
             for (i, _), draft in zip(wanted, proposed, strict=True):
-                draft.tree.validate(self.target.vocab_size)
-                drafts[i] = _cut(draft, requests[i].last - len(requests[i].tokens) - 1)
-        except MemoryLimitError:
-            raise
+                draft.validate(self.target.vocab_size)
+                drafts[i] = draft.cut(requests[i].last - len(requests[i].tokens) - 1)
         except Exception as error:  # a drafter may be anybody's code, and the text does not depend on it
             self._broken = True
             logger.warning(
@@ -250,7 +253,20 @@ class Engine:
             return [Draft.empty()] * len(requests)
         return drafts
 
-    def _score(self, requests: list[Request], drafts: list[Draft], compiled: bool) -> Tensor:
+    def _make_room(self, requests: list[Request], drafts: list[Draft]) -> list[Step]:
+        """Room in the cache for a round; a request for which there is none ends, and leaves both lists."""
+        steps = []
+        for i in reversed(range(len(requests))):
+            request = requests[i]
+            assert request.slot is not None
+            try:
+                self.target.cache.reserve(request.slot, request.cached + len(drafts[i]) + 1)
+            except MemoryLimitError as error:
+                steps.append(request.fail(error))
+                del requests[i], drafts[i]
+        return steps
+
+    def _score(self, requests: list[Request], drafts: list[Draft], graphs: frozenset[int]) -> Tensor:
         """One target pass over every request's last token and tree: (all rows, V) logits."""
         segments = []
         for request, draft in zip(requests, drafts, strict=True):
@@ -258,9 +274,8 @@ class Engine:
             tree = draft.tree
             chain = all(parent == i - 1 for i, parent in enumerate(tree.parents))
             parents = None if chain else (-1, *(parent + 1 for parent in tree.parents))
-            self.target.cache.reserve(request.slot, request.cached + len(tree) + 1)
             segments.append(Segment(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
-        return self.target.score(segments, compiled=compiled)
+        return self.target.score(segments, graphs=graphs)
 
     def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
@@ -274,30 +289,34 @@ class Engine:
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
             request.slot = self.target.cache.take()
-            request.compiled = self._ready()
+            request.graphs = self.target.ready
             self._running.append(request)
 
     def _prefill(self, requests: list[Request]) -> list[Step]:
         """One chunk of prompts; the first token of every request whose prompt is complete after it."""
         segments: list[Segment] = []
         taken: list[Request] = []
+        steps: list[Step] = []
         budget = self.chunk_size
         for request in requests:
             count = min(self.chunk_size, request.prompt_tokens - request.cached)
             if taken and (count > budget or self.exact):
                 break
             assert request.slot is not None
-            self.target.cache.reserve(request.slot, request.cached + count)
+            try:
+                self.target.cache.reserve(request.slot, request.cached + count)
+            except MemoryLimitError as error:
+                steps.append(request.fail(error))
+                continue
             chunk = request.tokens[request.cached : request.cached + count]
             segments.append(Segment(request.slot, request.cached, chunk, prompt=True))
             taken.append(request)
             budget -= count
         if not taken:
-            return []
+            return steps
         before = self.target.forward_seconds
         logits = self.target.score(segments, last=True)
         spent = self.target.forward_seconds - before
-        steps: list[Step] = []
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.stats.prefill_seconds += spent
             request.cached += len(segment.tokens)
@@ -327,24 +346,21 @@ class Engine:
         self._overhead += 0.1 * (overhead - self._overhead)
         depth = max((max(draft.tree.depths(), default=-1) + 1 for draft in drafts), default=0)
         if depth:
-            step = drafting / depth
-            # The first round's catching up with the prompt is no step's price: values far above the mean hardly count.
-            self._draft_step = (
-                step
-                if not self._draft_step
-                else self._draft_step + 0.1 * (min(step, 2 * self._draft_step) - self._draft_step)
-            )
+            self._draft_step = running_mean(self._draft_step or None, drafting / depth)
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            tokens = [int(t) for t in self.tokenizer(prompt)["input_ids"]]
+            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
             if not tokens:
                 first = self.tokenizer.bos_token_id
                 if first is None:
                     raise InputError("the prompt is empty and the tokenizer has no begin token; give at least one word")
                 tokens = [int(first)]
         else:
-            tokens = [int(t) for t in prompt]
+            try:
+                tokens = [operator.index(t) for t in prompt]
+            except TypeError:
+                raise InputError(f"the prompt is {prompt!r:.80}; expected a text or a list of token ids") from None
             if not tokens:
                 raise InputError("the prompt is an empty list of tokens; give at least one")
         wrong = next((t for t in tokens if not 0 <= t < self.target.vocab_size), None)
@@ -359,23 +375,8 @@ class Engine:
             )
         return tokens
 
-    def _check_memory(self, tokens: int) -> None:
-        cache = self.target.cache
-        need = (tokens - cache.room) * cache.pair_bytes
-        left = available_bytes(str(self.target.device))
-        if need > left:
-            raise MemoryLimitError(
-                f"keys and values of {tokens} tokens take {readable(tokens * cache.pair_bytes)}, {readable(left)} are "
-                f"available; about {left // cache.pair_bytes} tokens fit: shorten the prompt or lower max_new_tokens"
-            )
-
-
-def _cut(draft: Draft, depth: int) -> Draft:
-    """Leave out what lies deeper than the request may still grow; drawn nodes stay drawn, since whole levels go."""
-    if max(draft.tree.depths(), default=-1) < depth:
-        return draft
-    count = next(i for i, d in enumerate(draft.tree.depths()) if d >= depth)
-    if any(d < depth for d in draft.tree.depths()[count:]):
-        return draft  # not stored level by level: the surplus is scored and cut on commit
-    tree = type(draft.tree)(draft.tree.tokens[:count], draft.tree.parents[:count])
-    return Draft(tree, draft.kind, tuple(d for d in draft.draws if d.node < count), draft.probs)
+    def _check_memory(self, request: Request) -> None:
+        """Refuse a request whose keys and values would not fit beside those of the others at their longest."""
+        all_of_them = [*self._running, *self._waiting, request]
+        at_once = min(len(all_of_them), self.target.cache.max_slots)
+        self.target.cache.check(at_once, max(r.last for r in all_of_them))

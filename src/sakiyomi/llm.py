@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sakiyomi.drafters import Drafter, Surroundings, make_drafter
@@ -15,7 +15,7 @@ from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, load_model
 from sakiyomi.model import DRAFT_SIZES, PackedModel
-from sakiyomi.outputs import Generation, Step
+from sakiyomi.outputs import Step
 from sakiyomi.params import SamplingParams
 from sakiyomi.request import Request
 
@@ -70,7 +70,7 @@ class LLM:
         _only("cache", cache, "full")
         _only("kv_budget", kv_budget, None)
         _only("quantize", quantize, None)
-        if compile not in ("auto", True, False):
+        if compile != "auto" and not isinstance(compile, bool):
             raise InputError(f"compile={compile!r}; expected 'auto', True or False")
         for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -102,7 +102,6 @@ class LLM:
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
             exact=exact,
-            ready=self.compiled,
             settle=self._settle,
         )
 
@@ -131,6 +130,9 @@ class LLM:
         params = params or SamplingParams()
         if isinstance(prompts, str):
             return self.generate([prompts], params, rounds_trace=rounds_trace)[0]
+        if not isinstance(prompts, Iterable):
+            raise InputError(f"prompts is {prompts!r:.80}; expected a text, or a list of texts or of token-id lists")
+        prompts = list(prompts)
         if prompts and all(isinstance(token, int) for token in prompts):
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
         requests: list[Request] = []
@@ -144,7 +146,7 @@ class LLM:
         finally:
             for request in requests:
                 self.engine.remove(request.id)
-        done = [_result(request) for request in requests]
+        done = [request.generation() for request in requests]
         if params.n == 1:
             return done
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
@@ -173,9 +175,10 @@ class LLM:
                 if not steps:
                     self.engine.step()
                 while steps:
-                    yield steps.popleft()
-            if request.error is not None:
-                raise request.error
+                    step = steps.popleft()
+                    if step.error is not None:
+                        raise step.error
+                    yield step
         finally:
             self.engine.remove(request.id)
 
@@ -237,18 +240,12 @@ def _spec(draft: Any) -> Any:
                 f"the drafter {type(draft).__name__} has no {missing[0]}; a drafter needs name, kind and propose"
             )
         return draft
-    if isinstance(draft, Sequence) and len(draft) == 1:
-        return draft[0]
+    if isinstance(draft, Sequence) and len(draft) == 1 and (isinstance(draft[0], str) or hasattr(draft[0], "propose")):
+        return _spec(draft[0])
     raise InputError(
         f"draft={draft!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose; several "
         "drafters are not available in this version"
     )
-
-
-def _result(request: Request) -> Generation:
-    if request.error is not None:
-        raise request.error
-    return request.generation()
 
 
 def _only(name: str, value: Any, only: Any) -> None:

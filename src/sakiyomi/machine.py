@@ -104,11 +104,11 @@ def costs(llm: LLM, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
     Returns:
         ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model).
     """
-    target = pass_seconds(llm.target, ROWS, context=context, repeats=repeats, compiled=llm.compiled())
+    target = pass_seconds(llm.target, ROWS, context=context, repeats=repeats)
     model = getattr(llm.draft, "model", None)
     draft = None
     if model is not None:
-        draft = pass_seconds(model, (1,), context=context, repeats=repeats, compiled=llm.compiled())[1]
+        draft = pass_seconds(model, (1,), context=context, repeats=repeats)[1]
     return {
         "context": context,
         "compiled": llm.compiled(),
@@ -121,9 +121,7 @@ def costs(llm: LLM, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
     }
 
 
-def pass_seconds(
-    model: PackedModel, rows: Sequence[int], *, context: int = 128, repeats: int = 15, compiled: bool = True
-) -> dict[int, float]:
+def pass_seconds(model: PackedModel, rows: Sequence[int], *, context: int = 128, repeats: int = 15) -> dict[int, float]:
     """Median seconds of a pass over so many rows of one request, behind ``context`` tokens in the cache."""
     context = max(1, min(context, model.max_context - max(rows)))
     tokens = [(7 * i + 1) % model.vocab_size for i in range(context + max(rows))]
@@ -136,7 +134,7 @@ def pass_seconds(
         for lap in range(repeats + 1):
             for count in rows:
                 segment = Segment(slot, context, tokens[context : context + count])
-                seconds = _timed(lambda s=segment: model.score([s], compiled=compiled))  # type: ignore[misc]
+                seconds = _timed(lambda s=segment: model.score([s]))  # type: ignore[misc]
                 if lap:
                     times[count].append(seconds)
         return {count: statistics.median(found) for count, found in times.items()}

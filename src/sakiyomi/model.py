@@ -12,7 +12,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.clock import running_mean
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels import attention
 from sakiyomi.kernels.build import native_at_hand
@@ -29,11 +30,13 @@ from sakiyomi.kernels.graphs import Graphs, State
 from sakiyomi.kernels.native import NativeModel, can_pack
 from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.plan import Plan, Segment
-from sakiyomi.memory import available_bytes
+from sakiyomi.memory import available_bytes, readable
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
+PACKED = (nn.Linear, Conv1D)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SLOW = 0.05  # seconds of a trial pass from which on one is enough
 # What one request needs, the likeliest first; the others are compiled when they are met.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
 
@@ -42,6 +45,26 @@ def structural_copy(model: nn.Module) -> Any:
     """The same modules again around the same parameter and buffer tensors, with a config of their own."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
+
+
+def _rope_limit(config: Any) -> int:
+    """Context up to which a position's rotary embedding depends on the position alone.
+
+    "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
+    cache would be wrong from there on, and requests of one pass would change each other's numbers.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return 1 << 30
+    own = rope.get("original_max_position_embeddings")
+    limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
+    if 0 < limit < config.max_position_embeddings:
+        logger.warning(
+            "longrope changes all positions beyond %d tokens: the context is limited to them instead of %d",
+            limit,
+            config.max_position_embeddings,
+        )
+    return limit or 1 << 30
 
 
 def pack_linears(model: nn.Module, native: NativeModel, *, free: bool = False) -> int:
@@ -57,7 +80,7 @@ def pack_linears(model: nn.Module, native: NativeModel, *, free: bool = False) -
             if id(child) in done:
                 setattr(parent, name, done[id(child)])
                 continue
-            if type(child) not in (nn.Linear, Conv1D) or type(child.weight) is not nn.Parameter:
+            if type(child) not in PACKED or type(child.weight) is not nn.Parameter:
                 continue
             hooked = child._forward_pre_hooks or child._forward_hooks or hasattr(child, "_hf_hook")
             weight = child.weight if type(child) is nn.Linear else child.weight.T
@@ -107,10 +130,11 @@ class PackedModel:
             getattr(self.config, "layer_types", None) or ()
         ):  # llama4: chunks are in the mask only
             self.max_context = min(self.max_context, int(self.config.attention_chunk_size or self.max_context))
+        self.max_context = min(self.max_context, _rope_limit(self.config))
         self.exact, self.first_sizes = exact, tuple(first_sizes)
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
-        self._seconds: dict[int, float] = {}
+        self._seconds: dict[tuple[int, bool], float] = {}
         self._model = structural_copy(model).eval()
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):
@@ -154,12 +178,17 @@ class PackedModel:
             with self.lock:
                 self._take(self._native() or self.state)
 
+    @property
+    def ready(self) -> frozenset[int]:
+        """Row counts whose passes run on graphs now. A request keeps to those of its beginning (see `score`)."""
+        if self._captured is not None:  # captured at first use
+            return frozenset(self.sizes)
+        return self.graphs.ready if self.graphs is not None else frozenset()
+
     def compiled(self, rows: int | None = None) -> bool:
         """Whether passes over so many rows run on graphs; None: those that any request needs."""
-        if self._captured is not None:  # captured at first use
-            return True
         sizes = self.first_sizes if rows is None else (self._size(rows),)
-        return self.graphs is not None and self.graphs.ready(sizes)
+        return self.ready.issuperset(sizes)
 
     def _take(self, state: State) -> None:
         """Run on this attention from now on, and have its graphs compiled where that is possible."""
@@ -250,8 +279,18 @@ class PackedModel:
     def _native(self) -> NativeModel | None:
         """The compiled kernels' side of this model, its linear layers packed; None where they do not serve it."""
         native = NativeModel.create() if self._packable() else None
-        if native is not None:
-            pack_linears(self._model, native, free=self._owned)
+        if native is None:
+            return None
+        if not self._owned:  # the user's own weights stay beside the packed ones
+            need = sum(m.weight.nbytes for m in self._model.modules() if type(m) in PACKED)
+            if need > available_bytes(str(self.device)):
+                logger.warning(
+                    "%s of memory for a packed copy of the loaded model are not available: it runs on plain torch, "
+                    "slower; pass its folder instead of the model, so that no copy is needed",
+                    readable(need),
+                )
+                return None
+        pack_linears(self._model, native, free=self._owned)
         return native
 
     def _make_exact(self) -> None:
@@ -301,12 +340,14 @@ class PackedModel:
         while len(rows) < count:
             start = 16 + len(rows)
             tokens = ids[start : min(start + (size if rows else first), 16 + count)]
-            rows.extend(self._run(Plan.of([Segment(slot, start, tokens)]), size, compiled=True)[: len(tokens)].clone())
+            rows.extend(self._run(Plan.of([Segment(slot, start, tokens)]), size)[: len(tokens)].clone())
         return torch.stack(rows)
 
     # ------------------------------------------------------------ passes
 
-    def score(self, segments: Sequence[Segment], *, last: bool = False, compiled: bool = True) -> Tensor:
+    def score(
+        self, segments: Sequence[Segment], *, last: bool = False, graphs: Collection[int] | None = None
+    ) -> Tensor:
         """One pass over the rows of these segments.
 
         The rows' keys and values are written behind each slot's pairs (`SlotCache.keep` decides which stay); slots
@@ -315,7 +356,7 @@ class PackedModel:
         Args:
             segments: of different slots.
             last: only the last row of each segment is wanted.
-            compiled: use a compiled graph where one is ready.
+            graphs: row counts that may run on graphs, an earlier value of `ready`; None: all that are ready by now.
 
         Returns:
             (rows, V) logits, one row for each row of the segments in order, or (segments, V) with `last`.
@@ -325,28 +366,31 @@ class PackedModel:
         if last and any(segment.prompt for segment in segments):
             ends = [int(first + count - 1) for _, first, count, _, _ in plan.segments.tolist()]
             return self._run(plan, rows, keep=torch.tensor(ends, device=self.device))
-        return self._run(plan, self._size(rows), compiled=compiled)[:rows]
+        return self._run(plan, self._size(rows), graphs=graphs)[:rows]
 
-    def pass_seconds(self, rows: int) -> float:
-        """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet."""
-        size = self._size(rows)
-        if size not in self._seconds:
+    def pass_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float:
+        """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet.
+
+        Args:
+            rows: at least 1.
+            graphs: as in `score`.
+        """
+        size, graphs = self._size(rows), self.ready if graphs is None else graphs
+        key = (size, size in graphs)
+        if key not in self._seconds:
             empty = Plan.of([])
             for _ in range(3):  # the first ones pay for warming up; without requests nothing is written
-                self._run(empty, size, compiled=True)
-        return self._seconds[size]
+                self._run(empty, size, graphs=graphs)
+                if self._seconds[key] > SLOW:
+                    break
+        return self._seconds[key]
 
     def _size(self, rows: int) -> int:
         return next((s for s in self.sizes if s >= rows), -(-rows // self.sizes[-1]) * self.sizes[-1])
 
-    def _note(self, size: int, seconds: float) -> None:
-        known = self._seconds.get(size)
-        # Slow outliers are the machine's other work, not the pass.
-        self._seconds[size] = (
-            seconds if known is None or seconds < known / 2 else known + 0.1 * (min(seconds, 2 * known) - known)
-        )
-
-    def _run(self, plan: Plan, size: int, *, keep: Tensor | None = None, compiled: bool = False) -> Tensor:
+    def _run(
+        self, plan: Plan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
+    ) -> Tensor:
         with self.lock, torch.no_grad():
             filler = size - plan.rows
             ids = torch.tensor([plan.tokens + [0] * filler], device=self.device)
@@ -354,10 +398,11 @@ class PackedModel:
             self.state.begin(plan, size)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
+            allowed = keep is None and (graphs is None or size in graphs)
             began = time.perf_counter()
-            if graph is not None and compiled:
+            if graph is not None and allowed:
                 logits = graph(ids, positions)
-            elif self._captured is not None and compiled and plan.rows:
+            elif self._captured is not None and allowed and plan.rows:
                 logits = self._captured.run(ids, positions)
             elif isinstance(self.state, OwnAttention):
                 logits = self._call_own(self.state, ids, positions)[None]
@@ -368,9 +413,9 @@ class PackedModel:
                 torch.cuda.synchronize()
             spent = time.perf_counter() - began
             if keep is None:
-                self._note(size, spent)
-            if plan.rows:
-                self.forward_seconds += spent
+                key = (size, allowed and (graph is not None or self._captured is not None))
+                self._seconds[key] = running_mean(self._seconds.get(key), spent)
+            self.forward_seconds += spent
             if not self._proven and plan.rows:
                 self._prove()
             return logits[0]

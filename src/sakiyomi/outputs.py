@@ -173,6 +173,7 @@ class Step:
         finish_reason: None until the last step of the request.
         request: the id that ``Engine.add`` gave.
         stats: the request's figures, on its last step.
+        error: what ended the request instead of its text; such a step is its last, and has no tokens.
     """
 
     text: str
@@ -181,6 +182,7 @@ class Step:
     finish_reason: FinishReason | None = None
     request: int = 0
     stats: Stats | None = None
+    error: Exception | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -193,6 +195,8 @@ class Step:
         }
         if self.stats is not None:
             values["stats"] = self.stats.to_dict()
+        if self.error is not None:
+            values["error"] = str(self.error)
         return values
 
 

@@ -36,10 +36,10 @@ class Request:
         keep_rounds: keep every round's tree.
         live: text is wanted as it comes, not only at the end.
         outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
-        error: what ended the request, if it was not its text: a processor of the user's that raised, say.
+        error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target holds.
-        compiled: takes compiled graphs; fixed for the request's life, so that it never changes path.
+        graphs: row counts whose passes run on graphs; fixed for the request's life, so that it never changes path.
     """
 
     context: Context
@@ -54,7 +54,7 @@ class Request:
     outbox: deque[Step] | None = None
     slot: int | None = None
     cached: int = 0
-    compiled: bool = False
+    graphs: frozenset[int] = frozenset()
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     stats: Stats = field(default_factory=Stats)
@@ -108,12 +108,23 @@ class Request:
         if self.keep_rounds and self.stats.rounds:
             self.rounds.append(self._round(draft, verdict, rows))
         if reason is not None:
-            self.finish_reason = reason
             if not self.live:
                 text = self.text.push(self.output)[0]
             text += self.text.finish()
             self.stats.seconds = time.perf_counter() - self.began
-        step = Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None)
+        step = self._post(Step(text, tuple(tokens), tuple(entries), reason, self.id, self.stats if reason else None))
+        self.finish_reason = reason
+        return step
+
+    def fail(self, error: Exception) -> Step:
+        """End without the rest of the text."""
+        self.stats.seconds = time.perf_counter() - self.began
+        step = self._post(Step("", request=self.id, stats=self.stats, error=error))
+        self.error = error
+        return step
+
+    def _post(self, step: Step) -> Step:
+        """Into the outbox, before the request counts as over: who waits for its end then finds its last step."""
         if self.outbox is not None:
             self.outbox.append(step)
         return step
@@ -135,7 +146,7 @@ class Request:
         stats.committed += used
         stats.drafted += len(draft)
         stats.accepted += min(len(verdict.path), used)  # a stop may lie within the path
-        stats.rejected += len(verdict.refused)
+        stats.rejected += len(verdict.refused) if used > len(verdict.path) else 0  # behind the end nothing was judged
         stats.hit_rounds += bool(verdict.path)
 
     def _entries(self, draft: Draft, verdict: Verdict, rows: Rows, used: int) -> list[TokenTrace]:
@@ -189,7 +200,9 @@ class Request:
         )
 
     def generation(self) -> Generation:
-        """The result, when the request is over."""
+        """The result, when the request is over; raises what ended it, if that was not its text."""
+        if self.error is not None:
+            raise self.error
         assert self.finish_reason is not None
         return Generation(
             self.text.text,

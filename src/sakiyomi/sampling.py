@@ -40,8 +40,6 @@ class Sampler:
     Args:
         params: what the user asked for; ``bad_words`` as token ids by now.
         vocab_size: width of the logits.
-        draft: the logits are a drafter's, whose vocabulary may be smaller: options about tokens that it lacks are left
-            out there instead of refused.
 
     Attributes:
         greedy: temperature 0: the distribution is the first largest logit.
@@ -52,28 +50,26 @@ class Sampler:
         InputError: an option names a token that does not exist.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, *, draft: bool = False) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
         self.params = params
         self.vocab_size = vocab_size
         self.greedy = params.greedy
-        self._bias = self._make_bias(draft)
-        self._processors = self._make_processors(draft)
+        self._bias = self._make_bias()
+        self._processors = self._make_processors()
         self.needs_history = bool(self._processors)
         self.edits = self.needs_history or self._bias is not None
 
-    def _make_bias(self, draft: bool) -> Tensor | None:
+    def _make_bias(self) -> Tensor | None:
         chosen = dict(self.params.logit_bias or {})
-        unknown = [token for token in chosen if token >= self.vocab_size]
-        if unknown and not draft:
-            raise InputError(f"logit_bias names token {unknown[0]}; the vocabulary has {self.vocab_size} tokens")
-        known = {token: bias for token, bias in chosen.items() if token < self.vocab_size}
-        if not known:
+        if not chosen:
             return None
+        if max(chosen) >= self.vocab_size:
+            raise InputError(f"logit_bias names token {max(chosen)}; the vocabulary has {self.vocab_size} tokens")
         bias = torch.zeros(self.vocab_size)
-        bias[list(known)] = torch.tensor(list(known.values()), dtype=torch.float32)
+        bias[list(chosen)] = torch.tensor(list(chosen.values()), dtype=torch.float32)
         return bias
 
-    def _make_processors(self, draft: bool) -> list[LogitsProcessor]:
+    def _make_processors(self) -> list[LogitsProcessor]:
         processors: list[LogitsProcessor] = []
         params = self.params
         if params.repetition_penalty != 1.0:
@@ -84,10 +80,9 @@ class Sampler:
         for word in params.bad_words:
             if isinstance(word, str):
                 raise InputError(f"bad_words has the text {word!r} in it; without a tokenizer give lists of token ids")
-            if max(word) < self.vocab_size:
-                banned.append(list(word))
-            elif not draft:
+            if max(word) >= self.vocab_size:
                 raise InputError(f"bad_words names token {max(word)}; the vocabulary has {self.vocab_size} tokens")
+            banned.append(list(word))
         if banned:
             from transformers import NoBadWordsLogitsProcessor
 

@@ -7,7 +7,7 @@ of draft probabilities: at a batch of one, tuples of a few integers are faster t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -172,10 +172,24 @@ class Draft:
         """Draws of the children of ``parent`` (-1: the last committed token), in the order drawn."""
         return self._draws_at.get(parent, ())
 
+    def cut(self, depth: int) -> Draft:
+        """The draft without nodes of this depth and deeper. Whole levels go, so that it stays as lossless as it was."""
+        depths = self.tree.depths()
+        if max(depths, default=-1) < depth:
+            return self
+        kept = [node for node, d in enumerate(depths) if d < depth]
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        tree = TokenTree(
+            tuple(self.tree.tokens[node] for node in kept), tuple(place[self.tree.parents[node]] for node in kept)
+        )
+        draws = tuple(replace(draw, node=place[draw.node]) for draw in self.draws if draw.node in place)
+        return Draft(tree, self.kind, draws, self.probs)
+
     def validate(self, vocab_size: int | None = None) -> None:
         """Check the tree, that each node has a draw, and that the draws fit the kind.
 
-        Not called in the loop: it is for tests and for whoever writes a drafter.
+        Args:
+            vocab_size: width of the target's rows; None: tokens and width are not compared with it.
 
         Raises:
             ValueError: what is wrong, in words.
@@ -183,7 +197,9 @@ class Draft:
         self.tree.validate(vocab_size)
         if self.kind not in DRAFT_KINDS:
             raise ValueError(f"a draft of kind {self.kind!r}; the kinds are {', '.join(sorted(DRAFT_KINDS))}")
-        rows = 0 if self.probs is None else self.probs.shape[0]
+        rows, width = (0, vocab_size) if self.probs is None else self.probs.shape
+        if vocab_size is not None and width != vocab_size:
+            raise ValueError(f"rows of {width} probabilities; the target's vocabulary has {vocab_size} tokens")
         drawn: set[int] = set()
         for draw in self.draws:
             if not 0 <= draw.node < len(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,6 @@ class Cache(RuleBasedStateMachine):
     @invariant()
     def holds_what_was_kept(self) -> None:
         for slot, rows in getattr(self, "held", {}).items():
-            assert self.cache.lengths[slot] == len(rows)
             for layer in range(len(SHAPES)):
                 for i, (keys, values) in enumerate(rows):
                     assert torch.equal(self.cache.keys[layer][slot, :, i], keys[layer])
@@ -129,7 +129,6 @@ def test_keep_equals_a_cache_built_from_the_kept_tokens(length: int, count: int,
     write(two, 0, length, [rows[i] for i in kept])
     two.keep(0, length, range(len(kept)))
     end = length + len(kept)
-    assert one.lengths[0] == two.lengths[0] == end
     for a, b in zip((*one.keys, *one.values), (*two.keys, *two.values), strict=True):
         assert torch.equal(a[0, :, :end], b[0, :, :end])
 
@@ -143,13 +142,13 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(available: int, column
     write(cache, 0, 0, pairs(1, 10))
     cache.keep(0, 0, range(10))
     before = [t.data_ptr() for t in (*cache.keys, *cache.values)]
-    state = (cache.room, cache.slots, cache.bytes, list(cache.lengths))
+    state = (cache.room, cache.slots, cache.bytes)
     room[0] = available
     try:
         cache.reserve(slot, columns)
     except MemoryLimitError as error:
         assert [t.data_ptr() for t in (*cache.keys, *cache.values)] == before
-        assert (cache.room, cache.slots, cache.bytes, list(cache.lengths)) == state
+        assert (cache.room, cache.slots, cache.bytes) == state
         assert f"{available:,}" in str(error)
     else:
         assert cache.room >= columns
@@ -172,3 +171,39 @@ def test_slots_run_out() -> None:
     cache.take(), cache.take()
     with pytest.raises(IndexError):
         cache.take()
+
+
+def test_where_doubling_does_not_fit_what_is_needed_may() -> None:
+    bytes_of = SlotCache(SHAPES, dtype=torch.float32, max_slots=8).pair_bytes
+    cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=8, available=lambda: bytes_of * 3 * 640)
+    cache.reserve(2, 600)
+    assert (cache.slots, cache.room) == (3, 640)
+    cache.check(3, 600)
+    with pytest.raises(MemoryLimitError, match="about 480 tokens"):
+        cache.check(4, 600)
+
+
+def test_growth_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory, or Ctrl-C, in the middle of a growth."""
+    moves: list[int] = []
+    cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=2, on_move=lambda cache: moves.append(cache.room))
+    cache.reserve(0, 10)
+    write(cache, 0, 0, pairs(1, 10))
+    before = [t.data_ptr() for t in (*cache.keys, *cache.values)]
+    zeros, calls = torch.zeros, [0]
+
+    def failing(*args: Any, **options: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] > len(SHAPES):  # the keys are there, the values are not
+            raise KeyboardInterrupt
+        return zeros(*args, **options)
+
+    monkeypatch.setattr(torch, "zeros", failing)
+    with pytest.raises(KeyboardInterrupt):
+        cache.reserve(1, 1000)
+    assert [t.data_ptr() for t in (*cache.keys, *cache.values)] == before
+    assert (cache.slots, cache.room, moves) == (1, FIRST_ROOM, [FIRST_ROOM])
+    monkeypatch.undo()
+    cache.reserve(1, 1000)
+    for i, (keys, _) in enumerate(pairs(1, 10)):
+        assert torch.equal(cache.keys[0][0, :, i], keys[0])

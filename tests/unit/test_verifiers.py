@@ -267,7 +267,6 @@ def test_choose_verifier() -> None:
     assert choose_verifier(SamplingParams(acceptance="coupled"), "chain").name == "greedy"
     assert choose_verifier(sampled, "chain").name == "ratio"
     assert choose_verifier(sampled, "point_mass").name == "ratio"
-    assert choose_verifier(sampled, "chain", exact_draft=False).name == "coupled"
     for kind in ("iid", "without_replacement", "merged"):
         assert choose_verifier(sampled, kind).name == "coupled"  # type: ignore[arg-type]
     for kind in DRAFT_KINDS:

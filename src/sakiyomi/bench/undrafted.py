@@ -32,18 +32,16 @@ class Undrafted:
             max_context=own.max_context,
             chunk_size=own.chunk_size,
             exact=own.exact,
-            ready=llm.compiled,
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
         """As ``LLM.generate`` with a list of token-id lists and n = 1."""
         engine = self.engine
-        requests = [engine.add(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts)]
-        states = [state for state in map(engine.find, requests) if state is not None]
+        requests = [engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts)]
         try:
-            while any(state.finish_reason is None for state in states):
+            while not all(request.over for request in requests):
                 engine.step()
         finally:
             for request in requests:
-                engine.remove(request)
-        return [state.generation() for state in states]
+                engine.remove(request.id)
+        return [request.generation() for request in requests]

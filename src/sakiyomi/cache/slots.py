@@ -17,6 +17,7 @@ from torch import Tensor
 from sakiyomi.errors import MemoryLimitError
 
 FIRST_ROOM = 256
+STEP = 64  # columns, where doubling does not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,6 @@ class SlotCache:
         self.values: list[Tensor] = []
         self.room = 0
         self.slots = 0
-        self.lengths = [0] * max_slots
         self._free = list(range(max_slots - 1, -1, -1))
         self._on_move, self._available = on_move, available
 
@@ -78,13 +78,10 @@ class SlotCache:
     def take(self) -> int:
         """The lowest free slot, empty."""
         self._free.sort(reverse=True)
-        slot = self._free.pop()
-        self.lengths[slot] = 0
-        return slot
+        return self._free.pop()
 
     def release(self, slot: int) -> None:
         """Give a slot back; its storage is used again by the next request."""
-        self.lengths[slot] = 0
         self._free.append(slot)
 
     def reserve(self, slot: int, columns: int) -> None:
@@ -93,33 +90,59 @@ class SlotCache:
         Raises:
             MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
         """
+        if slot < self.slots and columns + self.spare <= self.room:
+            return
+        self._grow(*self._storage(slot + 1, columns))
+
+    def check(self, requests: int, columns: int) -> None:
+        """Refuse what would not fit, without allocating anything.
+
+        Args:
+            requests: at once, at most ``max_slots``.
+            columns: tokens of the longest.
+
+        Raises:
+            MemoryLimitError: with the bytes needed and the length that fits.
+        """
+        if requests > self.slots or columns + self.spare > self.room:
+            self._storage(requests, columns)
+
+    def _storage(self, requests: int, columns: int) -> tuple[int, int]:
+        """Slots and room for so many requests of so many tokens: doubled, or about what they need if that is too much."""
         slots, room = max(self.slots, 1), max(self.room, FIRST_ROOM)
-        while slots <= slot:
+        while slots < requests:
             slots = min(slots * 2, self.max_slots)
         while room < columns + self.spare:
             room *= 2
-        if (slots, room) != (self.slots, self.room):
-            self._grow(slots, room)
-
-    def _grow(self, slots: int, room: int) -> None:
-        need = self.pair_bytes * slots * room
-        if self._available is not None and need > (left := self._available()):
-            fits = left // (self.pair_bytes * slots)
+        if self._available is None:
+            return slots, room
+        left = self._available()
+        if self.pair_bytes * slots * room <= left:
+            return slots, room
+        slots, room = max(self.slots, requests), max(self.room, FIRST_ROOM, -(-(columns + self.spare) // STEP) * STEP)
+        if (need := self.pair_bytes * slots * room) > left:
             raise MemoryLimitError(
                 f"the KV cache needs {need:,} bytes for {slots} requests of {room} tokens, {left:,} are available; "
-                f"about {fits} tokens a request fit: shorten the prompt or lower max_new_tokens or max_batch"
+                f"about {left // (self.pair_bytes * slots)} tokens a request fit: shorten the prompt or lower "
+                "max_new_tokens or max_batch"
             )
-        for store, dims in ((self.keys, "key_dim"), (self.values, "value_dim")):
-            for i, shape in enumerate(self.shapes):
-                fresh = torch.zeros(
-                    slots, shape.heads, room, getattr(shape, dims), dtype=self.dtype, device=shape.device
-                )
-                if self.room:
-                    fresh[: self.slots, :, : self.room] = store[i]
-                    store[i] = fresh
-                else:
-                    store.append(fresh)
-        self.slots, self.room = slots, room
+        return slots, room
+
+    def _grow(self, slots: int, room: int) -> None:
+        """Larger storage with the same contents. Interrupted, or out of memory, everything stays as it was."""
+
+        def larger(store: list[Tensor], dims: list[int]) -> list[Tensor]:
+            fresh = [
+                torch.zeros(slots, shape.heads, room, dim, dtype=self.dtype, device=shape.device)
+                for shape, dim in zip(self.shapes, dims, strict=True)
+            ]
+            for old, new in zip(store, fresh, strict=False):
+                new[: self.slots, :, : self.room] = old
+            return fresh
+
+        keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
+        values = larger(self.values, [shape.value_dim for shape in self.shapes])
+        self.keys, self.values, self.slots, self.room = keys, values, slots, room
         if self._on_move is not None:
             self._on_move(self)
 
@@ -136,4 +159,3 @@ class SlotCache:
             for store in (*self.keys, *self.values):
                 source = source.to(store.device)
                 store[slot, :, length : length + len(rows)] = store[slot].index_select(1, source)
-        self.lengths[slot] = length + len(rows)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from sakiyomi.drafters.base import Context
+from sakiyomi.errors import MemoryLimitError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.numerics import Row, draw
 from sakiyomi.sampling import Sampler
@@ -34,6 +36,7 @@ class _Seat:
     slot: int
     held: list[int]
     sampler: Sampler
+    sure: int = 0  # so many of those held were compared with the committed tokens before
 
 
 class ModelDrafter:
@@ -53,8 +56,7 @@ class ModelDrafter:
     def __init__(self, model: PackedModel, vocab_size: int, name: str = "model") -> None:
         self.model, self.name = model, name
         self.prefill_seconds = 0.0
-        self._target_vocab = vocab_size
-        self._shared = min(vocab_size, model.vocab_size)
+        self._vocab_size = vocab_size
 
     @property
     def forward_seconds(self) -> float:
@@ -69,22 +71,25 @@ class ModelDrafter:
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a depth."""
-        # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
-        limit = self.model.max_context
-        gammas = [min(gamma, limit - len(c.tokens)) for c, gamma in zip(contexts, gammas, strict=True)]
-        chains = {c.id: _Chain(c, gamma) for c, gamma in zip(contexts, gammas, strict=True) if gamma > 0}
-        for chain in chains.values():
-            self._seat(chain.context)
-            self._catch_up(chain.context)
+        chains: dict[int, _Chain] = {}
+        for context, gamma in zip(contexts, gammas, strict=True):
+            # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
+            gamma = min(gamma, self.model.max_context - len(context.tokens))
+            if gamma > 0 and self._follow(context):
+                chains[context.id] = _Chain(context, gamma)
         active = list(chains.values())
         while active:
             segments = []
-            for chain in active:
+            for chain in list(active):
                 seat: _Seat = chain.context.memory[self.name]
                 fresh = self._missing(chain)
-                self.model.cache.reserve(seat.slot, len(seat.held) + len(fresh))
+                if not self._has_room(seat, len(fresh)):
+                    active.remove(chain)
+                    continue
                 segments.append(Segment(seat.slot, len(seat.held), fresh))
                 seat.held.extend(fresh)
+            if not active:
+                break
             logits = self.model.score(segments)
             row = -1
             for chain, segment in zip(active, segments, strict=True):
@@ -93,47 +98,70 @@ class ModelDrafter:
             active = [chain for chain in active if not chain.done]
         return [chains[c.id].draft(self.name) if c.id in chains else Draft.empty() for c in contexts]
 
-    def _seat(self, context: Context) -> None:
-        """Give the request a place, and forget what is held there but was not accepted."""
-        seat = context.memory.get(self.name)
-        if seat is None:
-            sampler = Sampler(context.params, self._shared, draft=True)
-            seat = context.memory[self.name] = _Seat(self.model.cache.take(), [], sampler)
-        held, tokens = seat.held, context.tokens
-        right = context.memory.get(self.name + ".sure", 0)
-        while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
-            right += 1
-        del held[right:]
-        context.memory[self.name + ".sure"] = right
-
-    def _catch_up(self, context: Context) -> None:
-        """Run a prompt, or a long stretch without drafting, through the draft."""
-        seat: _Seat = context.memory[self.name]
+    def _follow(self, context: Context) -> bool:
+        """Bring the request's place up to date, a chunk at most; whether the draft can go on from there this round."""
+        seat = self._seat(context)
         before = self.model.forward_seconds
-        most = LONG if seat.held else 1
-        while len(context.tokens) - len(seat.held) > most:
+        if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
             fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
-            self.model.cache.reserve(seat.slot, len(seat.held) + len(fresh))
+            if not self._knows(fresh) or not self._has_room(seat, len(fresh)):
+                return False
             self.model.score([Segment(seat.slot, len(seat.held), fresh, prompt=True)], last=True)
             seat.held.extend(fresh)
         self.prefill_seconds += self.model.forward_seconds - before
+        missing = context.tokens[len(seat.held) :]
+        return len(missing) <= LONG and self._knows(missing)
+
+    def _seat(self, context: Context) -> _Seat:
+        """The request's place, without what is held there but was not accepted."""
+        seat: _Seat | None = context.memory.get(self.name)
+        if seat is None:
+            sampler = Sampler(context.params, self._vocab_size)
+            seat = context.memory[self.name] = _Seat(self.model.cache.take(), [], sampler)
+        held, tokens = seat.held, context.tokens
+        right = seat.sure
+        while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
+            right += 1
+        del held[right:]
+        seat.sure = right
+        return seat
+
+    def _knows(self, tokens: Sequence[int]) -> bool:
+        """Whether the draft has these tokens: the target's vocabulary may be padded further than its own."""
+        return self.model.vocab_size >= self._vocab_size or max(tokens) < self.model.vocab_size
+
+    def _has_room(self, seat: _Seat, count: int) -> bool:
+        """Room for more tokens. Without the memory for it the request goes on undrafted."""
+        try:
+            self.model.cache.reserve(seat.slot, len(seat.held) + count)
+        except MemoryLimitError:
+            return False
+        return True
 
     def _missing(self, chain: _Chain) -> list[int]:
         held = len(chain.context.memory[self.name].held)
         return chain.tokens[-1:] if chain.tokens else chain.context.tokens[held:]
 
     def _extend(self, chain: _Chain, logits: Tensor) -> None:
-        """Choose the next token of a chain from the logits (V,) of its last one."""
+        """Choose the next token of a chain from the logits (V of the draft,) of its last one."""
+        missing = self._vocab_size - logits.shape[0]
+        logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[: self._vocab_size]
+        try:
+            self._choose(chain, logits)
+        except Exception:
+            # The user's own processor, or no token left: the target's rows meet it too, and end this request alone.
+            chain.stopped = True
+
+    def _choose(self, chain: _Chain, logits: Tensor) -> None:
         context = chain.context
         sampler: Sampler = context.memory[self.name].sampler
-        logits = logits[: self._shared]
         if sampler.edits:
             logits = sampler.process(logits[None], [chain.tokens], context.tokens)[0]
         if context.rule == "greedy":
             chain.add(best_token(logits), None, None)
             return
-        probs = np.zeros(self._target_vocab, np.float32)
-        support = sampler.fill(logits, probs[: self._shared])
+        probs = np.empty(self._vocab_size, np.float32)
+        support = sampler.fill(logits, probs)
         if context.rule == "coupled":
             token = context.noise.top(len(context.tokens) + len(chain.tokens), probs, support=support)[0]
             chain.add(token, None, float(probs[token]))
@@ -146,14 +174,14 @@ class _Chain:
     """The draft of one request while it grows."""
 
     def __init__(self, context: Context, gamma: int) -> None:
-        self.context, self.gamma = context, gamma
+        self.context, self.gamma, self.stopped = context, gamma, False
         self.tokens: list[int] = []
         self.rows: list[Row] = []
         self.chances: list[float | None] = []
 
     @property
     def done(self) -> bool:
-        return len(self.tokens) >= self.gamma or self.tokens[-1] in self.context.stop_ids
+        return self.stopped or len(self.tokens) >= self.gamma or self.tokens[-1] in self.context.stop_ids
 
     def add(self, token: int, row: Row | None, chance: float | None) -> None:
         self.tokens.append(token)

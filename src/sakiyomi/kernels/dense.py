@@ -1,7 +1,7 @@
 """Tree attention in plain torch, on any device: the path without a compiler, and the oracle of the compiled operator.
 
-`Dense` holds the plan of the pass and the cache; the operator `sakiyomi::attend` reads it, so that a compiled graph
-knows only layer numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it
+The operator `sakiyomi::attend` reads plan and cache of the pass from outside, so that a compiled graph knows only layer
+numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it
 independent of the other rows (`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
 """
 
@@ -17,38 +17,44 @@ from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.plan import Plan
 
 
+class _Pass(threading.local):
+    """What the operator works on. By thread: a graph compiled in the background has an empty pass of its own."""
+
+    dense: Dense
+    plan: Plan | None = None
+    calls: int = 0
+
+    def __init__(self) -> None:
+        self.masks: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def mask(self, segment: int, window: int, device: torch.device) -> Tensor:
+        """The segment's mask (rows, length + rows), made once a pass, window and device."""
+        assert self.plan is not None
+        key = (segment, window, device)
+        if key not in self.masks:
+            self.masks[key] = self.plan.visible(segment, window).to(device)
+        return self.masks[key]
+
+
+_pass = _Pass()
+
+
 class Dense:
-    """The cache and the plan that `sakiyomi::attend` works on in this thread."""
+    """The attention of one model, on its cache."""
 
     attention = "sakiyomi_torch"
 
     def __init__(self, cache: SlotCache, *, by_row: bool = False) -> None:
         self.cache, self.by_row = cache, by_row
-        self.count = 0
-        self._masks: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def begin(self, plan: Plan, size: int) -> None:
-        """Say what the next pass looks like; `size` counts filler rows too."""
-        _active.dense, self.plan, self.count = self, plan, 0
-        self._masks.clear()
+        """Say what this thread's next pass looks like; `size` counts filler rows too."""
+        _pass.dense, _pass.plan, _pass.calls = self, plan, 0
+        _pass.masks.clear()
 
     def calls(self) -> int:
-        """Attention calls since `begin`."""
-        return self.count
-
-    def mask(self, segment: int, window: int, device: torch.device) -> Tensor:
-        """The segment's mask (rows, length + rows), made once a pass, window and device."""
-        key = (segment, window, device)
-        if key not in self._masks:
-            self._masks[key] = self.plan.visible(segment, window).to(device)
-        return self._masks[key]
-
-
-class _Active(threading.local):
-    dense: Dense | None = None
-
-
-_active = _Active()
+        """Attention calls of this thread since `begin`."""
+        return _pass.calls
 
 
 def _attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
@@ -71,10 +77,10 @@ def _attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sc
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    dense = _active.dense
-    assert dense is not None, "sakiyomi::attend called outside a pass"
-    dense.count += 1
-    cache, plan = dense.cache, dense.plan
+    plan = _pass.plan
+    assert plan is not None, "sakiyomi::attend called outside a pass"
+    _pass.calls += 1
+    dense, cache = _pass.dense, _pass.dense.cache
     out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
     for i, (slot, first, rows, length, prompt) in enumerate(plan.segments.tolist()):
         keys, values = cache.keys[layer][slot], cache.values[layer][slot]
@@ -89,7 +95,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
                 columns = columns[-window:] if window else columns
                 part_keys, part_values = keys[:, columns], values[:, columns]
             else:
-                mask = None if rows == 1 and not window else dense.mask(i, window, q.device)
+                mask = None if rows == 1 and not window else _pass.mask(i, window, q.device)
                 part_keys, part_values = keys[:, at], values[:, at]
             part = q[0, :, first + a : first + b]
             out[0, first + a : first + b] = _attend_all(part, part_keys, part_values, mask, scaling, softcap)

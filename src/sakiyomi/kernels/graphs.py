@@ -114,9 +114,10 @@ class Graphs:
             self.start((*self._first, size))
         return graph
 
-    def ready(self, sizes: Sequence[int]) -> bool:
-        """Whether all these row counts have their graph."""
-        return all(size in self._ready for size in sizes)
+    @property
+    def ready(self) -> frozenset[int]:
+        """Row counts that have their graph."""
+        return frozenset(self._ready)
 
     def start(self, sizes: Sequence[int]) -> None:
         """Have these compiled in the background."""

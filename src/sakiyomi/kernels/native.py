@@ -76,7 +76,6 @@ class NativeModel:
         self._library = library
         self.number: int = library.sk_model()
         self._held: list[Tensor] = []
-        self.packed_bytes = 0
 
     @classmethod
     def create(cls) -> NativeModel | None:
@@ -92,7 +91,6 @@ class NativeModel:
         packed = pack_weight(weight.detach())
         held = None if bias is None else bias.detach().float().contiguous()
         self._held.extend([packed] if held is None else [packed, held])
-        self.packed_bytes += packed.numel() * packed.element_size()
         out, inner = weight.shape
         index = self._library.sk_weight(
             *(self.number, packed.data_ptr(), None if held is None else held.data_ptr()),

@@ -53,6 +53,8 @@ class OwnAttention(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write the pass's rows of one layer; all keys and values of its requests come back, one after the other."""
         self.count += 1
+        if not len(self.plan.segments):  # a trial pass without requests
+            return key_states, value_states
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
         for slot, first, rows, length, _ in self.plan.segments.tolist():
             for part, store, fresh in zip(

@@ -40,18 +40,17 @@ class Segment:
 
 
 @functools.lru_cache(maxsize=512)
-def _shape(parents: tuple[int, ...] | int) -> tuple[Ints, Ints, tuple[int, ...], bool]:
-    """Starts and rows of every row's path, depths, and whether it is a chain; from parents or a chain's length."""
+def _shape(parents: tuple[int, ...] | int) -> tuple[Ints, Ints, tuple[int, ...]]:
+    """Starts and rows of every row's path, and depths; from parents or a chain's length."""
     if isinstance(parents, int):
         starts = np.cumsum(np.arange(parents + 1), dtype=np.int32)
         paths = np.concatenate([np.arange(i + 1, dtype=np.int32) for i in range(parents)])
-        return starts, paths, tuple(range(parents)), True
+        return starts, paths, tuple(range(parents))
     rows: list[list[int]] = []
     for i, parent in enumerate(parents):
         rows.append(([] if parent < 0 else rows[parent]) + [i])
     starts = np.cumsum([0] + [len(path) for path in rows], dtype=np.int32)
-    chain = all(parent == i - 1 for i, parent in enumerate(parents))
-    return starts, np.concatenate([np.asarray(p, np.int32) for p in rows]), tuple(len(p) - 1 for p in rows), chain
+    return starts, np.concatenate([np.asarray(p, np.int32) for p in rows]), tuple(len(p) - 1 for p in rows)
 
 
 def _joined(parts: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
@@ -75,7 +74,6 @@ class Plan:
         paths: rows of the own segment, counted from its first, from the root down to the row itself.
         positions: absolute position of each row.
         tokens: token id of each row.
-        chains: every segment is a chain.
     """
 
     segments: Ints
@@ -83,7 +81,6 @@ class Plan:
     paths: Ints
     positions: list[int]
     tokens: list[int]
-    chains: bool
 
     @property
     def rows(self) -> int:
@@ -97,17 +94,15 @@ class Plan:
         parts: list[tuple[Ints, Ints]] = []
         positions: list[int] = []
         tokens: list[int] = []
-        chains = True
         for segment in segments:
             count, length = len(segment.tokens), segment.length
-            starts, paths, depths, chain = _shape(count if segment.parents is None else segment.parents)
+            starts, paths, depths = _shape(count if segment.parents is None else segment.parents)
             table.append((segment.slot, len(tokens), count, length, segment.prompt))
             parts.append((starts, paths))
             positions.extend([length + depth for depth in depths])
             tokens.extend(segment.tokens)
-            chains = chains and chain
         starts, paths = parts[0] if len(parts) == 1 else _joined(parts)
-        return cls(np.array(table, np.int32).reshape(-1, 5), starts, paths, positions, tokens, chains)
+        return cls(np.array(table, np.int32).reshape(-1, 5), starts, paths, positions, tokens)
 
     def visible(self, segment: int, window: int = 0) -> Tensor:
         """Which columns of its slot each row of a segment sees.

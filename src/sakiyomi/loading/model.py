@@ -156,7 +156,7 @@ def _from_pair(pair: tuple[Any, ...], dtype: torch.dtype | None, device: torch.d
             f"dtype is {dtype} and the loaded model {name!r} has {model.dtype}; a loaded model is used as it is: load "
             "it in that dtype, or pass dtype='auto'"
         )
-    if device is not None and model.device.type != device.type:
+    if device is not None and (model.device.type, model.device.index or 0) != (device.type, device.index or 0):
         raise InputError(
             f"device is '{device}' and the loaded model {name!r} is on '{model.device}'; a loaded model is used where "
             "it is: move it yourself, or pass device='auto'"

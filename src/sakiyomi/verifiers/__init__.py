@@ -29,7 +29,7 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
-def choose_verifier(params: SamplingParams, kind: DraftKind, *, exact_draft: bool = True) -> Verifier:
+def choose_verifier(params: SamplingParams, kind: DraftKind) -> Verifier:
     """The rule for a request.
 
     Greedy at temperature 0, whatever ``acceptance`` says: there all rules agree. Else what was asked for; "auto" is the
@@ -40,7 +40,6 @@ def choose_verifier(params: SamplingParams, kind: DraftKind, *, exact_draft: boo
     Args:
         params: of the request.
         kind: what the drafter proposes.
-        exact_draft: the draft's tokens are the target's own, not retokenised text of another vocabulary.
 
     Raises:
         InputError: the rule that was asked for does not take such drafts.
@@ -49,7 +48,7 @@ def choose_verifier(params: SamplingParams, kind: DraftKind, *, exact_draft: boo
         return VERIFIERS["greedy"]
     name = params.acceptance
     if name == "auto":
-        name = "ratio" if params.seed is None and exact_draft and kind in ("chain", "point_mass") else "coupled"
+        name = "ratio" if params.seed is None and kind in ("chain", "point_mass") else "coupled"
     verifier = VERIFIERS[name]
     check_fits(kind, verifier)
     return verifier

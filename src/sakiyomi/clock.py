@@ -1,0 +1,12 @@
+"""Means of clock readings on a machine that also does other things."""
+
+from __future__ import annotations
+
+__all__ = ["running_mean"]
+
+
+def running_mean(known: float | None, seconds: float) -> float:
+    """The mean after another reading: far faster ones replace it, far slower ones are other work and hardly count."""
+    if known is None or seconds < known / 2:
+        return seconds
+    return known + 0.1 * (min(seconds, 2 * known) - known)

@@ -1,0 +1,459 @@
+"""What goes wrong for one request, in a drafter or on the machine: it ends what it concerns, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sakiyomi.drafters.model
+import sakiyomi.model
+from architectures import VOCAB, greedy, model_of, prompt
+from drafters import Branching, Scripted, texts_of
+from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
+from sakiyomi.audit import AuditConfig, audit
+from sakiyomi.drafters import Context
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.kernels.dense import Dense
+from sakiyomi.kernels.plan import Plan, Segment
+from sakiyomi.model import PackedModel
+from sakiyomi.tree import Draft, TokenTree
+from toys import character_tokenizer, tiny_llama
+
+TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
+NEW = 20
+
+
+def wanted(name: str = "llama") -> list[list[int]]:
+    return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**({"max_new_tokens": NEW, "ignore_eos": True, "gamma": 3} | values))
+
+
+def llm_with(draft: Any = "none", name: str = "llama", **options: Any) -> LLM:
+    return LLM((model_of(name), TOKENIZER), draft, **({"compile": False} | options))
+
+
+def scripted(kind: type[Scripted] = Scripted) -> Scripted:
+    return kind(texts_of(PROMPTS, wanted()), "sometimes", VOCAB)
+
+
+def drafted(draft: Any, **options: Any) -> LLM:
+    """With a draft model that is another llama of random weights."""
+    return llm_with(ModelDrafter(PackedModel(draft, compile=False), VOCAB), **options)
+
+
+def broken_after(count: int) -> Any:
+    def processor(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] > count:
+            raise ValueError("the user's own mistake")
+        return scores
+
+    return processor
+
+
+def texts(llm: LLM, **values: Any) -> list[list[int]]:
+    return [out.token_ids for out in llm.generate(PROMPTS, params(**values))]
+
+
+# ---------------------------------------------------------------- one request
+
+
+def test_a_request_that_fails_says_so_in_its_last_step() -> None:
+    """Whoever schedules himself would wait for it for ever."""
+    llm = llm_with(scripted())
+    bad = llm.engine.add(PROMPTS[0], params(logits_processors=[broken_after(len(PROMPTS[0]) + 3)]))
+    good = llm.engine.add(PROMPTS[1], params())
+    steps: dict[int, list[Step]] = {bad: [], good: []}
+    while llm.engine.busy:
+        for step in llm.engine.step():
+            steps[step.request].append(step)
+    last = steps[bad][-1]
+    assert isinstance(last.error, ValueError) and last.finish_reason is None and not last.token_ids
+    assert last.to_dict()["error"] == "the user's own mistake"
+    assert [t for step in steps[good] for t in step.token_ids] == wanted()[1]
+
+
+def test_a_processor_that_raises_leaves_the_draft_model_to_others() -> None:
+    """It raises in the draft first, which looks further ahead."""
+    llm = drafted(model_of("llama"))
+    with pytest.raises(ValueError, match="own mistake"):
+        llm.generate(PROMPTS, params(logits_processors=[broken_after(len(PROMPTS[0]) + 3)]))
+    done = llm.generate(PROMPTS, params())
+    assert [out.token_ids for out in done] == wanted()
+    assert all(out.stats.accepted for out in done)
+
+
+def test_a_stream_has_its_last_step_when_it_is_over() -> None:
+    """Another thread may look between the two."""
+
+    class Watched(deque[Step]):
+        def append(self, step: Step) -> None:
+            assert not request.over
+            super().append(step)
+
+    llm = llm_with(scripted())
+    box = Watched()
+    request = llm.engine.submit(PROMPTS[0], params(), outbox=box)
+    while llm.engine.busy:
+        llm.engine.step()
+    assert request.over
+    assert box[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_a_removed_request_ends_whoever_waits_for_it(how: str) -> None:
+    llm = llm_with(scripted())
+    if how == "stream":
+        with pytest.raises(RemovedError):
+            for step in llm.stream(PROMPTS[0], params()):
+                llm.engine.remove(step.request)
+    else:
+        step = llm.engine.step
+
+        def and_remove() -> list[Step]:
+            steps = step()
+            for done in steps:
+                llm.engine.remove(done.request)
+            return steps
+
+        llm.engine.step = and_remove  # type: ignore[method-assign]
+        with pytest.raises(RemovedError):
+            llm.generate(PROMPTS, params())
+        llm.engine.step = step  # type: ignore[method-assign]
+    assert texts(llm) == wanted()
+
+
+def test_an_interruption_between_cache_and_tokens_ends_that_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_with(scripted())
+    ids = [llm.engine.add(tokens, params()) for tokens in PROMPTS]
+    found: dict[int, list[int]] = {i: [] for i in ids}
+    keep, calls = llm.target.cache.keep, [0]
+
+    def interrupted(*args: Any) -> None:
+        keep(*args)
+        calls[0] += 1
+        if calls[0] == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.target.cache, "keep", interrupted)
+    failed = set()
+    while llm.engine.busy:
+        try:
+            steps = llm.engine.step()
+        except KeyboardInterrupt:
+            failed = {r.id for r in llm.engine._running if r.error is not None}
+            continue
+        for step in steps:
+            found[step.request] += step.token_ids
+    assert len(failed) == 1
+    for i, text in zip(ids, wanted(), strict=True):
+        if i not in failed:
+            # Tokens of the interrupted step itself were committed and not given to anybody.
+            assert len(found[i]) >= NEW - 4 and set(found[i]) <= set(text)
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_all_requests_of_a_list_have_to_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Storage has one length for all slots: what one needs, all get."""
+    llm = llm_with(max_batch=4)
+    pair = llm.target.cache.pair_bytes
+    monkeypatch.setattr(sakiyomi.model, "available_bytes", lambda device: int(3 * 256 * pair / 0.9))
+    long = [prompt(20, i) for i in range(4)]
+    with pytest.raises(MemoryLimitError, match="4 requests of"):
+        llm.generate(long, params(max_new_tokens=180))
+    assert not llm.engine.busy and not llm.target.cache.bytes
+    assert len(llm.generate(long[:3], params(max_new_tokens=180))) == 3
+
+
+def test_memory_that_goes_away_ends_the_request_that_needs_more() -> None:
+    llm = llm_with(scripted())
+    cache = llm.target.cache
+    short = llm.engine.add(PROMPTS[1], params())
+    long = llm.engine.add(prompt(30), params(max_new_tokens=220))
+    assert llm.engine.step()
+    cache._available = lambda: 1000  # somebody else took it; there is room for two requests of 256 - not more
+    longer = llm.engine.find(long)
+    assert longer is not None
+    longer.last = 10**6
+    found: dict[int, list[Step]] = {short: [], long: []}
+    while llm.engine.busy:
+        for step in llm.engine.step():
+            found[step.request].append(step)
+    assert isinstance(found[long][-1].error, MemoryLimitError)
+    assert found[short][-1].finish_reason == "length"
+
+
+def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
+    draft = PackedModel(model_of("llama"), compile=False)
+    llm = llm_with(ModelDrafter(draft, VOCAB))
+    draft.cache._available = lambda: 0
+    done = llm.generate(PROMPTS, params())
+    assert [out.token_ids for out in done] == wanted()
+    assert not any(out.stats.drafted for out in done)
+    draft.cache._available = None
+    assert all(out.stats.drafted for out in llm.generate(PROMPTS, params()))
+
+
+def test_a_loaded_model_is_not_doubled_without_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sakiyomi.model, "available_bytes", lambda device: 1000)
+    packed = PackedModel(model_of("llama"), compile=False)
+    assert isinstance(packed.state, Dense)
+    assert not caplog.records or "packed copy" in caplog.text
+
+
+# ---------------------------------------------------------------- drafters
+
+
+def test_a_falcon_with_automatic_gamma() -> None:
+    """Its passes have no row for a request in a trial pass."""
+    expected = wanted("falcon")
+    drafter = Scripted(texts_of(PROMPTS, expected), "sometimes", VOCAB)
+    llm = llm_with(drafter, "falcon")
+    assert texts(llm, gamma="auto") == expected
+
+
+def test_a_draft_of_fewer_rows_passes_over_tokens_that_it_lacks() -> None:
+    """The target's vocabulary may be padded further than the draft's; a prompt of ids may hold what lies there."""
+    small = tiny_llama(vocab=VOCAB - 8)
+    llm = drafted(small)
+    prompts = [[5, VOCAB - 3, 9], [5, 9, 20]]
+    # Tokens that the draft lacks are made improbable, so that the second text can be drafted to its end.
+    values = params(logit_bias=dict.fromkeys(range(VOCAB - 8, VOCAB), -50.0))
+    expected = [out.token_ids for out in llm_with().generate(prompts, values)]
+    for _ in range(2):
+        done = llm.generate(prompts, values)
+        assert [out.token_ids for out in done] == expected
+        assert [bool(out.stats.drafted) for out in done] == [False, True]
+
+
+def test_processors_see_the_targets_width_in_the_draft_too() -> None:
+    widths = set()
+
+    def watching(input_ids: Tensor, scores: Tensor) -> Tensor:
+        widths.add(scores.shape[1])
+        return scores
+
+    llm = drafted(tiny_llama(vocab=VOCAB - 8))
+    (out,) = llm.generate([[5, 9, 20]], params(logits_processors=[watching], logit_bias={3: 50.0}))
+    assert widths == {VOCAB}
+    assert out.stats.drafted
+
+
+def test_a_draft_reads_a_long_prompt_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sakiyomi.drafters.model, "CHUNK", 8)
+    monkeypatch.setattr(sakiyomi.drafters.model, "LONG", 4)
+    llm = drafted(model_of("llama"))
+    (out,) = llm.generate([prompt(40)], params(), rounds_trace=True)
+    assert out.token_ids == greedy(model_of("llama"), prompt(40), NEW)
+    drafts = [len(entry.tokens) for entry in out.rounds_trace or []]
+    assert drafts[0] == drafts[1] == 0 and max(drafts) == 3
+
+
+def test_a_drafter_that_proposes_nonsense_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """No draw for a node, rows of another width: its own fault, not the requests'."""
+
+    class Undrawn(Scripted):
+        def draft(self, ahead: Sequence[int]) -> Draft:
+            return Draft(TokenTree.chain(ahead), self.kind)
+
+    class Narrow(Scripted):
+        kind = "chain"
+
+        def draft(self, ahead: Sequence[int]) -> Draft:
+            return Draft.chain(ahead, self.name, torch.full((len(ahead), 7), 1 / 7))
+
+    for kind, message in ((Undrawn, "have no draw"), (Narrow, "7 probabilities")):
+        llm = llm_with(scripted(kind))
+        assert texts(llm) == wanted()
+        assert message in caplog.text
+
+
+class DepthFirst(Branching):
+    """The same trees, a branch at a time: levels do not lie one behind the other."""
+
+    def draft(self, ahead: Sequence[int]) -> Draft:
+        draft = super().draft(ahead)
+        order: list[int] = []
+
+        def walk(node: int) -> None:
+            for child in draft.tree.children(node):
+                order.append(child)
+                walk(child)
+
+        walk(-1)
+        place = {node: i for i, node in enumerate(order)} | {-1: -1}
+        tree = TokenTree(tuple(draft.tree.tokens[n] for n in order), tuple(place[draft.tree.parents[n]] for n in order))
+        return Draft(tree, draft.kind, tuple(type(d)(place[d.node], d.drafter) for d in draft.draws))
+
+
+def test_no_pass_reaches_beyond_the_context() -> None:
+    """OPT's positions end there: one more would be an index error."""
+    expected = [greedy(model_of("opt"), PROMPTS[0], NEW)]
+    drafter = DepthFirst(texts_of(PROMPTS[:1], expected), "sometimes", VOCAB)
+    limit = len(PROMPTS[0]) + NEW
+
+    class Deep(type(drafter)):  # type: ignore[misc]
+        def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+            return super().propose(contexts, [gamma + 5 for gamma in gammas])
+
+    drafter.__class__ = Deep
+    llm = llm_with(drafter, "opt", max_context=limit)
+    seen = []
+    score = llm.target.score
+
+    def watching(segments: Sequence[Segment], **options: Any) -> Tensor:
+        seen.extend(max(Plan.of([s]).positions) for s in segments)
+        return score(segments, **options)
+
+    llm.target.score = watching  # type: ignore[method-assign]
+    (out,) = llm.generate(PROMPTS[:1], params(max_new_tokens=50))
+    assert out.token_ids == expected[0]
+    assert max(seen) < limit
+
+
+def test_a_cut_draft_is_one_of_lower_depth() -> None:
+    drafter = DepthFirst({}, "always", VOCAB)
+    whole = drafter.draft([5, 6, 7])
+    cut = whole.cut(2)
+    cut.validate(VOCAB)
+    assert max(cut.tree.depths()) == 1
+    paths = {cut.tree.path_tokens(node) for node in range(len(cut))}
+    depths = whole.tree.depths()
+    assert paths == {whole.tree.path_tokens(node) for node in range(len(whole)) if depths[node] < 2}
+    assert whole.cut(9) is whole
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_a_background_pass_does_not_touch_the_one_in_progress() -> None:
+    """A graph compiled in the background runs once, with an empty pass of its own."""
+    packed = PackedModel(model_of("llama"), compile=False)
+    dense = Dense(packed.cache)
+    packed._take(dense)
+    slot = packed.cache.take()
+    packed.cache.reserve(slot, 16)
+    expected = packed.score([Segment(slot, 0, PROMPTS[0], prompt=True)])
+    attention = packed._model.model.layers[1].self_attn
+    forward, model = attention.forward, packed._model
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        def other() -> None:
+            dense.begin(Plan.of([]), 4)
+            assert dense.calls() == 0
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return forward(*args, **kwargs)
+
+    model.model.layers[1].self_attn.forward = meanwhile
+    try:
+        assert torch.equal(packed.score([Segment(slot, 0, PROMPTS[0], prompt=True)]), expected)
+    finally:
+        model.model.layers[1].self_attn.forward = forward
+
+
+def test_a_request_keeps_the_graphs_of_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = llm_with(scripted())
+    ready = [frozenset[int]()]
+    monkeypatch.setattr(PackedModel, "ready", property(lambda self: ready[0]))
+    seen: list[tuple[int, frozenset[int]]] = []
+    score = llm.target.score
+
+    def watching(segments: Sequence[Segment], *, graphs: Any = None, last: bool = False) -> Tensor:
+        if not last:
+            seen.extend((segment.slot, graphs) for segment in segments)
+        return score(segments, last=last)
+
+    monkeypatch.setattr(llm.target, "score", watching)
+    first = llm.engine.submit(PROMPTS[0], params())
+    llm.engine.step()
+    ready[0] = frozenset({4, 8})
+    second = llm.engine.submit(PROMPTS[2], params())
+    while llm.engine.busy:
+        llm.engine.step()
+    assert {graphs for slot, graphs in seen if slot == 0} == {frozenset()}
+    assert {graphs for slot, graphs in seen if slot == 1} == {frozenset({4, 8})}
+    assert [first.output, second.output] == [wanted()[0], wanted()[2]]
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own
+def test_exact_requests_take_one_path_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled from the start, whether or not the draft's graphs are there."""
+    monkeypatch.setattr(sakiyomi.model, "SIZES", (1, 8, 64))
+    target = tiny_llama(vocab=VOCAB, layers=1, dim=64).to(torch.bfloat16)
+    draft = PackedModel(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
+    llm = LLM((target, TOKENIZER), ModelDrafter(draft, VOCAB), exact=True)
+    plain = LLM((target, TOKENIZER), "none", exact=True)
+    assert llm.target.ready == plain.target.ready == {1, 8, 64}
+    expected = texts(plain)
+    assert texts(llm) == expected
+    assert draft.graphs is not None
+    draft.graphs.wait()
+    assert texts(llm) == expected
+    assert [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS] == expected
+
+
+def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFixture) -> None:
+    """Beyond it all positions change, those in the cache too."""
+    import transformers
+
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "rope_theta": 10000.0}
+    config = transformers.Phi3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_parameters=rope | {"original_max_position_embeddings": 32},
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.Phi3ForCausalLM(config).eval()
+    llm = LLM((model, TOKENIZER), "none", compile=False)
+    assert llm.max_context == 32
+    assert "longrope" in caplog.text
+    (out,) = llm.generate([prompt(12)], params(max_new_tokens=50))
+    assert out.token_ids == greedy(model, prompt(12), 20)
+    with pytest.raises(InputError, match="32"):
+        llm.generate([prompt(40)], params())
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_refusals_behind_the_end_are_not_counted() -> None:
+    """The path's second token ends the text; what was refused behind the third was never asked for."""
+
+    class Late(Scripted):
+        def draft(self, ahead: Sequence[int]) -> Draft:
+            return Draft.chain([*ahead[:-1], (ahead[-1] + 1) % VOCAB], self.name)
+
+    text = wanted()[0]
+    place = next(i for i in range(2, NEW) if text[i] not in text[:i])
+    drafter = Late(texts_of(PROMPTS[:1], [text]), "always", VOCAB)
+    (out,) = llm_with(drafter).generate(PROMPTS[:1], params(gamma=place + 4, stop_token_ids=[text[place]]))
+    assert out.finish_reason == "stop"
+    assert out.stats.rejected == 0
+    assert out.stats.alpha == 1.0
+
+
+def test_an_audit_beyond_the_context_is_refused() -> None:
+    with pytest.raises(InputError, match="has room for"):
+        audit("tales", "none", prompts=["Once upon a time"], config=AuditConfig(max_new_tokens=1100))
