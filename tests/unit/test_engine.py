@@ -675,10 +675,10 @@ def test_a_request_that_is_over_before_its_caller_looks(how: str, monkeypatch: p
 # ---------------------------------------------------------------- compiled
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the compiler's own
-def test_compiled_graphs_give_the_same_tokens(tmp_path: Path) -> None:
+def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32, one graph a row count: nothing that a request does compiles anew."""
+    monkeypatch.setattr(sakiyomi.model, "SIZES", (1, 8, 64))
     llm = LLM((model_of("llama"), TOKENIZER), scripted("sometimes", Branching), compile=True)
     assert llm.compiled()
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == wanted()

@@ -235,7 +235,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_tensor_parallel_in_two_processes(tmp_path: Path) -> None:
     """``tp_plan="auto"`` on gloo: the same text as in one process, on every rank, or one clear error; never a hang."""
     model = tiny_llama(vocab=VOCAB, dim=32, layers=2)
