@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.config import DraftConfig, TargetConfig
 from sakiyomi.train.llama import new_llama, save_model
+from sakiyomi.train.loop import Loop
 from sakiyomi.train.tokenizer import train_tokenizer
 
 NAMES = ("Tom", "Mia", "Ben", "Sue", "Max", "Lily")
@@ -69,6 +74,33 @@ def tiny_target(folder: Path) -> Path:
     return folder / "tiny"
 
 
+def tiny_gpt2(folder: Path) -> Path:
+    """An untrained target of another architecture: learned positions, no `model.layers`."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(stories(60), 300, 128)
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=128, eos_token_id=0, bos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
+    tokenizer.save_pretrained(folder / "gpt2")
+    return folder / "gpt2"
+
+
+def losses(out: str) -> list[float]:
+    """The loss of every step, from the newest checkpoint."""
+    return [entry[3] for entry in load_checkpoint(Path(out) / "checkpoints")["progress"]["losses"]]
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send this process a signal within the given step."""
+    original = Loop._step
+
+    def stepping(self: Loop) -> float:
+        if self.progress.step == step:
+            os.kill(os.getpid(), number)
+        return original(self)
+
+    monkeypatch.setattr(Loop, "_step", stepping)
+
+
 def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
     """A draft of two tiny layers, two batches of samples and a budget of a few steps."""
     text = story_file(folder / "train.jsonl")
@@ -89,6 +121,7 @@ def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
         "sample_tokens": 8,
         "eval_prompts": 2,
         "top": 8,
+        "cost": "0.1",
         "compile": False,
         "threads": 1,
     }

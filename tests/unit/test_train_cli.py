@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from sakiyomi.cli.train import app
 from sakiyomi.train.config import DraftConfig, TargetConfig
-from train_toys import target_config, tiny_target
+from train_toys import draft_config, stop_at, story_file, target_config, tiny_target
 
 runner = CliRunner()
 
@@ -52,6 +53,40 @@ def test_train_target_prints_one_json_line(tmp_path: Path) -> None:
     assert summary["config"]["row_tokens"] == [32, 64]
     assert "step 8" in result.stderr
     assert "step 8" not in result.stdout
+    assert "it/s" not in result.stderr, "no bars where nobody watches"
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupted_run_exits_130_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    config = target_config(tmp_path)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGINT)
+        result = runner.invoke(app, ["target", *flags(config), *(["--json"] if as_json else [])])
+    assert result.exit_code == 130
+    if as_json:
+        assert json.loads(result.stdout)["finished"] is False
+    else:
+        assert result.stdout.endswith("the same command with --resume goes on from here\n")
+    assert Path(config.out, "checkpoints", "step-00000004.pt").exists()
+    assert runner.invoke(app, ["target", *flags(config), "--resume"]).exit_code == 0
+
+
+def test_train_draft_without_held_out_text_prints_alpha_and_the_speed_up(tmp_path: Path) -> None:
+    config = draft_config(tmp_path, tiny_target(tmp_path), valid=(), samples=0)
+    result = runner.invoke(app, ["draft", *flags(config)])
+    assert result.exit_code == 0, result.output
+    for line in (
+        "held-out held_back:",
+        "  alpha: ",
+        "  expected_speedup_greedy: ",
+        "cost: 0.1",
+        "cost_source: given by",
+    ):
+        assert line in result.stdout
+    assert "None" not in result.stdout
+    assert "it/s" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -60,19 +95,27 @@ def test_train_target_prints_one_json_line(tmp_path: Path) -> None:
         (["target"], 2, "--out"),
         (["target", "--out", "OUT", "--text", "OUT/none.jsonl"], 1, "none.jsonl"),
         (["target", "--out", "OUT", "--text", "OUT/none.jsonl@x"], 2, "STABLE:DECAY"),
-        (["draft", "--out", "OUT", "--text", "OUT/a.txt", "--target", "OUT/none"], 1, "none is no folder"),
-        (["draft", "--out", "OUT", "--text", "OUT/none.txt", "--target", "TINY", "--valid", "OUT/a"], 2, "NAME=FILE"),
+        (["draft", "--target", "OUT/none"], 2, "give --out (a folder for the model) and --text (training text"),
+        (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "OUT/none"], 1, "no folder 'OUT/none'"),
+        (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "TINY", "--valid", "OUT/a"], 2, "NAME=FILE"),
+        (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "TINY", "--valid", "a=typo.txt"], 1, "typo.txt"),
+        (["draft", "--out", "OUT/new", "--text", "TEXT", "--target", "TINY", "--heads", "0"], 2, "set --heads"),
+        (["draft", "--out", "TEXT", "--text", "TEXT", "--target", "TINY"], 2, "which is a file"),
         (["target", "--no-such-flag"], 2, "No such option"),
+        (["draft", "--eval-tokens", "9"], 2, "No such option"),
     ],
 )
 def test_errors_are_one_line(tmp_path: Path, arguments: list[str], code: int, message: str) -> None:
     if "TINY" in arguments:
         tiny_target(tmp_path)
-    places = {"OUT": str(tmp_path), "TINY": str(tmp_path / "tiny")}
-    given = [argument.replace("OUT", places["OUT"]).replace("TINY", places["TINY"]) for argument in arguments]
-    result = runner.invoke(app, [*given, *(["--samples", "0"] if "TINY" in arguments else [])])
+
+    def placed(argument: str) -> str:
+        text = str(story_file(tmp_path / "text.jsonl"))
+        return argument.replace("TEXT", text).replace("TINY", f"{tmp_path}/tiny").replace("OUT", str(tmp_path))
+
+    result = runner.invoke(app, [placed(argument) for argument in arguments])
     assert result.exit_code == code
-    assert message in result.stderr
+    assert placed(message) in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sakiyomi.errors import InputError, LoadError
-from sakiyomi.train.data import TextSpec, encode_documents, excerpts, parse_text, read_documents
+from sakiyomi.train.data import Library, TextSpec, encode_documents, excerpts, parse_text, read_documents
 from sakiyomi.train.rows import FixedRows, Mixture, Rows, Stream
 from sakiyomi.train.tokenizer import END, train_tokenizer
 from train_toys import stories, story_file
@@ -42,6 +42,12 @@ def test_all_four_formats_are_read_and_normalised(tmp_path: Path) -> None:
         ("a.txt", b" \n", "holds no document"),
         ("a.txt", b"\xff\xfe", "cannot read"),
         ("a.txt.gz", b"no gzip", "cannot read"),
+        ("a.txt.gz", gzip.compress(b"once upon a time " * 99, mtime=0)[:-12], "cannot read"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"once upon a time " * 99, mtime=0).replace(b"\xcb\xcf", b"\x34\xcf"),
+            "cannot read",
+        ),
         ("b.txt", None, "cannot read"),
     ],
 )
@@ -134,6 +140,21 @@ def test_documents_are_led_by_the_end_token(tmp_path: Path) -> None:
     encoded = encode_documents([*documents, [5, 6], [0, 7]], tokenizer)
     assert [int(row[0]) for row in encoded] == [0] * 5
     assert sorted(row.tolist() for row in encoded if len(row) < 4) == [[0, 5, 6], [0, 7]]
+
+
+def test_documents_held_back_are_gone_for_every_reader(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(stories(40), 300, 128)
+    paths = [story_file(tmp_path / "a.jsonl"), story_file(tmp_path / "b.jsonl", count=9, seed=1)]
+    whole = Library(tokenizer, 300).documents(paths[0])
+    library = Library(tokenizer, 300)
+    held = library.hold_back(paths, 8, 64, seed=1)
+    assert len(held) == 4, "half of eight from each file, none from one with fewer than ten documents"
+    left = library.documents(tmp_path / "." / "a.jsonl")
+    assert sorted(map(bytes, [*left, *held])) == sorted(map(bytes, whole))
+    assert [bytes(row) for row in Library(tokenizer, 300).hold_back(paths, 8, 64, seed=1)] == [*map(bytes, held)]
+    assert len(Library(tokenizer, 300).hold_back(paths[:1], 100, 64, seed=1)) == 6, "a tenth at most"
+    with pytest.raises(InputError, match="more than 500 tokens; give more text"):
+        library.hold_back(paths, 8, 500, seed=1)
 
 
 def test_too_small_vocabularies_and_texts_are_refused() -> None:

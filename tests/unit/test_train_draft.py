@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
+import signal
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from sakiyomi.errors import InputError, LoadError
-from sakiyomi.train.acceptance import distinct_ngrams, speculate
+from sakiyomi import LLM, SamplingParams, theory
+from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.outputs import Generation
+from sakiyomi.train import draft
+from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
+from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.draft import load_target, train_draft
+from sakiyomi.train.expect import Speed, expected, given_speed
 from sakiyomi.train.labels import SoftLabels
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.samples import sample_continuations
 from sakiyomi.train.target import train_target
-from train_toys import draft_config, target_config, tiny_target
+from train_toys import draft_config, losses, stop_at, stories, target_config, tiny_gpt2, tiny_target
 
 
 def slow_divergence(p: list[float], q: list[float], kept: list[int]) -> float:
@@ -53,7 +65,7 @@ def test_distillation_loss_is_zero_for_the_target_itself() -> None:
 
 
 def test_labels_are_the_targets_likeliest_tokens_and_are_kept(tmp_path: Path) -> None:
-    model, _ = load_target(tiny_target(tmp_path))
+    model, _ = load_target(str(tiny_target(tmp_path)))
     labels = SoftLabels(model, top=5, limit_bytes=8 * 5 * 6)
     ids = torch.arange(16).view(2, 8)
     tokens, probs = labels(ids)
@@ -73,7 +85,7 @@ def test_labels_are_the_targets_likeliest_tokens_and_are_kept(tmp_path: Path) ->
 
 
 def test_samples_are_the_models_own_greedy_tokens_whatever_the_padding(tmp_path: Path) -> None:
-    model, tokenizer = load_target(tiny_target(tmp_path))
+    model, tokenizer = load_target(str(tiny_target(tmp_path)))
     model.float()
     prompts = [[0, 70, 71, 72], [0, 80], [0, 90, 91]]
     together = sample_continuations(model, tokenizer, prompts, new_tokens=6, temperature=0.0)
@@ -86,10 +98,20 @@ def test_samples_are_the_models_own_greedy_tokens_whatever_the_padding(tmp_path:
 
 
 def test_speculate_counts_rounds_as_an_engine_does() -> None:
-    assert speculate([True] * 11, 4) == (8, 8, 2)
-    assert speculate([False] * 5, 4) == (0, 3 + 2 + 1 + 0, 4)
-    assert speculate([False, True, True, False, True, True], 2) == (3, 3, 2)
-    assert speculate([True], 4) == (0, 0, 0)
+    def count(guesses: list[int], text: list[int], gamma: int, limit: int) -> tuple[int, int, int]:
+        return speculate(guesses, text, gamma, limit=limit, ends=frozenset({9}))
+
+    assert count([1] * 11, [1] * 11, 4, limit=11) == (8, 8, 2)
+    assert count([2] * 5, [1] * 5, 4, limit=5) == (0, 3 + 2 + 1 + 0, 4)
+    assert count([2, 1, 1, 2, 1, 1], [1] * 6, 2, limit=6) == (3, 3, 2)
+    assert count([1], [1], 4, limit=8) == (0, 0, 0)
+    # The engine does not know that the text ends: it drafts on, and may accept the end token itself.
+    assert count([1, 1, 1, 9], [1, 1, 1, 9], 4, limit=12) == (3, 3, 1)
+    assert count([1, 1, 1, 2], [1, 1, 1, 9], 4, limit=12) == (2, 4, 1)
+    assert count([1, 1, 1, 9], [1, 1, 1, 9], 2, limit=12) == (2, 2, 1)
+    # A draft stops at an end token that it guesses, be it right or wrong.
+    assert count([1, 1, 9, 1, 1], [1] * 5, 4, limit=5) == (1 + 1, 2 + 1, 2)
+    assert count([1, 2, 9, 1, 1], [1] * 5, 3, limit=5) == (0 + 0 + 1, 3 + 1 + 1, 3)
 
 
 def test_distinct_ngrams() -> None:
@@ -110,7 +132,7 @@ def test_a_tiny_draft_from_end_to_end(tmp_path: Path) -> None:
         "target_distinct_4grams",
     } <= measures.keys()
     assert 0 <= measures["acceptance_rate"] <= 1
-    model, tokenizer = load_target(Path(summary["model"]))
+    model, tokenizer = load_target(summary["model"])
     assert model.config.vocab_size == 300
     assert model.config.num_hidden_layers == 2
     assert tokenizer.eos_token_id == model.config.eos_token_id
@@ -126,19 +148,46 @@ def test_a_draft_starts_from_a_model_of_the_same_vocabulary(tmp_path: Path) -> N
     start = train_target(config)
     summary = train_draft(draft_config(tmp_path, target, init=start["model"], tokens=64))
     assert summary["layers"] == 1
-    before, _ = load_target(Path(start["model"]))
-    after, _ = load_target(Path(summary["model"]))
+    before, _ = load_target(start["model"])
+    after, _ = load_target(summary["model"])
     change = (before.lm_head.weight - after.lm_head.weight).abs().max()
     assert 0 < change < 0.02, "one warm-up step away from where it began"
     other = train_target(target_config(tmp_path, out=str(tmp_path / "other"), vocab=299, tokens=128))
     with pytest.raises(LoadError, match="another vocabulary"):
-        train_draft(draft_config(tmp_path, target, init=other["model"]))
+        train_draft(draft_config(tmp_path, target, out=str(tmp_path / "new"), init=other["model"]))
+
+
+def test_the_card_tells_how_the_start_was_made(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    first = target_config(
+        tmp_path, out=str(tmp_path / "start"), tokenizer=str(target), hidden=16, layers=1, tokens=128, note=("Tales",)
+    )
+    start = train_target(first, "sakiyomi train target --out start")
+    second = train_draft(
+        draft_config(tmp_path, target, out=str(tmp_path / "second"), init=start["model"], tokens=64, samples=0),
+        "sakiyomi train draft --out second",
+    )
+    third = train_draft(
+        draft_config(tmp_path, target, out=str(tmp_path / "third"), init=second["model"], tokens=64, samples=0), "third"
+    )
+    text = Path(third["model"], "README.md").read_text()
+    begin = text.index("## Start")
+    for part in ("sakiyomi train draft --out second", "sakiyomi train target --out start", "- Tales", "1 steps"):
+        assert part in text[begin:]
+    assert third["init"]["init"]["config"]["hidden"] == 16
+
+
+def test_a_start_without_a_card_is_named(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    summary = train_draft(draft_config(tmp_path, target, init=str(target), tokens=64, samples=0))
+    assert f"`{target}`, which has no card" in Path(summary["model"], "README.md").read_text()
 
 
 def test_samples_cut_short_are_completed(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     config = draft_config(tmp_path, target)
     train_draft(config)
+    shutil.rmtree(Path(config.out, "checkpoints"))
     path = Path(config.out, "samples.jsonl")
     whole = path.read_bytes()
     half = whole.splitlines(keepends=True)[: config.sample_batch]
@@ -147,8 +196,204 @@ def test_samples_cut_short_are_completed(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
+def test_samples_of_another_target_or_of_other_settings_are_refused(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    config = draft_config(tmp_path, target, tokens=64)
+    train_draft(config)
+    shutil.rmtree(Path(config.out, "checkpoints"))
+    whole = Path(config.out, "samples.jsonl").read_bytes()
+    for changes, name in (
+        ({"sample_tokens": 9}, "sample_tokens 8, and this run has 9"),
+        ({"temperatures": (1.0,)}, "temperatures"),
+        ({"seed": 2}, "seed"),
+        ({"sample_batch": 2}, "sample_batch"),
+        ({"valid": ()}, "held_back"),
+        ({"prompts": config.valid and (config.valid[0].partition("=")[2],)}, "prompts"),
+    ):
+        with pytest.raises(InputError, match=name):
+            train_draft(draft_config(tmp_path, target, tokens=64, **changes))
+    weights = load_file(target / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    save_file(weights | {name: weights[name] + 1}, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"written with target .* delete the file"):
+        train_draft(config)
+    Path(config.out, "samples.json").unlink()
+    with pytest.raises(InputError, match=r"no samples\.json beside it"):
+        train_draft(config)
+    assert Path(config.out, "samples.jsonl").read_bytes() == whole
+
+
+def test_a_resumed_draft_run_has_the_rows_of_its_first_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path)
+    # Half of the samples that were asked for: a second part that went on writing would train on other rows.
+    settings: dict[str, Any] = {"samples": 8, "sample_minutes": 1e-9, "sample_share": 0.9}
+    whole = draft_config(tmp_path, target, out=str(tmp_path / "whole"), **settings)
+    train_draft(whole)
+    cut = draft_config(tmp_path, target, out=str(tmp_path / "cut"), **settings)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGINT)
+        assert not train_draft(cut)["finished"]
+    assert len(Path(cut.out, "samples.jsonl").read_text().splitlines()) == 4
+    resumed = dataclasses.replace(cut, resume=True)
+    assert train_draft(resumed)["finished"]
+    assert losses(cut.out) == losses(whole.out)
+    weights = [load_checkpoint(Path(out) / "checkpoints")["model"] for out in (cut.out, whole.out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    Path(cut.out, "samples.jsonl").unlink()
+    with pytest.raises(LoadError, match=r"samples\.jsonl is gone"):
+        train_draft(resumed)
+
+
+def test_without_held_out_text_some_training_text_is_held_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Any] = []
+    original = draft.FixedRows
+
+    def watch(documents: Any, *args: Any, **options: Any) -> Any:
+        trained.extend(map(bytes, documents))
+        return original(documents, *args, **options)
+
+    measured: list[Any] = []
+    monkeypatch.setattr(draft, "FixedRows", watch)
+    monkeypatch.setattr(
+        draft, "continuations", lambda *args, **options: measured.extend(args[2]) or continuations(*args, **options)
+    )
+    config = draft_config(tmp_path, tiny_target(tmp_path), valid=(), samples=0, eval_prompts=4)
+    summary = train_draft(config)
+    assert summary["held_back"] == len(measured) == 4
+    assert not {bytes(document) for document in measured} & set(trained)
+    assert {"alpha", "expected_speedup_greedy", "expected_speedup_sampled"} <= summary["held_out"]["held_back"].keys()
+    assert "4 documents of the training text, held back" in Path(summary["model"], "README.md").read_text()
+    Path(config.text[0]).write_text(json.dumps({"text": stories(1)[0]}) + "\n")
+    with pytest.raises(InputError, match="--valid NAME=FILE"):
+        train_draft(dataclasses.replace(config, out=str(tmp_path / "other")))
+
+
+def test_the_speed_up_follows_from_the_costs() -> None:
+    measured = {"alpha": 0.7, "greedy_agreement": 0.8}
+    found = expected(measured, 4, given_speed(0.1))
+    assert found["expected_speedup_sampled"] == pytest.approx(theory.speedup(0.7, 4, 0.1))
+    assert found["optimal_gamma_greedy"] == theory.optimal_gamma(0.8, 0.1)
+    slower = expected(measured, 4, Speed(0.1, {1: 1.0, 4: 1.2, 8: 1.6}, "measured"))
+    tokens = theory.expected_tokens(0.7, 4)
+    assert slower["expected_speedup_sampled"] == pytest.approx(tokens / (4 * 0.1 + 1.3))
+    assert set(expected(measured, 4, Speed(None, {1: 1.0}, "no"))) == {
+        "expected_tokens_sampled",
+        "expected_tokens_greedy",
+    }
+
+
+def test_a_target_of_another_architecture_and_measured_costs(tmp_path: Path) -> None:
+    summary = train_draft(draft_config(tmp_path, tiny_gpt2(tmp_path), cost="measured", samples=4))
+    assert summary["cost"] > 0
+    assert summary["cost_source"].startswith("measured on ")
+    values = summary["held_out"]["stories"]
+    assert 0 < values["expected_speedup_greedy"] < 5
+    card = Path(summary["model"], "README.md").read_text()
+    assert f"c): {summary['cost']:.3g}, measured on" in card
+
+
+def test_costs_that_cannot_be_measured_do_not_lose_the_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnsupportedError("no attention of ours")
+
+    monkeypatch.setattr("sakiyomi.llm.LLM", refuse)
+    summary = train_draft(draft_config(tmp_path, tiny_target(tmp_path), cost="measured", samples=0, tokens=64))
+    assert summary["cost"] is None
+    assert "not measured: no attention of ours" in Path(summary["model"], "README.md").read_text()
+
+
+def test_targets_are_found_and_checked_as_everywhere(tmp_path: Path) -> None:
+    model, tokenizer = load_target("tales")
+    assert model.dtype == torch.bfloat16
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert tokenizer.eos_token_id == 0
+    folder = tiny_target(tmp_path)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-100])
+    with pytest.raises(LoadError, match="is cut off"):
+        load_target(str(folder))
+    weights.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(LoadError, match="pickle"):
+        load_target(str(folder))
+
+
+def test_a_targets_own_generation_settings_do_not_bend_its_text(tmp_path: Path) -> None:
+    folder = tiny_target(tmp_path)
+    plain, tokenizer = load_target(str(folder))
+    prompts = [[0, 70, 71, 72]]
+    expected_text = sample_continuations(plain, tokenizer, prompts, new_tokens=12, temperature=0.0)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {"repetition_penalty": 5.0, "eos_token_id": [0, expected_text[0][4]]}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    bent, _ = load_target(str(folder))
+    assert sample_continuations(bent, tokenizer, prompts, new_tokens=12, temperature=0.0) == [
+        expected_text[0][: expected_text[0].index(expected_text[0][4]) + 1]
+    ]
+
+
 def test_errors_of_the_draft_command(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="is no folder"):
+    with pytest.raises(LoadError, match="no folder"):
         train_draft(draft_config(tmp_path, tmp_path / "nowhere"))
     with pytest.raises(InputError, match="row_tokens"):
         draft_config(tmp_path, tmp_path, row_tokens=(16, 32))
+    target = tiny_target(tmp_path)
+    short = tmp_path / "short.txt"
+    short.write_text("Once upon a time.")
+    ids = tmp_path / "ids.jsonl"
+    ids.write_text('{"tokens": [5, 300]}')
+    for changes, kind, message in (
+        ({"valid": (f"short={short}",)}, InputError, "no document of more than 64 tokens"),
+        ({"valid": (f"a={tmp_path / 'typo.txt'}",)}, LoadError, "typo.txt"),
+        ({"valid": (f"a={short}", f"a={short}")}, InputError, "twice"),
+        ({"text": (str(ids),)}, LoadError, "from 5 to 300, the model knows 300 tokens"),
+        ({"prompts": (f"{short}@0",)}, InputError, "--prompts sum to 0"),
+        ({"init": str(tmp_path / "none")}, LoadError, "none"),
+        ({"row_tokens": (256,), "step_tokens": 256}, InputError, "--row-tokens"),
+        ({"sample_tokens": 100}, InputError, "--sample-tokens"),
+    ):
+        with pytest.raises(kind, match=message):
+            train_draft(draft_config(tmp_path, target, **changes))
+    assert not (tmp_path / "draft" / "samples.jsonl").exists(), "nothing was written before the error"
+
+
+def test_the_count_is_the_engines(tmp_path: Path) -> None:
+    """Guesses along the target's text against rounds of the engine, with an end token within accepted runs."""
+    folders = [tiny_target(tmp_path), tmp_path / "noisy"]
+    shutil.copytree(*folders)
+    generator = torch.Generator().manual_seed(1)
+    # Wide weights, so that texts vary; a little noise makes of them a draft that is often right.
+    wide = {name: 10 * value for name, value in load_file(folders[0] / "model.safetensors").items() if value.ndim == 2}
+    noisy = {name: value + 0.15 * torch.randn(value.shape, generator=generator) * value for name, value in wide.items()}
+    for folder, weights in zip(folders, (wide, noisy), strict=True):
+        content = load_file(folder / "model.safetensors") | {name: value.bfloat16() for name, value in weights.items()}
+        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    guesser = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    prompts = [[0, 60 + 3 * n, 70 + n, 80 + 2 * n] for n in range(16)]
+
+    def compare(ends: frozenset[int]) -> list[Generation]:
+        llm = LLM(str(folders[0]), draft=f"model:{folders[1]}", dtype="float32", compile=False)
+        results = llm.generate(prompts, SamplingParams(max_new_tokens=14, gamma=4, ignore_eos=not ends))
+        for prompt, result in zip(prompts, results, strict=True):
+            text, stats = result.token_ids, result.stats
+            with torch.no_grad():
+                logits = guesser(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+            counts = speculate(logits.argmax(-1).tolist(), text, 4, limit=14, ends=ends)
+            assert counts[::2] == (stats.accepted, stats.rounds)
+            # An end token behind a wrong guess cuts the engine's draft short; it is not seen along the text.
+            assert counts[1] >= stats.drafted if ends else counts[1] == stats.drafted
+        return results
+
+    firsts = Counter(
+        entry.token_id
+        for result in compare(frozenset())
+        for place, entry in enumerate(result.trace)
+        if entry.status == "accepted" and entry.token_id not in result.token_ids[:place]
+    )
+    end = firsts.most_common(1)[0][0]
+    settings = json.loads((folders[0] / "generation_config.json").read_text()) | {"eos_token_id": end}
+    (folders[0] / "generation_config.json").write_text(json.dumps(settings))
+    stopped = [result for result in compare(frozenset({end})) if result.finish_reason == "stop"]
+    assert any(result.trace[-1].status == "accepted" for result in stopped)
+    assert any(result.trace[-1].status != "accepted" for result in stopped)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,23 +21,7 @@ from sakiyomi.train.llama import new_llama
 from sakiyomi.train.schedule import Schedule
 from sakiyomi.train.target import train_target
 from sakiyomi.train.tokenizer import train_tokenizer
-from train_toys import target_config
-
-
-def losses(out: str) -> list[float]:
-    return [entry[3] for entry in load_checkpoint(Path(out) / "checkpoints")["progress"]["losses"]]
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
-    """Send this process a signal within the given step."""
-    original = loop.Loop._step
-
-    def stepping(self: loop.Loop) -> float:
-        if self.progress.step == step:
-            os.kill(os.getpid(), number)
-        return original(self)
-
-    monkeypatch.setattr(loop.Loop, "_step", stepping)
+from train_toys import losses, stop_at, target_config
 
 
 def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
@@ -65,6 +49,15 @@ def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
     assert "sakiyomi train target --out x" in text
     assert "bits per character" in text
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_card_names_no_picture_that_was_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    summary = train_target(target_config(tmp_path, tokens=128))
+    text = Path(summary["model"], "README.md").read_text()
+    assert "loss.png" not in text
+    assert "the curve was not drawn: `pip install 'sakiyomi[train]'`" in text
+    assert summary["loss_curve"] is None
 
 
 @pytest.mark.parametrize("growing", [False, True])
@@ -142,7 +135,7 @@ def test_checkpoints_are_whole_and_the_last_two_stay(tmp_path: Path, monkeypatch
         raise OSError("disk full")
 
     monkeypatch.setattr(checkpoint.torch, "save", half)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(LoadError, match=r"cannot write .*step-00000004.*disk full"):
         save_checkpoint(tmp_path, 4, {"step": 4})
     assert load_checkpoint(tmp_path)["step"] == 3
     assert not list(tmp_path.glob("*.partial"))

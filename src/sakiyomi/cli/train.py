@@ -30,6 +30,10 @@ def _command(name: str, config_class: type[Any], run: Callable[[Any, str], dict[
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else _readable(summary))
+        if not summary["finished"]:
+            from sakiyomi.cli import INTERRUPTED
+
+            raise typer.Exit(INTERRUPTED)
 
     parameters = [
         _parameter(field, get_type_hints(config_class)[field.name]) for field in dataclasses.fields(config_class)
@@ -59,7 +63,7 @@ def _arguments(name: str) -> list[str]:
 
 def _readable(summary: dict[str, Any]) -> str:
     """The summary for people: one value a line, the held-out measures indented; the settings stay in the card."""
-    lines = [f"{key}: {value}" for key, value in summary.items() if not isinstance(value, dict | list)]
+    lines = [f"{key}: {value}" for key, value in summary.items() if not isinstance(value, dict | list | None)]
     for name, measures in summary.get("held_out", {}).items():
         lines += [f"held-out {name}:", *(f"  {key}: {value:.4g}" for key, value in measures.items())]
     if not summary["finished"]:
@@ -68,14 +72,18 @@ def _readable(summary: dict[str, Any]) -> str:
 
 
 def _target(config: TargetConfig, command: str) -> dict[str, Any]:
+    from sakiyomi.cli.output import quiet
     from sakiyomi.train.target import train_target
 
+    quiet()
     return train_target(config, command)
 
 
 def _draft(config: DraftConfig, command: str) -> dict[str, Any]:
+    from sakiyomi.cli.output import quiet
     from sakiyomi.train.draft import train_draft
 
+    quiet()
     return train_draft(config, command)
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.train.data import Ids
-from sakiyomi.train.samples import sample_continuations
+from sakiyomi.train.samples import end_tokens, sample_continuations
 
 CHUNK_ROWS = 8
 WIDTH_STEP = 32
+# A held-out prompt, and what the target writes after it.
+PROMPT_TOKENS, NEW_TOKENS = 64, 128
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,15 @@ class Continuations:
         prompts: token ids of each prompt.
         greedy: the target's greedy continuations.
         sampled: its continuations at temperature 1.
+        new_tokens: length limit of the continuations.
+        ends: tokens that end one earlier.
     """
 
     prompts: list[list[int]]
     greedy: list[list[int]]
     sampled: list[list[int]]
+    new_tokens: int
+    ends: frozenset[int]
 
 
 def continuations(
@@ -36,17 +42,15 @@ def continuations(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Ids],
     *,
-    count: int,
-    prompt_tokens: int = 64,
-    new_tokens: int = 128,
+    new_tokens: int = NEW_TOKENS,
 ) -> Continuations:
-    """Continue the beginnings of the first `count` documents that are longer than the prompt."""
-    prompts = [document[:prompt_tokens].tolist() for document in documents if len(document) > prompt_tokens][:count]
+    """Continue the first `PROMPT_TOKENS` of each document."""
+    prompts = [document[:PROMPT_TOKENS].tolist() for document in documents]
     greedy, sampled = (
         sample_continuations(target, tokenizer, prompts, new_tokens=new_tokens, temperature=temperature)
         for temperature in (0.0, 1.0)
     )
-    return Continuations(prompts, greedy, sampled)
+    return Continuations(prompts, greedy, sampled, new_tokens, frozenset(end_tokens(target, tokenizer)))
 
 
 @torch.inference_mode()
@@ -63,9 +67,10 @@ def acceptance(
     agreed = tokens = accepted = drafted = rounds = 0
     for chunk in _chunks(texts.prompts, texts.greedy):
         for logits, text in zip(_logits(draft, chunk), chunk.texts, strict=True):
-            matches = (logits.argmax(dim=-1).cpu() == torch.tensor(text)).tolist()
-            counts = speculate(matches, gamma)
-            agreed, tokens = agreed + sum(matches), tokens + len(matches)
+            guesses = logits.argmax(dim=-1).tolist()
+            counts = speculate(guesses, text, gamma, limit=texts.new_tokens, ends=texts.ends)
+            agreed += sum(guess == token for guess, token in zip(guesses, text, strict=True))
+            tokens += len(text)
             accepted, drafted, rounds = accepted + counts[0], drafted + counts[1], rounds + counts[2]
     overlaps = [
         torch.minimum(p.softmax(dim=-1), q.softmax(dim=-1).to(p.device)).sum(dim=-1)
@@ -82,23 +87,33 @@ def acceptance(
     }
 
 
-def speculate(matches: Sequence[bool], gamma: int) -> tuple[int, int, int]:
-    """Count greedy speculation over one text: a round accepts drafts up to the first wrong one, and adds one token.
+def speculate(
+    guesses: Sequence[int], text: Sequence[int], gamma: int, *, limit: int, ends: frozenset[int]
+) -> tuple[int, int, int]:
+    """Count greedy speculation over one text as the engine does it, knowing the length limit but not the text's end.
+
+    A round drafts up to `gamma` tokens, no further than the limit's last token but one, and no further than an end
+    token that it guesses; it accepts those before the first wrong one and adds the target's own, unless an accepted end
+    token has ended the text. What follows a wrong guess is not known here: a draft that would have ended there counts
+    at full length.
 
     Args:
-        matches: for each token of the target's text, whether the draft's argmax before it is that token. The first one
-            comes from the prefill, and a round drafts no further than the last token but one: its pass brings that.
+        guesses: the draft's likeliest token in the place of each token of `text`.
+        text: what the target wrote. Its first token comes from the prefill, no round commits it.
         gamma: most drafts of a round.
+        limit: most tokens of a text.
+        ends: the end tokens; `text` holds one as its last token at most.
 
     Returns:
         Accepted drafts, drafts, rounds.
     """
     position, accepted, drafted, rounds = 1, 0, 0, 0
-    while position < len(matches):
-        proposed = min(gamma, len(matches) - position - 1)
-        run = 0
-        while run < proposed and matches[position + run]:
-            run += 1
+    while position < len(text):
+        most = min(gamma, limit - position - 1)
+        drafts = guesses[position : position + most]
+        pairs = enumerate(zip(drafts, text[position:], strict=False))
+        run = next((depth for depth, (guess, token) in pairs if guess != token), len(drafts))
+        proposed = next((depth + 1 for depth, guess in enumerate(drafts[: run + 1]) if guess in ends), most)
         accepted, drafted, rounds = accepted + run, drafted + proposed, rounds + 1
         position += run + 1
     return accepted, drafted, rounds

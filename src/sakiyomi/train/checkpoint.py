@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from sakiyomi.errors import LoadError
+from sakiyomi.train.writing import writing
 
 KEEP = 2
 
@@ -19,19 +20,23 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write `state` as the checkpoint of `step` and delete all but the last two.
 
     The bytes go to a temporary file that is renamed when complete: a crash leaves the older checkpoints as they were.
+
+    Raises:
+        LoadError: it cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
     for old in checkpoints(folder)[:-KEEP]:
         old.unlink(missing_ok=True)
     return path
@@ -42,8 +47,12 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))
 
 
-def load_checkpoint(folder: Path) -> dict[str, Any]:
+def load_checkpoint(folder: Path, *, peek: bool = False) -> dict[str, Any]:
     """State of the newest checkpoint.
+
+    Args:
+        folder: OUT/checkpoints.
+        peek: tensors stay in the file, for a look at the small values.
 
     Raises:
         LoadError: there is none, or it cannot be read.
@@ -52,7 +61,7 @@ def load_checkpoint(folder: Path) -> dict[str, Any]:
     if not found:
         raise LoadError(f"no checkpoint in {folder}, expected step-*.pt; start the run without --resume")
     try:
-        state: dict[str, Any] = torch.load(found[-1], map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(found[-1], map_location="cpu", weights_only=True, mmap=peek)
     except (OSError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
         raise LoadError(f"cannot read checkpoint {found[-1]}: {error}; delete it to use the one before") from error
     return state

@@ -6,14 +6,32 @@ The command line makes one flag of each field (same name, `help` from the metada
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from sakiyomi.errors import InputError
 
 
-def _field(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+def _field(
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float = math.inf,
+    resume: bool = False,
+) -> Any:
+    """A setting with its range: at least `least`, or more than `above`, and at most `most`; for tuples each item.
+
+    Args:
+        default: of the field.
+        help: of its flag.
+        least, above, most: the range of a number.
+        resume: whether `--resume` may change it, because the finished model does not depend on it.
+    """
+    bounds = {"least": least, "above": above, "most": most}
+    return dataclasses.field(default=default, metadata={"help": help, "resume": resume} | bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,44 +42,63 @@ class LoopConfig:
         InputError: a value is outside its range; the message names the field.
     """
 
-    out: str = _field("", "Folder of the finished model; checkpoints and logs go below it.")
-    name: str = _field("", "Name of the model on its card; empty: the last part of OUT.")
+    REQUIRED: ClassVar[dict[str, str]] = {
+        "out": "a folder for the model",
+        "text": "training text, a .jsonl or .txt file (.gz allowed)",
+    }
+
+    out: str = _field("", "Folder of the finished model; checkpoints and logs go below it.", resume=True)
+    name: str = _field("", "Name of the model on its card; empty: the last part of OUT.", resume=True)
     text: tuple[str, ...] = _field(
         (), "Training file FILE@STABLE:DECAY: its share of the rows before and during the decay. Repeat for more files."
     )
     valid: tuple[str, ...] = _field((), "Held-out file, NAME=FILE; losses are reported under the name. Repeatable.")
-    minutes: float = _field(75.0, "Training time in minutes of wall clock; the learning rate reaches 0 at its end.")
-    tokens: int = _field(0, "Training budget in tokens; above 0 it replaces `minutes` (reproducible on any machine).")
-    decay_share: float = _field(0.4, "Last share of the budget in which the learning rate falls linearly to 0.")
-    warmup_steps: int = _field(30, "Steps of linear warm-up.")
-    finish_minutes: float = _field(15.0, "Length of the early decay asked for by SIGUSR1 or by the file OUT/finish.")
-    row_tokens: tuple[int, ...] = _field((256, 256, 512, 1024), "Row lengths in tokens; step s uses the (s mod n)-th.")
-    step_tokens: int = _field(8192, "Tokens of one optimizer step; a multiple of every row length.")
-    muon_lr: float = _field(0.02, "Peak learning rate of Muon (2-D matrices of the layers).")
-    adam_lr: float = _field(0.004, "Peak learning rate of AdamW (embeddings and norms).")
-    weight_decay: float = _field(0.05, "Weight decay of the 2-D matrices of the layers.")
-    clip: float = _field(1.0, "Largest norm of the gradient.")
-    note: tuple[str, ...] = _field((), "Line for the card, such as a data set with its licence. Repeatable.")
-    seed: int = _field(1, "Seed of the initial weights and of the order of the data.")
-    save_minutes: float = _field(3.0, "Minutes of training between checkpoints; the last two are kept.")
-    eval_minutes: float = _field(5.0, "Minutes of training between held-out losses.")
-    eval_tokens: int = _field(16384, "Tokens of each held-out file for the losses during the run.")
-    log_seconds: float = _field(20.0, "Seconds between log lines where stderr is not a terminal.")
-    compile: bool = _field(True, "Compile the layers with torch.compile where a C++ compiler exists.")
-    threads: int = _field(0, "CPU threads; 0 takes them all.")
-    resume: bool = _field(False, "Continue from the newest checkpoint below OUT.")
+    minutes: float = _field(
+        75.0, "Training time in minutes of wall clock; the learning rate reaches 0 at its end.", above=0
+    )
+    tokens: int = _field(
+        0, "Training budget in tokens; above 0 it replaces `minutes` (reproducible on any machine).", least=0
+    )
+    decay_share: float = _field(
+        0.4, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
+    )
+    warmup_steps: int = _field(30, "Steps of linear warm-up.", least=0)
+    finish_minutes: float = _field(
+        15.0, "Length of the early decay asked for by SIGUSR1 or by the file OUT/finish.", above=0, resume=True
+    )
+    row_tokens: tuple[int, ...] = _field(
+        (256, 256, 512, 1024), "Row lengths in tokens; step s uses the (s mod n)-th.", least=1
+    )
+    step_tokens: int = _field(8192, "Tokens of one optimizer step; a multiple of every row length.", least=1)
+    muon_lr: float = _field(0.02, "Peak learning rate of Muon (2-D matrices of the layers).", least=0)
+    adam_lr: float = _field(0.004, "Peak learning rate of AdamW (embeddings and norms).", least=0)
+    weight_decay: float = _field(0.05, "Weight decay of the 2-D matrices of the layers.", least=0)
+    clip: float = _field(1.0, "Largest norm of the gradient.", above=0)
+    note: tuple[str, ...] = _field(
+        (), "Line for the card, such as a data set with its licence. Repeatable.", resume=True
+    )
+    seed: int = _field(1, "Seed of the initial weights and of the order of the data.", least=0)
+    save_minutes: float = _field(
+        3.0, "Minutes of training between checkpoints; the last two are kept.", least=0, resume=True
+    )
+    eval_minutes: float = _field(5.0, "Minutes of training between held-out losses.", least=0, resume=True)
+    log_seconds: float = _field(20.0, "Seconds between log lines where stderr is not a terminal.", least=0, resume=True)
+    compile: bool = _field(True, "Compile the layers with torch.compile where a C++ compiler exists.", resume=True)
+    threads: int = _field(0, "CPU threads; 0 takes them all.", least=0, resume=True)
+    resume: bool = _field(
+        False, "Continue from the newest checkpoint below OUT, with the settings of its first part.", resume=True
+    )
 
     def __post_init__(self) -> None:
-        _require(bool(self.out), "out", self.out, "a folder")
-        _require(bool(self.text), "text", self.text, "at least one training file")
-        _require(self.minutes > 0, "minutes", self.minutes, "more than 0")
-        _require(self.tokens >= 0, "tokens", self.tokens, "0 or more")
-        _require(0 < self.decay_share <= 1, "decay_share", self.decay_share, "in (0, 1]")
-        _require(self.finish_minutes > 0, "finish_minutes", self.finish_minutes, "more than 0")
-        _require(min(self.row_tokens, default=0) > 0, "row_tokens", self.row_tokens, "positive lengths")
+        missing = [name for name in self.REQUIRED if not getattr(self, name)]
+        if missing:
+            wanted = " and ".join(f"{_flag(name)} ({self.REQUIRED[name]})" for name in missing)
+            raise InputError(f"{' and '.join(missing)} not given; give {wanted}")
+        for field in dataclasses.fields(self):
+            _check_range(field, getattr(self, field.name))
+        _require(bool(self.row_tokens), "row_tokens", self.row_tokens, "at least one length")
         for length in self.row_tokens:
             _require(self.step_tokens % length == 0, "step_tokens", self.step_tokens, f"a multiple of {length}")
-        _require(self.clip > 0, "clip", self.clip, "more than 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +106,25 @@ class TargetConfig(LoopConfig):
     """A Llama target trained from random weights on text."""
 
     tokenizer: str = _field("", "Folder of an existing tokenizer; empty: train one on the training text.")
-    vocab: int = _field(4096, "Pieces of the tokenizer, special tokens included.")
-    hidden: int = _field(384, "Width of the hidden states.")
-    layers: int = _field(12, "Layers of the finished model.")
-    heads: int = _field(6, "Attention heads.")
-    kv_heads: int = _field(2, "Key/value heads.")
-    intermediate: int = _field(1024, "Width of the MLP.")
-    max_positions: int = _field(1024, "Longest context in tokens.")
-    rope_theta: float = _field(10000.0, "Base of the rotary embedding.")
-    first_layers: int = _field(0, "Layers at the start, a divisor of `layers`; more come later; 0: all from the start.")
-    grow_at: float = _field(0.45, "Share of the budget at which `first_layers` become `layers`.")
+    vocab: int = _field(4096, "Pieces of the tokenizer to train, special tokens included.", least=1)
+    hidden: int = _field(384, "Width of the hidden states.", least=1)
+    layers: int = _field(12, "Layers of the finished model.", least=1)
+    heads: int = _field(6, "Attention heads.", least=1)
+    kv_heads: int = _field(2, "Key/value heads.", least=1)
+    intermediate: int = _field(1024, "Width of the MLP.", least=1)
+    max_positions: int = _field(1024, "Longest context in tokens.", least=1)
+    rope_theta: float = _field(10000.0, "Base of the rotary embedding.", above=0)
+    first_layers: int = _field(
+        0, "Layers at the start, a divisor of `layers`; more come later; 0: all from the start.", least=0
+    )
+    grow_at: float = _field(0.45, "Share of the budget at which `first_layers` become `layers`.", least=0, most=1)
+    eval_tokens: int = _field(
+        16384, "Tokens of each held-out file for the losses during the run.", least=1, resume=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self.hidden, self.heads, self.kv_heads)
-        _require(self.first_layers >= 0, "first_layers", self.first_layers, "0 or more")
         if self.first_layers:
             _require(self.layers % self.first_layers == 0, "first_layers", self.first_layers, f"divides {self.layers}")
         _require(
@@ -95,56 +136,101 @@ class TargetConfig(LoopConfig):
 class DraftConfig(LoopConfig):
     """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
 
-    target: str = _field("", "Folder of the target, any causal LM in Hugging Face format.")
+    REQUIRED: ClassVar[dict[str, str]] = {"target": "the model to draft for"} | LoopConfig.REQUIRED
+
+    target: str = _field(
+        "", "The target: embedded name (tales), folder in Hugging Face format, or hub id; any causal LM."
+    )
     init: str = _field(
         "",
-        "Folder of a Llama to start from, as `train target --tokenizer TARGET` makes it; the sizes are then its own.",
+        "A Llama to start from (embedded name, folder or hub id), as `train target --tokenizer TARGET` makes it; the "
+        "sizes are then its own.",
     )
-    minutes: float = _field(15.0, "Training time in minutes of wall clock, the time for samples not included.")
-    decay_share: float = _field(0.5, "Last share of the budget in which the learning rate falls linearly to 0.")
-    row_tokens: tuple[int, ...] = _field((512,), "Row length in tokens; one only, rows are reused with their labels.")
-    hidden: int = _field(192, "Width of the hidden states.")
-    layers: int = _field(2, "Layers; the time of a draft step is mostly overhead per layer.")
-    heads: int = _field(3, "Attention heads.")
-    kv_heads: int = _field(1, "Key/value heads.")
-    intermediate: int = _field(512, "Width of the MLP.")
-    rope_theta: float = _field(10000.0, "Base of the rotary embedding.")
-    top: int = _field(64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.")
-    greedy_weight: float = _field(0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.")
-    label_gib: float = _field(2.0, "Memory in GiB for labels that later epochs use again.")
-    samples: int = _field(4096, "Continuations to have the target write; 0 trains on the given text alone.")
-    sample_minutes: float = _field(10.0, "At most so many minutes of writing them.")
-    sample_tokens: int = _field(160, "New tokens of each.")
-    sample_batch: int = _field(128, "Continuations written at a time.")
-    temperatures: tuple[float, ...] = _field((0.0, 0.0, 1.0), "Temperatures of the batches in turn; 0 is greedy.")
+    valid: tuple[str, ...] = _field(
+        (),
+        "Held-out file, NAME=FILE; the acceptance is reported under the name. Repeatable; without it some of the "
+        "training text is held back.",
+    )
+    minutes: float = _field(15.0, "Training time in minutes of wall clock, the time for samples not included.", above=0)
+    decay_share: float = _field(
+        0.5, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
+    )
+    row_tokens: tuple[int, ...] = _field(
+        (512,), "Row length in tokens; one only, rows are reused with their labels.", least=1
+    )
+    hidden: int = _field(192, "Width of the hidden states.", least=1)
+    layers: int = _field(2, "Layers; the time of a draft step is mostly overhead per layer.", least=1)
+    heads: int = _field(3, "Attention heads.", least=1)
+    kv_heads: int = _field(1, "Key/value heads.", least=1)
+    intermediate: int = _field(512, "Width of the MLP.", least=1)
+    rope_theta: float = _field(10000.0, "Base of the rotary embedding.", above=0)
+    top: int = _field(
+        64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.", least=1
+    )
+    greedy_weight: float = _field(
+        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
+    )
+    label_gib: float = _field(2.0, "Memory in GiB for labels that later epochs use again.", least=0, resume=True)
+    samples: int = _field(4096, "Continuations to have the target write; 0 trains on the given text alone.", least=0)
+    sample_minutes: float = _field(10.0, "At most so many minutes of writing them.", least=0)
+    sample_tokens: int = _field(160, "New tokens of each.", least=1)
+    sample_batch: int = _field(128, "Continuations written at a time.", least=1)
+    temperatures: tuple[float, ...] = _field(
+        (0.0, 0.0, 1.0), "Temperatures of the batches in turn; 0 is greedy.", least=0
+    )
     prompts: tuple[str, ...] = _field((), "Files of the prompts, FILE@SHARE; empty: the training text.")
-    sample_share: float = _field(0.5, "Share of the rows that are samples before the decay.")
-    sample_share_decay: float = _field(0.85, "Share of the rows that are samples during the decay.")
-    eval_minutes: float = _field(3.0, "Minutes of training between acceptance measurements.")
-    eval_prompts: int = _field(32, "Held-out prompts of each file, of 64 tokens, continued by 128.")
-    gamma: int = _field(4, "Draft tokens a round in the acceptance measurements.")
-    cost: float = _field(0.1, "Draft step / target step (c), for the expected speed-up.")
+    sample_share: float = _field(0.5, "Share of the rows that are samples before the decay.", least=0, most=1)
+    sample_share_decay: float = _field(0.85, "Share of the rows that are samples during the decay.", least=0, most=1)
+    eval_minutes: float = _field(3.0, "Minutes of training between acceptance measurements.", least=0, resume=True)
+    eval_prompts: int = _field(32, "Held-out prompts of each file, of 64 tokens, continued by 128.", least=1)
+    gamma: int = _field(4, "Draft tokens a round in the acceptance measurements.", least=1)
+    cost: str = _field(
+        "measured",
+        "Draft step / target step (c) for the expected speed-up: a number, or measured, which times the pair here.",
+        resume=True,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self.hidden, self.heads, self.kv_heads)
-        _require(bool(self.target), "target", self.target, "a model folder")
         _require(len(self.row_tokens) == 1, "row_tokens", self.row_tokens, "one length")
-        _require(self.top > 0, "top", self.top, "more than 0")
-        _require(self.samples >= 0, "samples", self.samples, "0 or more")
-        _require(self.sample_batch > 0, "sample_batch", self.sample_batch, "more than 0")
-        _require(min(self.temperatures, default=-1) >= 0, "temperatures", self.temperatures, "0 or more each")
-        _require(0 <= self.sample_share <= 1, "sample_share", self.sample_share, "in [0, 1]")
-        _require(0 <= self.sample_share_decay <= 1, "sample_share_decay", self.sample_share_decay, "in [0, 1]")
-        _require(self.gamma > 0, "gamma", self.gamma, "more than 0")
+        _require(bool(self.temperatures), "temperatures", self.temperatures, "at least one")
+        _require(bool(self.samples) or not self.prompts, "prompts", self.prompts, "none with --samples 0")
+        if self.cost != "measured":
+            _require(0 < self.given_cost < math.inf, "cost", self.cost, "measured, or a number above 0")
+
+    @property
+    def given_cost(self) -> float:
+        """The cost as a number; not a number where it is to be measured, or cannot be meant."""
+        try:
+            return float(self.cost)
+        except ValueError:
+            return math.nan
 
 
 def check_sizes(hidden: int, heads: int, kv_heads: int) -> None:
-    """Raise InputError unless the head counts divide as Llama needs them."""
+    """Raise InputError unless the widths divide as Llama needs them."""
     _require(hidden % heads == 0, "heads", heads, f"a divisor of hidden {hidden}")
+    # The rotary embedding turns the two halves of a head against each other.
+    _require(hidden // heads % 2 == 0, "heads", heads, f"heads of an even width, not {hidden // heads}")
     _require(heads % kv_heads == 0, "kv_heads", kv_heads, f"a divisor of heads {heads}")
+
+
+def _check_range(field: dataclasses.Field[Any], value: Any) -> None:
+    least, above, most = (field.metadata[name] for name in ("least", "above", "most"))
+    if least is None and above is None:
+        return
+    expected = f"{least:g} or more" if least is not None else f"more than {above:g}"
+    expected += f", at most {most:g}" if most < math.inf else ""
+    for number in value if isinstance(value, tuple) else (value,):
+        low = number >= least if least is not None else number > above
+        _require(low and number <= most and math.isfinite(number), field.name, value, expected)
 
 
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise InputError(f"{name} is {value!r}, expected {expected}; set --{name.replace('_', '-')}")
+        raise InputError(f"{name} is {value!r}, expected {expected}; set {_flag(name)}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

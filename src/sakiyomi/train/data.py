@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +31,7 @@ class Encoder(Protocol):
         """Encode a list of texts; the ids are under `input_ids`."""
 
 
-def read_documents(path: Path) -> Iterator[str | list[int]]:
+def read_documents(path: Path) -> Generator[str | list[int]]:
     """Documents of a `.jsonl(.gz)` file (`text`, or `tokens`, a list of ids) or of a `.txt(.gz)` file (one document).
 
     Text is stripped and its line ends are unified; documents left empty are passed over.
@@ -51,7 +52,7 @@ def read_documents(path: Path) -> Iterator[str | list[int]]:
                 if document:
                     found += 1
                     yield document
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read training text {path}: {error}; expected UTF-8 text, plain or gzip") from error
     if not found:
         raise LoadError(f"{path} holds no document; expected at least one non-empty text")
@@ -124,6 +125,34 @@ def parse_text(spec: str) -> TextSpec:
     return TextSpec(Path(name), stable, decay)
 
 
+def check_shares(flag: str, specs: Sequence[TextSpec]) -> None:
+    """Raise InputError where no file has a share above 0, before or during the decay."""
+    for name, shares in (("STABLE", [spec.stable for spec in specs]), ("DECAY", [spec.decay for spec in specs])):
+        if sum(shares) <= 0:
+            raise InputError(f"the {name} shares of the files of {flag} sum to 0; give one file a share above 0")
+
+
+def encode_file(path: Path, tokenizer: Encoder, vocab: int) -> list[Ids]:
+    """Token ids of each excerpt of a file, as `encode_documents` gives them.
+
+    Args:
+        path: see `read_documents`.
+        tokenizer: encodes what is text.
+        vocab: tokens that the model knows.
+
+    Raises:
+        LoadError, InputError: see `read_documents`; or an id in the file lies outside the vocabulary.
+    """
+    documents = list(read_documents(path))
+    for document in documents:
+        if not isinstance(document, str) and not 0 <= min(document) <= max(document) < vocab:
+            raise LoadError(
+                f"{path} holds token ids from {min(document)} to {max(document)}, the model knows {vocab} tokens; "
+                "give text, or ids of this tokenizer"
+            )
+    return encode_documents(documents, tokenizer)
+
+
 def encode_documents(documents: Sequence[str | list[int]], tokenizer: Encoder) -> list[Ids]:
     """Token ids of each excerpt, led by the end token: it says "begin" to the next document and "stop" to the last."""
     separator = int(tokenizer.eos_token_id)
@@ -139,3 +168,50 @@ def encode_documents(documents: Sequence[str | list[int]], tokenizer: Encoder) -
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         rows.extend(np.array([separator, *ids], dtype=np.int64) for ids in encoded)
     return rows
+
+
+class Library:
+    """Files as encoded documents. Each is read once, and what is held back is gone for everybody who asks again.
+
+    Args:
+        tokenizer, vocab: see `encode_file`.
+    """
+
+    def __init__(self, tokenizer: Encoder, vocab: int) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab
+        self._files: dict[Path, list[Ids]] = {}
+
+    def documents(self, path: Path) -> list[Ids]:
+        """The documents of a file, without those held back."""
+        place = path.resolve()
+        if place not in self._files:
+            self._files[place] = encode_file(path, self._tokenizer, self._vocab)
+        return self._files[place]
+
+    def hold_back(self, paths: Sequence[Path], count: int, longer_than: int, seed: int) -> list[Ids]:
+        """Take some documents out, drawn with the seed: `count` in all, but at most every tenth of a file.
+
+        Args:
+            paths: the files, which give alike.
+            count: documents wanted.
+            longer_than: tokens; shorter documents stay.
+            seed: of the choice.
+
+        Raises:
+            InputError: no file has ten documents and a long one among them.
+        """
+        held: list[Ids] = []
+        for key, path in enumerate(paths):
+            documents = self.documents(path)
+            long = [index for index, document in enumerate(documents) if len(document) > longer_than]
+            most = min(-(-count // len(paths)), len(documents) // 10, len(long))
+            chosen = np.random.default_rng((seed, key)).choice(long, size=most, replace=False).tolist() if most else []
+            held += [documents[index] for index in chosen]
+            gone = set(chosen)
+            documents[:] = [document for index, document in enumerate(documents) if index not in gone]
+        if not held:
+            raise InputError(
+                f"the training text has too few documents to hold some back: none has ten, with one of more than "
+                f"{longer_than} tokens; give more text, or held-out text with --valid NAME=FILE"
+            )
+        return held

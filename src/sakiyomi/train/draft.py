@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.errors import InputError, LoadError
-from sakiyomi.train.acceptance import Continuations, acceptance, continuations, distinct_ngrams
+from sakiyomi.loading import load_model
+from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
-from sakiyomi.train.data import TextSpec, encode_documents, parse_text, read_documents
-from sakiyomi.train.evaluate import parse_named
-from sakiyomi.train.export import export
+from sakiyomi.train.data import Ids, Library, TextSpec, check_shares, parse_text
+from sakiyomi.train.evaluate import parse_valid
+from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed
+from sakiyomi.train.export import read_card, save, write_card
 from sakiyomi.train.labels import SoftLabels, vocabulary
 from sakiyomi.train.llama import new_llama
-from sakiyomi.train.loop import Loop, compile_layers, compiled_loss
+from sakiyomi.train.loop import Loop, Progress, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
+from sakiyomi.train.preflight import check_run
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import FixedRows, Mixture
-from sakiyomi.train.samples import extend_samples
-from sakiyomi.train.target import load_tokenizer
+from sakiyomi.train.samples import LONGEST_PROMPT, Samples, end_tokens
+
+# Where a target's configuration knows no limit, its positions are relative; the draft's need one all the same.
+POSITIONS = 2048
 
 
 def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
@@ -38,18 +45,68 @@ def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    specs = [parse_text(spec) for spec in config.text]
-    target, tokenizer = load_target(Path(config.target))
-    reporter = Reporter(config.log_seconds)
-    samples = Path(config.out) / "samples.jsonl"
-    count = 0
-    if config.samples:
-        prompts = [parse_text(spec) for spec in config.prompts or config.text]
-        count = extend_samples(config, target, tokenizer, prompts, samples, reporter)
-    held_out = _held_out(config, target, tokenizer)
-    mixture = _mixture(config, specs, samples if count else None, tokenizer)
+    done = _distil(config)
+    if not done.finished:
+        progress = done.progress
+        return {"finished": False, "out": config.out, "step": progress.step, "tokens": progress.tokens}
+    save(config, done.model, done.tokenizer)
+    speed = _speed(config)
+    for values in done.measures.values():
+        values |= expected(values, config.gamma, speed)
+    return write_card(
+        config,
+        done.model,
+        done.progress,
+        done.measures,
+        command,
+        done.epochs,
+        cost=speed.cost,
+        cost_source=speed.source,
+        held_back=done.held_back,
+        init=done.origin,
+    )
+
+
+@dataclass(frozen=True)
+class _Distilled:
+    """What is left of a training run when the target is gone."""
+
+    finished: bool
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    progress: Progress
+    measures: dict[str, dict[str, Any]]
+    epochs: dict[str, float]
+    held_back: int
+    origin: dict[str, Any] | None
+
+
+def _distil(config: DraftConfig) -> _Distilled:
+    specs, prompts = ([parse_text(spec) for spec in some] for some in (config.text, config.prompts or config.text))
+    valid = parse_valid(config.valid)
+    check_shares("--text", specs)
+    check_shares("--prompts", prompts)
+    check_run(config, [*(spec.path for spec in (*specs, *prompts)), *valid.values()])
+    target, tokenizer = load_target(config.target)
+    positions = _check_positions(config, target)
     torch.manual_seed(config.seed)
-    draft = _new_draft(config, target, tokenizer)
+    draft, origin = _start(config, target, tokenizer, positions)
+    library = Library(tokenizer, vocabulary(target))
+    documents = _held_out(config, library, specs, valid)
+    held_back = 0 if valid else sum(map(len, documents.values()))
+    pools = [library.documents(spec.path) for spec in prompts]
+    texts = [library.documents(spec.path) for spec in specs]
+
+    reporter = Reporter(config.log_seconds)
+    samples = None
+    if config.samples:
+        samples = Samples(config, target, tokenizer, prompts, held_back)
+        samples.extend(pools, reporter)
+    held_out = {
+        name: continuations(target, tokenizer, some, new_tokens=min(NEW_TOKENS, positions - PROMPT_TOKENS))
+        for name, some in documents.items()
+    }
+    mixture, names = _mixture(config, specs, texts, library, samples)
     if isinstance(target, LlamaForCausalLM):
         compile_layers(target, config.compile)
     labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
@@ -70,95 +127,128 @@ def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
         return measures
 
     loop = Loop(config, draft, batch_loss, mixture, evaluate)
-    if not loop.run():
-        return {"finished": False, "out": config.out, "step": loop.progress.step, "tokens": loop.progress.tokens}
-    measures: dict[str, Any] = evaluate(loop.model)
-    for name, texts in held_out.items():
-        measures[name]["target_distinct_4grams"] = distinct_ngrams(texts.greedy)
-        measures[name] |= _expected(measures[name], config)
-    names = [*(spec.path.name for spec in specs), *(["samples.jsonl"] if count else [])]
-    return export(config, loop.model, tokenizer, loop.progress, measures, command, loop.epochs(names))
+    finished = loop.run()
+    measures: dict[str, dict[str, Any]] = evaluate(loop.model) if finished else {}
+    for name, values in measures.items():
+        values["target_distinct_4grams"] = distinct_ngrams(held_out[name].greedy)
+    epochs = loop.epochs(names)
+    return _Distilled(finished, loop.model, tokenizer, loop.progress, measures, epochs, held_back, origin)
 
 
-def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A frozen causal LM in bf16 and its tokenizer.
 
+    Args:
+        name: embedded name, folder or hub id.
+
     Raises:
-        LoadError: the folder is missing or holds no causal LM.
+        SakiyomiError: see `load_model`; or the tokenizer has no end token.
     """
-    if not folder.is_dir():
-        raise LoadError(f"target {folder} is no folder; expected a causal LM in Hugging Face format")
-    tokenizer = load_tokenizer(folder)
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, local_files_only=True
+    # Rows and labels are made on the CPU; a target elsewhere would need them moved.
+    loaded = load_model(name, dtype="bfloat16", device="cpu")
+    model: PreTrainedModel = loaded.model
+    tokenizer: PreTrainedTokenizerBase = loaded.tokenizer
+    if tokenizer.eos_token_id is None:
+        raise LoadError(f"the tokenizer of {name!r} has no end token; set eos_token in its configuration")
+    # A checkpoint's own taste (a repetition penalty, top-k) would bend what the target writes; the engine has none.
+    model.generation_config = GenerationConfig(eos_token_id=end_tokens(model, tokenizer))
+    return model.requires_grad_(False), tokenizer
+
+
+def _check_positions(config: DraftConfig, target: PreTrainedModel) -> int:
+    """Positions of the target; its rows, samples and measurements must lie within them."""
+    positions = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or POSITIONS)
+    if positions <= PROMPT_TOKENS:
+        raise InputError(f"target {config.target!r} has {positions} positions, expected more than {PROMPT_TOKENS}")
+    if config.row_tokens[0] > positions:
+        raise InputError(
+            f"row_tokens is {config.row_tokens[0]}, target {config.target!r} has {positions} positions; "
+            "set --row-tokens to at most that"
         )
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot load a causal LM from {folder}: {error}") from error
-    return model.eval().requires_grad_(False), tokenizer
+    if config.samples and LONGEST_PROMPT + config.sample_tokens > positions:
+        raise InputError(
+            f"sample_tokens is {config.sample_tokens}, target {config.target!r} has {positions} positions for them and "
+            f"prompts of {LONGEST_PROMPT}; lower --sample-tokens, or set --samples 0"
+        )
+    return positions
 
 
-def _new_draft(config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A draft with random weights, or the one to start from.
+def _start(
+    config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, positions: int
+) -> tuple[LlamaForCausalLM, dict[str, Any] | None]:
+    """A draft with random weights, or the one to start from with what its card says.
 
     Raises:
-        LoadError: the folder to start from holds no Llama of the target's vocabulary.
+        LoadError: the model to start from is no Llama of the target's vocabulary.
     """
     vocab = vocabulary(target)
     if not config.init:
-        positions = int(target.config.get_text_config().max_position_embeddings)
-        return new_llama(config, tokenizer, layers=config.layers, vocab=vocab, max_positions=positions)
-    start, start_tokenizer = load_target(Path(config.init))
+        return new_llama(config, tokenizer, layers=config.layers, vocab=vocab, max_positions=positions), None
+    loaded = load_model(config.init, dtype="float32", device="cpu")
+    start = loaded.model
     if not isinstance(start, LlamaForCausalLM):
-        raise LoadError(f"init {config.init} is a {type(start).__name__}, expected a LlamaForCausalLM")
-    if vocabulary(start) != vocab or start_tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise LoadError(f"init {config.init} has another vocabulary than the target; train it with --tokenizer TARGET")
-    model: LlamaForCausalLM = start.float().requires_grad_(True)
-    return model
-
-
-def _mixture(
-    config: DraftConfig, specs: Sequence[TextSpec], samples: Path | None, tokenizer: PreTrainedTokenizerBase
-) -> Mixture:
-    sources = [(spec.path, spec.stable, spec.decay) for spec in specs]
-    if samples is not None:
-        totals = [sum(spec.stable for spec in specs), sum(spec.decay for spec in specs)]
-        if min(totals) <= 0:
-            raise InputError(f"the shares of the training text sum to {min(totals)}; give one file a share above 0")
-        shares = (config.sample_share, config.sample_share_decay)
-        sources = [
-            (path, stable / totals[0] * (1 - shares[0]), decay / totals[1] * (1 - shares[1]))
-            for path, stable, decay in sources
-        ]
-        sources.append((samples, *shares))
-    streams = [
-        FixedRows(
-            encode_documents(list(read_documents(path)), tokenizer), config.row_tokens[0], seed=config.seed, key=key
+        raise LoadError(f"init {config.init!r} is a {type(start).__name__}, expected a LlamaForCausalLM")
+    if vocabulary(start) != vocab or loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise LoadError(
+            f"init {config.init!r} has another vocabulary than the target; train it with --tokenizer TARGET"
         )
-        for key, (path, _, _) in enumerate(sources)
-    ]
-    return Mixture(streams, [stable for _, stable, _ in sources], [decay for _, _, decay in sources], config.seed)
+    assert loaded.folder is not None, "a model that is named has a folder"
+    return start, read_card(config.init, loaded.folder)
 
 
 def _held_out(
-    config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Continuations]:
-    return {
-        name: continuations(
-            target, tokenizer, encode_documents(list(read_documents(path)), tokenizer), count=config.eval_prompts
-        )
-        for name, path in map(parse_named, config.valid)
-    }
+    config: DraftConfig, library: Library, specs: Sequence[TextSpec], valid: dict[str, Path]
+) -> dict[str, list[Ids]]:
+    """Documents for the measurements, by name; without held-out files some of the training text, which loses them.
 
-
-def _expected(measured: dict[str, float], config: DraftConfig) -> dict[str, float]:
-    """What theory makes of the measured rates: alpha for sampled text, the greedy agreement in its place for greedy."""
-    from sakiyomi import theory
-
-    found: dict[str, float] = {}
-    for rate, kind in (("alpha", "sampled"), ("greedy_agreement", "greedy")):
-        alpha = min(measured[rate], 1 - 1e-9)
-        found[f"expected_tokens_{kind}"] = theory.expected_tokens(alpha, config.gamma)
-        found[f"expected_speedup_{kind}"] = theory.speedup(alpha, config.gamma, config.cost)
-        found[f"optimal_gamma_{kind}"] = theory.optimal_gamma(alpha, config.cost)
+    Raises:
+        InputError: a file has no document long enough, or there is too little text to hold some back.
+    """
+    if not valid:
+        paths = [spec.path for spec in specs]
+        return {"held_back": library.hold_back(paths, config.eval_prompts, PROMPT_TOKENS, config.seed)}
+    found: dict[str, list[Ids]] = {}
+    for name, path in valid.items():
+        long = [document for document in library.documents(path) if len(document) > PROMPT_TOKENS]
+        if not long:
+            raise InputError(
+                f"held-out file {path} has no document of more than {PROMPT_TOKENS} tokens, the length of a prompt; "
+                "give longer texts with --valid, or none to have some of the training text held back"
+            )
+        found[name] = long[: config.eval_prompts]
     return found
+
+
+def _mixture(
+    config: DraftConfig,
+    specs: Sequence[TextSpec],
+    texts: Sequence[Sequence[Ids]],
+    library: Library,
+    samples: Samples | None,
+) -> tuple[Mixture, list[str]]:
+    """The rows of the run, and the names of their sources."""
+    names, sources = [spec.path.name for spec in specs], list(texts)
+    stable, decay = [spec.stable for spec in specs], [spec.decay for spec in specs]
+    if samples is not None and samples.count:
+        names.append(samples.path.name)
+        sources.append(library.documents(samples.path)[: config.samples])
+        stable = _beside(stable, config.sample_share)
+        decay = _beside(decay, config.sample_share_decay)
+    streams = [
+        FixedRows(documents, config.row_tokens[0], seed=config.seed, key=key) for key, documents in enumerate(sources)
+    ]
+    return Mixture(streams, stable, decay, config.seed), names
+
+
+def _beside(shares: Sequence[float], last: float) -> list[float]:
+    """Shares scaled to make room for one more at their end."""
+    return [share / sum(shares) * (1 - last) for share in shares] + [last]
+
+
+def _speed(config: DraftConfig) -> Speed:
+    """What a draft step costs, as given or as measured with the finished draft."""
+    if config.cost != "measured":
+        return given_speed(config.given_cost)
+    # The target of the labels is gone by now, but for what cycles hold: two of them need not fit.
+    gc.collect()
+    return measured_speed(config, Reporter(config.log_seconds))

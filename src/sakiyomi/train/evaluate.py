@@ -35,34 +35,39 @@ class HeldOut:
     characters: int
 
 
-def load_held_out(specs: Sequence[str], tokenizer: Encoder) -> list[HeldOut]:
-    """Read files given as NAME=FILE.
+def parse_valid(specs: Sequence[str]) -> dict[str, Path]:
+    """Held-out files by name, given as NAME=FILE.
 
     Raises:
-        InputError: a name is missing or given twice.
+        InputError: a name or a file is missing, or a name is given twice.
     """
-    found: list[HeldOut] = []
-    for name, path in map(parse_named, specs):
-        if any(name == other.name for other in found):
+    found: dict[str, Path] = {}
+    for spec in specs:
+        name, _, path = spec.partition("=")
+        if not name or not path:
+            raise InputError(f"valid is {spec!r}, expected NAME=FILE")
+        if name in found:
             raise InputError(f"valid names {name!r} twice; give each file a name of its own")
-        documents = list(read_documents(path))
-        if any(not isinstance(document, str) for document in documents):
-            raise InputError(f"held-out file {path} holds token ids, expected text: bits per character need characters")
-        tokens = np.concatenate(encode_documents(documents, tokenizer))
-        found.append(HeldOut(name, tokens, sum(len(document) for document in documents)))
+        found[name] = Path(path)
     return found
 
 
-def parse_named(spec: str) -> tuple[str, Path]:
-    """Read NAME=FILE.
+def read_held_out(path: Path) -> list[str]:
+    """The texts of a held-out file.
 
     Raises:
-        InputError: one of them is missing.
+        InputError: it holds token ids.
     """
-    name, _, path = spec.partition("=")
-    if not name or not path:
-        raise InputError(f"valid is {spec!r}, expected NAME=FILE")
-    return name, Path(path)
+    documents = list(read_documents(path))
+    texts = [document for document in documents if isinstance(document, str)]
+    if len(texts) < len(documents):
+        raise InputError(f"held-out file {path} holds token ids, expected text: bits per character need characters")
+    return texts
+
+
+def encode_held_out(name: str, texts: Sequence[str], tokenizer: Encoder) -> HeldOut:
+    """Texts as the token stream that is measured."""
+    return HeldOut(name, np.concatenate(encode_documents(texts, tokenizer)), sum(map(len, texts)))
 
 
 @torch.inference_mode()

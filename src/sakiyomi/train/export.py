@@ -10,85 +10,142 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
+from sakiyomi.loading.checkpoint import read_json
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.llama import save_model
 from sakiyomi.train.loop import Progress
 from sakiyomi.train.plot import plot_losses
+from sakiyomi.train.writing import writing
 
 # The final loss of the card is a mean over the last steps: one step's loss depends on the rows it drew.
 LAST_STEPS = 50
 
 
-def export(
+def model_folder(config: LoopConfig) -> Path:
+    """OUT/model."""
+    return Path(config.out) / "model"
+
+
+def save(config: LoopConfig, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the trained model and its tokenizer to OUT/model."""
+    with writing(model_folder(config)):
+        save_model(model_folder(config), model, tokenizer)
+
+
+def write_card(
     config: LoopConfig,
     model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
     measures: dict[str, Any],
     command: str,
     epochs: dict[str, float],
+    **more: Any,
 ) -> dict[str, Any]:
-    """Write OUT/model and return the summary that is also its `card.json`.
+    """Write the card and the loss curve to OUT/model and return the summary that is also its `card.json`.
 
     Args:
         config: settings of the run, kept in the card.
         model: the trained model.
-        tokenizer: written beside it.
         progress: steps, tokens, losses.
         measures: held-out measures of the finished model, by file.
         command: the command line that rebuilds it.
         epochs: how often each source was read.
+        more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source` and `init`.
     """
-    folder = Path(config.out) / "model"
-    save_model(folder, model, tokenizer)
+    folder = model_folder(config)
     last = [loss for _, _, _, loss in progress.losses[-LAST_STEPS:]]
-    summary = {
-        "finished": True,
-        "name": config.name or Path(config.out).name,
-        "model": str(folder),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "layers": model.config.num_hidden_layers,
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "minutes": round(progress.seconds / 60, 2),
-        "final_loss": round(sum(last) / max(len(last), 1), 4),
-        "epochs": epochs,
-        "held_out": measures,
-        "notes": list(config.note),
-        "seed": config.seed,
-        "command": command,
-        "config": dataclasses.asdict(config),
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
-    }
-    (folder / "card.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card(summary), encoding="utf-8")
-    plot_losses(progress, folder / "loss.png")
+    with writing(folder):
+        drawn = plot_losses(progress, folder / "loss.png")
+        summary = {
+            "finished": True,
+            "name": config.name or Path(config.out).name,
+            "model": str(folder),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "layers": model.config.num_hidden_layers,
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "minutes": round(progress.seconds / 60, 2),
+            "final_loss": round(sum(last) / max(len(last), 1), 4),
+            "loss_curve": "loss.png" if drawn else None,
+            "epochs": epochs,
+            "held_out": measures,
+            "notes": list(config.note),
+            "seed": config.seed,
+            "command": command,
+            "config": dataclasses.asdict(config),
+            "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+        } | more
+        (folder / "card.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(card(summary), encoding="utf-8")
     return summary
+
+
+def read_card(name: str, folder: Path) -> dict[str, Any]:
+    """What `card.json` says of a model that another one starts from; its name alone where there is none."""
+    path = folder / "card.json"
+    return (read_json(path) if path.is_file() else {}) | {"name": name}
 
 
 def card(summary: dict[str, Any]) -> str:
     """The card of a model as Markdown, from its summary."""
+    curve = (
+        f"`{summary['loss_curve']}`"
+        if summary["loss_curve"]
+        else "the curve was not drawn: `pip install 'sakiyomi[train]'`, then the command below with --resume"
+    )
     lines = [
         f"# {summary['name']}",
         "",
         f"A Llama model of {summary['parameters'] / 1e6:.2f}M parameters and {summary['layers']} layers, trained by "
-        f"sakiyomi: {summary['steps']} steps, {summary['tokens'] / 1e6:.2f}M tokens, {summary['minutes']:.0f} minutes, "
-        f"seed {summary['seed']}. Mean loss of the last {LAST_STEPS} steps: {summary['final_loss']} nats a token "
-        "(`loss.png`).",
+        f"sakiyomi: {_extent(summary)}. Mean loss of the last {LAST_STEPS} steps: {summary['final_loss']} nats a token "
+        f"({curve}).",
         "",
         "## Data",
         "",
-        *(f"- {note}" for note in summary["notes"]),
-        *(f"- `{name}`: read {count:g} times" for name, count in summary["epochs"].items()),
-        "",
-        "## Held-out measures",
-        "",
+        *_data(summary),
     ]
+    if summary.get("held_back"):
+        lines.append(f"- {summary['held_back']} documents of the training text, held back for the measures below")
+    lines += ["", "## Held-out measures", ""]
     for name, values in summary["held_out"].items():
         lines += [f"**{name}**", "", "| measure | value |", "|---|---|"]
         lines += [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in values.items()]
         lines.append("")
+    if "cost" in summary:
+        cost = "unknown" if summary["cost"] is None else f"{summary['cost']:.3g}"
+        lines += [f"Draft step / target step (c): {cost}, {summary['cost_source']}.", ""]
     lines += ["## Command", "", "```", summary["command"], "```", ""]
+    if summary.get("init"):
+        lines += ["## Start", "", *_origin(summary["init"])]
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     lines += [f"Made with {versions}. All settings are in `card.json`.", ""]
     return "\n".join(lines)
+
+
+def _extent(summary: dict[str, Any]) -> str:
+    return (
+        f"{summary['steps']} steps, {summary['tokens'] / 1e6:.2f}M tokens, {summary['minutes']:.0f} minutes, "
+        f"seed {summary['seed']}"
+    )
+
+
+def _data(summary: dict[str, Any]) -> list[str]:
+    return [
+        *(f"- {note}" for note in summary["notes"]),
+        *(f"- `{name}`: read {count:g} times" for name, count in summary["epochs"].items()),
+    ]
+
+
+def _origin(start: dict[str, Any]) -> list[str]:
+    """How the model was made that this one started from, and the one before it."""
+    if "command" not in start:
+        return [f"The training began with `{start['name']}`, which has no card of sakiyomi's.", ""]
+    lines = [
+        f"The training began with `{start['name']}`, made with {_extent(start)}:",
+        "",
+        "```",
+        start["command"],
+        "```",
+    ]
+    lines += ["", *_data(start), ""]
+    return lines + (_origin(start["init"]) if start.get("init") else [])

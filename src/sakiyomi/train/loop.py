@@ -135,6 +135,7 @@ class Loop:
             "progress": dataclasses.asdict(self.progress),
             "schedule": dataclasses.asdict(self.schedule),
             "torch_rng": torch.get_rng_state(),
+            "settings": dataclasses.asdict(self.config),
         }
         save_checkpoint(self._out / "checkpoints", self.progress.step, state)
 

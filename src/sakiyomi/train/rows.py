@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from sakiyomi.errors import InputError, LoadError
-from sakiyomi.train.data import Encoder, Ids, TextSpec, encode_documents, read_documents
+from sakiyomi.train.data import Encoder, Ids, TextSpec, encode_file
 
 
 class Stream:
@@ -145,27 +145,26 @@ class Mixture:
         return np.stack([self.streams[index].take(length + 1) for index in choice])
 
     def state(self) -> list[list[int]]:
-        """Positions of all streams."""
-        return [stream.state() for stream in self.streams]
+        """Positions and sizes of all streams."""
+        return [[*stream.state(), stream.size] for stream in self.streams]
 
     def restore(self, state: Sequence[Sequence[int]]) -> None:
         """Go to positions taken with `state`.
 
         Raises:
-            LoadError: the checkpoint knows another number of training files.
+            LoadError: the streams are not those of the checkpoint.
         """
-        if len(state) != len(self.streams):
+        sizes, before = [stream.size for stream in self.streams], [size for *_, size in state]
+        if sizes != before:
             raise LoadError(
-                f"the checkpoint has {len(state)} training files, the command {len(self.streams)}; give the same"
+                f"the training files have {sizes} tokens or rows, those of the checkpoint had {before}: their text has "
+                "changed; give the files as they were, or begin another run with another --out"
             )
-        for stream, position in zip(self.streams, state, strict=True):
+        for stream, (*position, _) in zip(self.streams, state, strict=True):
             stream.restore(position)
 
 
-def load_mixture(specs: Sequence[TextSpec], tokenizer: Encoder, seed: int) -> Mixture:
-    """Read and encode training files into a mixture."""
-    streams = [
-        Stream(encode_documents(list(read_documents(spec.path)), tokenizer), seed=seed, key=key)
-        for key, spec in enumerate(specs)
-    ]
+def load_mixture(specs: Sequence[TextSpec], tokenizer: Encoder, vocab: int, seed: int) -> Mixture:
+    """Read and encode training files into a mixture; `vocab` tokens are known to the model."""
+    streams = [Stream(encode_file(spec.path, tokenizer, vocab), seed=seed, key=key) for key, spec in enumerate(specs)]
     return Mixture(streams, [spec.stable for spec in specs], [spec.decay for spec in specs], seed)

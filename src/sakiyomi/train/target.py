@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.errors import LoadError
+from sakiyomi.errors import InputError, LoadError
 from sakiyomi.train.config import TargetConfig
-from sakiyomi.train.data import TextSpec, parse_text, read_documents
-from sakiyomi.train.evaluate import bits_per_character, load_held_out
-from sakiyomi.train.export import export
+from sakiyomi.train.data import TextSpec, check_shares, parse_text, read_documents
+from sakiyomi.train.evaluate import bits_per_character, encode_held_out, parse_valid, read_held_out
+from sakiyomi.train.export import save, write_card
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.loop import Growth, Loop, compiled_loss
 from sakiyomi.train.losses import next_token_loss
+from sakiyomi.train.preflight import check_run
 from sakiyomi.train.rows import load_mixture
 from sakiyomi.train.tokenizer import train_tokenizer
+from sakiyomi.train.writing import writing
 
 # Held-out tokens of the final measurement: 65,536 give the loss to about 0.01 nats.
 FINAL_TOKENS = 65536
@@ -37,12 +39,14 @@ def train_target(config: TargetConfig, command: str = "") -> dict[str, Any]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
     specs = [parse_text(spec) for spec in config.text]
+    valid = parse_valid(config.valid)
+    check_shares("--text", specs)
+    check_run(config, [*(spec.path for spec in specs), *valid.values()])
+    texts = {name: read_held_out(path) for name, path in valid.items()}
     tokenizer = load_or_train_tokenizer(config, specs)
-    mixture = load_mixture(specs, tokenizer, config.seed)
-    held_out = load_held_out(config.valid, tokenizer)
+    held_out = [encode_held_out(name, some, tokenizer) for name, some in texts.items()]
+    mixture = load_mixture(specs, tokenizer, len(tokenizer), config.seed)
     torch.manual_seed(config.seed)
     layers = config.first_layers or config.layers
     model = new_llama(config, tokenizer, layers=layers, vocab=len(tokenizer), max_positions=config.max_positions)
@@ -62,17 +66,30 @@ def train_target(config: TargetConfig, command: str = "") -> dict[str, Any]:
         return {"finished": False, "out": config.out, "step": loop.progress.step, "tokens": loop.progress.tokens}
     measures = {item.name: bits_per_character(loop.model, item, FINAL_TOKENS) for item in held_out}
     epochs = loop.epochs([spec.path.name for spec in specs])
-    return export(config, loop.model, tokenizer, loop.progress, measures, command, epochs)
+    save(config, loop.model, tokenizer)
+    return write_card(config, loop.model, loop.progress, measures, command, epochs)
 
 
 def load_or_train_tokenizer(config: TargetConfig, specs: Sequence[TextSpec]) -> PreTrainedTokenizerBase:
-    """The tokenizer of the run: the given folder, else the one below OUT (a resumed run), else a new one kept there."""
+    """The tokenizer of the run: the given folder, else the one below OUT (a resumed run), else a new one kept there.
+
+    Raises:
+        InputError: the one below OUT has another size than was asked for.
+    """
     own = Path(config.out) / "tokenizer"
     if config.tokenizer:
         return load_tokenizer(Path(config.tokenizer))
     if not (own / "tokenizer.json").exists():
-        train_tokenizer(_texts(specs), config.vocab, config.max_positions).save_pretrained(own)
-    return load_tokenizer(own)
+        new = train_tokenizer(_texts(specs), config.vocab, config.max_positions)
+        with writing(own):
+            new.save_pretrained(own)
+    tokenizer = load_tokenizer(own)
+    if len(tokenizer) != config.vocab:
+        raise InputError(
+            f"vocab is {config.vocab}, and the tokenizer in {own} has {len(tokenizer)} pieces; give --vocab "
+            f"{len(tokenizer)}, or delete that folder to have another one trained"
+        )
+    return tokenizer
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
