@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 
+from sakiyomi.kernels.build import native
 from sakiyomi.noise import RequestNoise
 from sakiyomi.sampling import Sampler, SamplingParams, best_token, draw
 from sakiyomi.tree import Draft
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    native()  # as where a model is loaded
     result: dict[str, object] = {**vars(arguments), "torch": torch.__version__, "unit": "ms per round, median"}
     for shape in ("zipf", "flat"):
         rows = logits(shape, 8 * (arguments.gamma + 1), arguments.vocab_size, getattr(torch, arguments.dtype))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.errors import InputError
+from sakiyomi.kernels.build import loaded
 from sakiyomi.numerics import Row, Tokens, as_bits, as_row, from_bits, keep_top_p, largest, nucleus, without_spare
 from sakiyomi.params import SamplingParams
 
@@ -16,6 +17,7 @@ __all__ = ["best_token", "fill_row", "reference_probs", "require_number"]
 
 # Below this, logits / temperature may overflow float32; above it they are what transformers computes, to the bit.
 _COLD = 1e-3
+_NATIVE = (torch.float32, torch.bfloat16)
 _NOTHING_LEFT = (
     "no token is left to choose: every logit is -inf or not a number; loosen bad_words, logit_bias or "
     "logits_processors, or look for an overflow in the model (float16 weights?)"
@@ -44,15 +46,7 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
     # Where the vocabulary is smaller than top_k, all tokens are kept.
     if 0 < params.top_k < out.size:
         return _fill_top_k(logits, out, params)
-    flat = torch.from_numpy(out)
-    flat.copy_(logits)
-    if params.temperature != 1.0:
-        if params.temperature < _COLD:
-            out -= out.max()
-        out /= np.float32(params.temperature)
-    torch.softmax(flat, -1, out=flat)
-    # Where the softmax of a row is not a number, all of it is not.
-    require_number(float(out[0]))
+    _softmax(logits, out, params.temperature)
     support = keep_top_p(out, params.top_p) if params.top_p < 1.0 else None
     if params.min_p > 0.0:
         support = (out >= out.max() * np.float32(params.min_p)).nonzero()[0]
@@ -60,6 +54,24 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
         out.fill(0.0)
         out[support] = values / values.sum(dtype=np.float64)
     return support
+
+
+def _softmax(logits: Tensor, out: Row, temperature: float) -> None:
+    """softmax(logits / temperature) into ``out``, by the compiled kernel where there is one."""
+    kernels = loaded()
+    if kernels is not None and temperature >= _COLD and logits.dtype in _NATIVE and logits.stride(0) == 1:
+        half = int(logits.dtype is torch.bfloat16)
+        require_number(kernels.sk_softmax(logits.data_ptr(), half, out.size, temperature, out.ctypes.data))
+        return
+    flat = torch.from_numpy(out)
+    flat.copy_(logits)
+    if temperature != 1.0:
+        if temperature < _COLD:
+            out -= out.max()
+        out /= np.float32(temperature)
+    torch.softmax(flat, -1, out=flat)
+    # Where the softmax of a row is not a number, all of it is not.
+    require_number(float(out[0]))
 
 
 def _fill_top_k(logits: Tensor, out: Row, params: SamplingParams) -> Tokens:

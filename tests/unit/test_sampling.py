@@ -18,8 +18,10 @@ from transformers import (
 )
 
 from sakiyomi.errors import InputError
+from sakiyomi.kernels.build import native
 from sakiyomi.sampling import Sampler, SamplingParams, best_token, reference_probs, to_probs
 from sakiyomi.tree import TokenTree
+from sakiyomi.warping import fill_row
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -108,6 +110,30 @@ def test_support_is_where_the_probability_is(options: dict[str, Any]) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             support = sampler.fill(logits(1, size, 3.0)[0].to(dtype), out)
             assert support is None or np.array_equal(support, np.flatnonzero(out))
+
+
+@pytest.mark.skipif(native() is None, reason="the C++ kernels cannot be compiled here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 63, 64, 65, 1000, 32003])
+def test_the_compiled_softmax(size: int, dtype: torch.dtype) -> None:
+    """Against float64, at every length of the last vector; -inf is 0, and what is no number is refused."""
+    for spread, temperature in ((0.3, 1.0), (3.0, 0.7), (30.0, 1.3), (3.0, 0.01)):
+        row = logits(1, size, spread)[0].to(dtype)
+        if size > 2:
+            row[size // 2] = -torch.inf
+        out = np.full(size + 1, 7.0, np.float32)
+        fill_row(row, out[:size], SamplingParams(temperature=temperature))
+        exact = (row.double() / temperature).softmax(-1).numpy()
+        assert np.abs(out[:size] - exact).max() < 1e-6
+        # A rounding of the largest quotient is an error of that size in every exponent.
+        rounding = 2e-6 + 3e-7 * float(row[row > -torch.inf].abs().max()) / temperature
+        assert np.allclose(out[:size], exact, rtol=rounding, atol=1e-30)
+        assert out[size] == 7.0, "written beyond the row"
+    for value in (torch.nan, torch.inf, -torch.inf):
+        row = torch.full((size,), value) if value == -torch.inf else logits(1, size, 1.0)[0]
+        row[-1] = value
+        with pytest.raises(InputError, match="no token is left"):
+            fill_row(row.to(dtype), np.empty(size, np.float32), SamplingParams(temperature=1.0))
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:

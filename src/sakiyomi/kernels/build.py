@@ -31,6 +31,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
     "sk_begin": ([_int64, _int64, _pointer, _int64, _int64, _pointer, _pointer], None),
     "sk_calls": ([], _int64),
+    "sk_softmax": ([_pointer, ctypes.c_int, _int64, ctypes.c_float, _pointer], ctypes.c_float),
 }
 
 
@@ -117,6 +118,11 @@ def builder() -> threading.Thread:
     thread = threading.Thread(target=native, name="sakiyomi-kernels", daemon=True)
     thread.start()
     return thread
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The kernels if they are in use by now; never builds or loads them."""
+    return _native() if _native.cache_info().currsize else None
 
 
 @functools.cache

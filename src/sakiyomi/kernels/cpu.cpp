@@ -1,4 +1,4 @@
-// Two operators for packed rows on a CPU, compiled at first use (see build.py).
+// Two operators for packed rows on a CPU, compiled at first use (see build.py), and the softmax of one row of logits.
 //
 //   sakiyomi_cpu::linear  rows x prepacked weight, for the few rows of a decoding pass
 //   sakiyomi_cpu::attend  cache write and tree attention of all requests of a pass
@@ -531,9 +531,50 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   return out;
 }
 
+// softmax(logits / temperature) of one row; the largest logit / temperature, which is not a number where the row has none.
+template <typename T>
+float softmax(const T* logits, int64_t n, float temperature, float* out) {
+  const f16v low = f16v{} - INFINITY;
+  const int64_t whole = n / 16 * 16;
+  f16v rest = low;  // the last numbers, fewer than 16
+  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(logits[i]) / temperature;
+  f16v top = rest;
+  i16v strange = (i16v)(rest != rest);
+  for (int64_t i = 0; i < whole; i += 16) {
+    f16v x = load16(logits + i) / temperature;
+    strange |= (i16v)(x != x);
+    top = x > top ? x : top;
+    store16(out + i, x);
+  }
+  float highest = top[0];
+  int32_t bad = strange[0];
+  for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
+  if (bad || std::isinf(highest)) return NAN;
+  auto raise = [&](f16v x) {
+    x -= highest;
+    f16v y = exp16(x);
+    return x < -86.0f ? f16v{} : y;
+  };
+  rest = raise(rest);
+  f16v sums[4] = {rest};  // side by side: no addition waits for the one before
+  for (int64_t i = 0; i < whole; i += 16) {
+    f16v y = raise(load16((const float*)out + i));
+    sums[i / 16 % 4] += y;
+    store16(out + i, y);
+  }
+  float scale = 1.0f / total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (int64_t i = 0; i < whole; ++i) out[i] *= scale;
+  for (int64_t i = whole; i < n; ++i) out[i] = rest[i - whole] * scale;
+  return highest;
+}
+
 }  // namespace
 
 extern "C" {
+
+float sk_softmax(const void* logits, int half, int64_t n, float temperature, float* out) {
+  return half ? softmax((const bf16*)logits, n, temperature, out) : softmax((const float*)logits, n, temperature, out);
+}
 
 int64_t sk_model() { return (int64_t) new Model(); }
 
