@@ -25,8 +25,9 @@ class TokenTrace:
         status: "accepted" (a draft token that was kept), "recovered" (the target's own after a refusal), "bonus" (the
             target's own after a wholly accepted draft), "plain" (nothing had been drafted).
         round: the target pass that committed it; 0 is the prefill, which gives the first token.
-        target_prob: probability that the target gave it, after temperature and truncation; None if not recorded.
-        draft_prob: probability that the drafter gave it; None for the target's own tokens and for point masses.
+        target_prob: probability that the target gave it, after temperature and truncation; at temperature 0 that of
+            temperature 1; None if not recorded.
+        draft_prob: the same of the drafter; None for the target's own tokens and where the drafter knows none.
         top_logprobs: (token id, log probability) of the most probable tokens at this place, best first, when
             ``SamplingParams.logprobs`` asked for them.
     """

@@ -19,6 +19,7 @@ from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import Rows, Verifier
+from sakiyomi.warping import chance
 
 __all__ = ["Request"]
 
@@ -178,6 +179,8 @@ class Request:
         """Probability of each token in its row; at temperature 0 as if it were 1, since that says more than 1.0."""
         if not self.sampler.greedy:
             return [float(rows.row(row)[token]) for row, token in zip(places, tokens, strict=True)]
+        if rows.on_cpu:
+            return [chance(rows.processed(row)[0], token) for row, token in zip(places, tokens, strict=True)]
         logits = torch.cat([rows.processed(row) for row in places]).float()
         chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
         return (chosen - logits.logsumexp(-1)).exp().tolist()

@@ -13,7 +13,7 @@ from sakiyomi.kernels.build import loaded
 from sakiyomi.numerics import Row, Tokens, as_bits, as_row, from_bits, keep_top_p, largest, nucleus, without_spare
 from sakiyomi.params import SamplingParams
 
-__all__ = ["best_token", "fill_row", "reference_probs", "require_number"]
+__all__ = ["best_token", "chance", "fill_row", "reference_probs", "require_number"]
 
 # Below this, logits / temperature may overflow float32; above it they are what transformers computes, to the bit.
 _COLD = 1e-3
@@ -72,6 +72,16 @@ def _softmax(logits: Tensor, out: Row, temperature: float) -> None:
     torch.softmax(flat, -1, out=flat)
     # Where the softmax of a row is not a number, all of it is not.
     require_number(float(out[0]))
+
+
+def chance(logits: Tensor, token: int) -> float:
+    """Softmax probability of one token of a row, (V,) of any float type on the CPU, at temperature 1."""
+    kernels = loaded()
+    if kernels is not None and logits.dtype in _NATIVE and logits.stride(0) == 1:
+        total = kernels.sk_log_sum_exp(logits.data_ptr(), int(logits.dtype is torch.bfloat16), logits.shape[0])
+    else:
+        total = float(logits.float().logsumexp(-1))
+    return math.exp(float(logits[token]) - total)
 
 
 def _fill_top_k(logits: Tensor, out: Row, params: SamplingParams) -> Tokens:

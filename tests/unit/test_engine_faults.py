@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import sakiyomi.drafters.model
 import sakiyomi.model
-from architectures import VOCAB, greedy, model_of, prompt
+from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
 from sakiyomi.audit import AuditConfig, audit
@@ -436,6 +437,28 @@ def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFix
 
 
 # ---------------------------------------------------------------- figures
+
+
+def test_greedy_traces_tell_what_draft_and_target_thought() -> None:
+    """Both as at temperature 1: that says more than 1.0."""
+    small = copy.deepcopy(model_of("llama"))
+    with torch.no_grad():
+        for i, weight in enumerate(small.parameters()):
+            weight += 0.03 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
+    (out,) = drafted(small).generate(PROMPTS[:1], params(max_new_tokens=60), rounds_trace=True)
+    tokens = PROMPTS[0] + out.token_ids
+    kept = 0
+    for place, entry in enumerate(out.trace, start=len(PROMPTS[0])):
+        p = logits_after(model_of("llama"), tokens[:place]).softmax(-1)[entry.token_id]
+        assert entry.target_prob == pytest.approx(float(p), rel=1e-3)
+        if entry.status == "accepted":
+            kept += 1
+            q = logits_after(small, tokens[:place]).softmax(-1)[entry.token_id]
+            assert entry.draft_prob == pytest.approx(float(q), rel=1e-3)
+        else:
+            assert entry.draft_prob is None
+    assert all(q is not None for entry in out.rounds_trace or [] for q in entry.draft_probs)
+    assert 0 < kept < NEW * 3 - 1
 
 
 def test_refusals_behind_the_end_are_not_counted() -> None:

@@ -21,7 +21,7 @@ from sakiyomi.errors import InputError
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling import Sampler, SamplingParams, best_token, reference_probs, to_probs
 from sakiyomi.tree import TokenTree
-from sakiyomi.warping import fill_row
+from sakiyomi.warping import chance, fill_row
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -134,6 +134,19 @@ def test_the_compiled_softmax(size: int, dtype: torch.dtype) -> None:
         row[-1] = value
         with pytest.raises(InputError, match="no token is left"):
             fill_row(row.to(dtype), np.empty(size, np.float32), SamplingParams(temperature=1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 17, 64, 1000, 32003])
+def test_the_chance_of_a_token(size: int, dtype: torch.dtype) -> None:
+    for spread in (0.3, 3.0, 30.0):
+        row = logits(1, size, spread)[0].to(dtype)
+        if size > 2:
+            row[size // 2] = -torch.inf
+        wanted = row.double().softmax(-1)
+        for token in {0, size // 3, size - 1, int(row.float().argmax())}:
+            assert chance(row, token) == pytest.approx(float(wanted[token]), rel=2e-5, abs=1e-30)
+    assert size < 3 or chance(row, size // 2) == 0.0
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:

@@ -108,7 +108,7 @@ class SlotCache:
             self._storage(requests, columns)
 
     def _storage(self, requests: int, columns: int) -> tuple[int, int]:
-        """Slots and room for so many requests of so many tokens: doubled, or about what is needed if that is too much."""
+        """Slots and room for so many requests of so many tokens: doubled, or, if that is too much, what is needed."""
         slots, room = max(self.slots, 1), max(self.room, FIRST_ROOM)
         while slots < requests:
             slots = min(slots * 2, self.max_slots)

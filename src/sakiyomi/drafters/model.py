@@ -16,7 +16,7 @@ from sakiyomi.kernels.plan import Segment
 from sakiyomi.numerics import Row, draw
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.warping import best_token
+from sakiyomi.warping import best_token, chance
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,7 +158,9 @@ class ModelDrafter:
         if sampler.edits:
             logits = sampler.process(logits[None], [chain.tokens], context.tokens)[0]
         if context.rule == "greedy":
-            chain.add(best_token(logits), None, None)
+            token = best_token(logits)
+            # As the target's in traces: at temperature 0 as if it were 1. An accelerator is not asked for it.
+            chain.add(token, None, chance(logits, token) if logits.device.type == "cpu" else None)
             return
         probs = np.empty(self._vocab_size, np.float32)
         support = sampler.fill(logits, probs)

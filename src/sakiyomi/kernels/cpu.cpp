@@ -568,9 +568,41 @@ float softmax(const T* logits, int64_t n, float temperature, float* out) {
   return highest;
 }
 
+// log(sum(exp(row))); not a number where a number of the row is none, or +inf.
+template <typename T>
+float log_sum_exp(const T* row, int64_t n) {
+  const f16v low = f16v{} - INFINITY;
+  const int64_t whole = n / 16 * 16;
+  f16v rest = low;
+  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(row[i]);
+  f16v top = rest;
+  i16v strange = (i16v)(rest != rest);
+  for (int64_t i = 0; i < whole; i += 16) {
+    f16v x = load16(row + i);
+    strange |= (i16v)(x != x);
+    top = x > top ? x : top;
+  }
+  float highest = top[0];
+  int32_t bad = strange[0];
+  for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
+  if (bad || std::isinf(highest)) return NAN;
+  auto raise = [&](f16v x) {
+    x -= highest;
+    f16v y = exp16(x);
+    return x < -86.0f ? f16v{} : y;
+  };
+  f16v sums[4] = {raise(rest)};
+  for (int64_t i = 0; i < whole; i += 16) sums[i / 16 % 4] += raise(load16(row + i));
+  return highest + std::log(total((sums[0] + sums[1]) + (sums[2] + sums[3])));
+}
+
 }  // namespace
 
 extern "C" {
+
+float sk_log_sum_exp(const void* row, int half, int64_t n) {
+  return half ? log_sum_exp((const bf16*)row, n) : log_sum_exp((const float*)row, n);
+}
 
 float sk_softmax(const void* logits, int half, int64_t n, float temperature, float* out) {
   return half ? softmax((const bf16*)logits, n, temperature, out) : softmax((const float*)logits, n, temperature, out);

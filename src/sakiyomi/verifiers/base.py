@@ -83,6 +83,11 @@ class Rows:
         return int(self._logits.shape[0])
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether rows are read one by one, at no price."""
+        return self._logits.device.type == "cpu"
+
+    @property
     def width(self) -> int:
         """V."""
         return int(self._logits.shape[1])
@@ -120,7 +125,7 @@ class Rows:
         row = self._probs.get(index)
         if row is None:
             assert self.sampler is not None
-            if self._all is not None or self._logits.device.type != "cpu":
+            if self._all is not None or not self.on_cpu:
                 row = as_row(self.probs()[index])
                 require_number(float(row[0]))
             else:
@@ -136,14 +141,14 @@ class Rows:
 
     def best(self, index: int) -> int:
         """First most probable token of one row; no softmax."""
-        if self._logits.device.type != "cpu":
+        if not self.on_cpu:
             return self.argmax()[index]
         return best_token(self.processed(index)[0])
 
     def argmax(self) -> list[int]:
         """``best`` of all rows."""
         if self._best is None:
-            if self._logits.device.type == "cpu":
+            if self.on_cpu:
                 self._best = [self.best(index) for index in range(len(self))]
             else:
                 # One read-back for all rows. Which of equal tokens comes first is up to the device.
