@@ -88,12 +88,11 @@ def test_samples_are_the_models_own_greedy_tokens_whatever_the_padding(tmp_path:
     model, tokenizer = load_target(str(tiny_target(tmp_path)))
     model.float()
     prompts = [[0, 70, 71, 72], [0, 80], [0, 90, 91]]
-    together = sample_continuations(model, tokenizer, prompts, new_tokens=6, temperature=0.0)
-    alone = [sample_continuations(model, tokenizer, [prompt], new_tokens=6, temperature=0.0)[0] for prompt in prompts]
+    llm = LLM((model, tokenizer), "none", compile=False)
+    together = sample_continuations(llm, prompts, new_tokens=6, temperature=0.0)
+    alone = [sample_continuations(llm, [prompt], new_tokens=6, temperature=0.0)[0] for prompt in prompts]
     assert together == alone
-    sampled = [
-        sample_continuations(model, tokenizer, prompts, new_tokens=6, temperature=1.0, seed=seed) for seed in (1, 1, 2)
-    ]
+    sampled = [sample_continuations(llm, prompts, new_tokens=6, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
 
 
@@ -255,7 +254,7 @@ def test_without_held_out_text_some_training_text_is_held_back(tmp_path: Path, m
     measured: list[Any] = []
     monkeypatch.setattr(draft, "FixedRows", watch)
     monkeypatch.setattr(
-        draft, "continuations", lambda *args, **options: measured.extend(args[2]) or continuations(*args, **options)
+        draft, "continuations", lambda *args, **options: measured.extend(args[1]) or continuations(*args, **options)
     )
     config = draft_config(tmp_path, tiny_target(tmp_path), valid=(), samples=0, eval_prompts=4)
     summary = train_draft(config)
@@ -323,12 +322,14 @@ def test_a_targets_own_generation_settings_do_not_bend_its_text(tmp_path: Path) 
     folder = tiny_target(tmp_path)
     plain, tokenizer = load_target(str(folder))
     prompts = [[0, 70, 71, 72]]
-    expected_text = sample_continuations(plain, tokenizer, prompts, new_tokens=12, temperature=0.0)
+    llm = LLM((plain, tokenizer), "none", compile=False)
+    expected_text = sample_continuations(llm, prompts, new_tokens=12, temperature=0.0)
     settings = json.loads((folder / "generation_config.json").read_text())
     settings |= {"repetition_penalty": 5.0, "eos_token_id": [0, expected_text[0][4]]}
     (folder / "generation_config.json").write_text(json.dumps(settings))
     bent, _ = load_target(str(folder))
-    assert sample_continuations(bent, tokenizer, prompts, new_tokens=12, temperature=0.0) == [
+    llm = LLM((bent, tokenizer), "none", compile=False)
+    assert sample_continuations(llm, prompts, new_tokens=12, temperature=0.0) == [
         expected_text[0][: expected_text[0].index(expected_text[0][4]) + 1]
     ]
 

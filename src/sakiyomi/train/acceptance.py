@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from sakiyomi.llm import LLM
 from sakiyomi.train.data import Ids
-from sakiyomi.train.samples import end_tokens, sample_continuations
+from sakiyomi.train.samples import sample_continuations
 
 CHUNK_ROWS = 8
 WIDTH_STEP = 32
@@ -37,20 +38,13 @@ class Continuations:
     ends: frozenset[int]
 
 
-def continuations(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Ids],
-    *,
-    new_tokens: int = NEW_TOKENS,
-) -> Continuations:
-    """Continue the first `PROMPT_TOKENS` of each document."""
+def continuations(llm: LLM, documents: Sequence[Ids], *, new_tokens: int = NEW_TOKENS) -> Continuations:
+    """Have the target continue the first `PROMPT_TOKENS` of each document."""
     prompts = [document[:PROMPT_TOKENS].tolist() for document in documents]
     greedy, sampled = (
-        sample_continuations(target, tokenizer, prompts, new_tokens=new_tokens, temperature=temperature)
-        for temperature in (0.0, 1.0)
+        sample_continuations(llm, prompts, new_tokens=new_tokens, temperature=temperature) for temperature in (0.0, 1.0)
     )
-    return Continuations(prompts, greedy, sampled, new_tokens, frozenset(end_tokens(target, tokenizer)))
+    return Continuations(prompts, greedy, sampled, new_tokens, llm.engine.stop_ids)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.errors import InputError, LoadError
+from sakiyomi.llm import LLM
 from sakiyomi.loading import load_model
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
@@ -98,14 +99,16 @@ def _distil(config: DraftConfig) -> _Distilled:
     texts = [library.documents(spec.path) for spec in specs]
 
     reporter = Reporter(config.log_seconds)
-    samples = None
-    if config.samples:
-        samples = Samples(config, target, tokenizer, prompts, held_back)
-        samples.extend(pools, reporter)
+    samples = Samples(config, target, tokenizer, prompts, held_back) if config.samples else None
+    # Batches of this size have no graph.
+    llm = LLM((target, tokenizer), "none", compile=False, max_batch=config.sample_batch)
+    if samples is not None:
+        samples.extend(llm, pools, reporter)
     held_out = {
-        name: continuations(target, tokenizer, some, new_tokens=min(NEW_TOKENS, positions - PROMPT_TOKENS))
+        name: continuations(llm, some, new_tokens=min(NEW_TOKENS, positions - PROMPT_TOKENS))
         for name, some in documents.items()
     }
+    del llm
     mixture, names = _mixture(config, specs, texts, library, samples)
     if isinstance(target, LlamaForCausalLM):
         compile_layers(target, config.compile)

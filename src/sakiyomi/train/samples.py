@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.errors import InputError, LoadError
+from sakiyomi.llm import LLM
 from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.params import SamplingParams
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.data import Ids, TextSpec
 from sakiyomi.train.report import Reporter
@@ -28,50 +29,23 @@ LONGEST_PROMPT = 96
 DIGEST_VALUES = 64
 
 
-@torch.inference_mode()
 def sample_continuations(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
-    *,
-    new_tokens: int,
-    temperature: float,
-    seed: int = 0,
+    llm: LLM, prompts: Sequence[Sequence[int]], *, new_tokens: int, temperature: float, seed: int = 0
 ) -> list[list[int]]:
-    """Continue each prompt with the model, all in one batch.
+    """Continue each prompt with the model alone, as many at once as the engine takes.
 
     Args:
-        model: a causal LM.
-        tokenizer: its tokenizer.
-        prompts: token ids, any lengths; equal lengths need no padding and run fastest.
+        llm: the target.
+        prompts: token ids, any lengths.
         new_tokens: at most so many new tokens each.
         temperature: 0 is greedy.
-        seed: of the sampling; torch's global generator is put back afterwards.
+        seed: of the sampling.
 
     Returns:
         New tokens of each prompt, the end token included where one was reached.
     """
-    ends, padding = end_tokens(model, tokenizer), int(tokenizer.eos_token_id)
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), padding)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    with torch.random.fork_rng(enabled=temperature > 0):
-        torch.manual_seed(seed)
-        output = model.generate(  # type: ignore[operator]
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=new_tokens,
-            eos_token_id=ends,
-            pad_token_id=padding,
-            **({"do_sample": False} | options),
-        )
-    rows: list[list[int]] = output[:, longest:].tolist()
-    lengths = [next((place for place, token in enumerate(row, 1) if token in ends), len(row)) for row in rows]
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    params = SamplingParams(max_new_tokens=new_tokens, temperature=temperature, seed=seed)
+    return [done.token_ids for done in llm.generate([list(prompt) for prompt in prompts], params)]
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -88,7 +62,7 @@ class Samples:
 
     Args:
         config: of the run.
-        target: writes.
+        target: for the record.
         tokenizer: of the target.
         prompts: files that the prompts come from, for the record; `held_back` documents of theirs are left out.
 
@@ -106,7 +80,7 @@ class Samples:
         held_back: int = 0,
     ) -> None:
         self.path = Path(config.out) / "samples.jsonl"
-        self._config, self._target, self._tokenizer = config, target, tokenizer
+        self._config = config
         self._shares = np.array([spec.decay for spec in prompts], dtype=float)
         self._origin = {
             "target": weights_digest(target),
@@ -143,7 +117,7 @@ class Samples:
                 )
         return count
 
-    def extend(self, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
+    def extend(self, llm: LLM, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
         """Have the target write until the file holds `samples`, or `sample_minutes` are spent.
 
         Each line holds `tokens` (prompt and continuation), `prompt` (its length) and `temperature`. Batch b depends on
@@ -151,6 +125,7 @@ class Samples:
         more of them would be other rows than those of its first part.
 
         Args:
+            llm: the target, which writes.
             pools: documents whose beginnings are the prompts, of each file.
             reporter: told after each batch.
         """
@@ -166,12 +141,7 @@ class Samples:
                 chosen = draw_prompts(pools, self._shares / self._shares.sum(), config.sample_batch, rng)
                 temperature = config.temperatures[batch % len(config.temperatures)]
                 texts = sample_continuations(
-                    self._target,
-                    self._tokenizer,
-                    chosen,
-                    new_tokens=config.sample_tokens,
-                    temperature=temperature,
-                    seed=batch,
+                    llm, chosen, new_tokens=config.sample_tokens, temperature=temperature, seed=batch
                 )
                 for prompt, text in zip(chosen, texts, strict=True):
                     record = {"tokens": prompt + text, "prompt": len(prompt), "temperature": temperature}
