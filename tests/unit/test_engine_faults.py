@@ -20,6 +20,7 @@ from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingPa
 from sakiyomi.audit import AuditConfig, audit
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.kernels import native
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.model import PackedModel
@@ -340,11 +341,12 @@ def test_a_cut_draft_is_one_of_lower_depth() -> None:
 # ---------------------------------------------------------------- paths
 
 
-def test_a_background_pass_does_not_touch_the_one_in_progress() -> None:
+def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph compiled in the background runs once, with an empty pass of its own."""
+    monkeypatch.setattr(native, "native", lambda: None)
     packed = PackedModel(model_of("llama"), compile=False)
-    dense = Dense(packed.cache)
-    packed._take(dense)
+    dense = packed.state
+    assert isinstance(dense, Dense)
     slot = packed.cache.take()
     packed.cache.reserve(slot, 16)
     expected = packed.score([Segment(slot, 0, PROMPTS[0], prompt=True)])
