@@ -78,10 +78,10 @@ def chance(logits: Tensor, token: int) -> float:
     """Softmax probability of one token of a row, (V,) of any float type on the CPU, at temperature 1."""
     kernels = loaded()
     if kernels is not None and logits.dtype in _NATIVE and logits.stride(0) == 1:
-        total = kernels.sk_log_sum_exp(logits.data_ptr(), int(logits.dtype is torch.bfloat16), logits.shape[0])
-    else:
-        total = float(logits.float().logsumexp(-1))
-    return math.exp(float(logits[token]) - total)
+        half = int(logits.dtype is torch.bfloat16)
+        return float(kernels.sk_chance(logits.data_ptr(), half, logits.shape[0], token))
+    row = logits.float()
+    return math.exp(float(row[token]) - float(row.logsumexp(-1)))
 
 
 def _fill_top_k(logits: Tensor, out: Row, params: SamplingParams) -> Tokens:

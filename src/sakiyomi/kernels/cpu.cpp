@@ -568,9 +568,9 @@ float softmax(const T* logits, int64_t n, float temperature, float* out) {
   return highest;
 }
 
-// log(sum(exp(row))); not a number where a number of the row is none, or +inf.
+// softmax(row)[token]; not a number where the row has none.
 template <typename T>
-float log_sum_exp(const T* row, int64_t n) {
+double chance(const T* row, int64_t n, int64_t token) {
   const f16v low = f16v{} - INFINITY;
   const int64_t whole = n / 16 * 16;
   f16v rest = low;
@@ -593,15 +593,15 @@ float log_sum_exp(const T* row, int64_t n) {
   };
   f16v sums[4] = {raise(rest)};
   for (int64_t i = 0; i < whole; i += 16) sums[i / 16 % 4] += raise(load16(row + i));
-  return highest + std::log(total((sums[0] + sums[1]) + (sums[2] + sums[3])));
+  return std::exp(double(value_of(row[token])) - highest) / total((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 }  // namespace
 
 extern "C" {
 
-float sk_log_sum_exp(const void* row, int half, int64_t n) {
-  return half ? log_sum_exp((const bf16*)row, n) : log_sum_exp((const float*)row, n);
+double sk_chance(const void* row, int half, int64_t n, int64_t token) {
+  return half ? chance((const bf16*)row, n, token) : chance((const float*)row, n, token);
 }
 
 float sk_softmax(const void* logits, int half, int64_t n, float temperature, float* out) {
