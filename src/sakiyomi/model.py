@@ -392,9 +392,8 @@ class PackedModel:
         self, plan: Plan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
     ) -> Tensor:
         with self.lock, torch.no_grad():
-            filler = size - plan.rows
-            ids = torch.tensor([plan.tokens + [0] * filler], device=self.device)
-            positions = torch.tensor([plan.positions + [0] * filler], device=self.device)
+            filler = [0] * (size - plan.rows)
+            ids, positions = torch.tensor([plan.tokens + filler, plan.positions + filler], device=self.device).split(1)
             self.state.begin(plan, size)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             graph = self.graphs.get(size) if self.graphs is not None and keep is None else None

@@ -19,7 +19,6 @@ from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import Rows, Verifier
-from sakiyomi.warping import chance
 
 __all__ = ["Request"]
 
@@ -180,7 +179,7 @@ class Request:
         if not self.sampler.greedy:
             return [float(rows.row(row)[token]) for row, token in zip(places, tokens, strict=True)]
         if rows.on_cpu:
-            return [chance(rows.processed(row)[0], token) for row, token in zip(places, tokens, strict=True)]
+            return [rows.chance(row, token) for row, token in zip(places, tokens, strict=True)]
         logits = torch.cat([rows.processed(row) for row in places]).float()
         chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
         return (chosen - logits.logsumexp(-1)).exp().tolist()

@@ -21,7 +21,7 @@ from sakiyomi.errors import InputError
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling import Sampler, SamplingParams, best_token, reference_probs, to_probs
 from sakiyomi.tree import TokenTree
-from sakiyomi.warping import chance, fill_row
+from sakiyomi.warping import best, chance, fill_row
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -146,7 +146,13 @@ def test_the_chance_of_a_token(size: int, dtype: torch.dtype) -> None:
         wanted = row.double().softmax(-1)
         for token in {0, size // 3, size - 1, int(row.float().argmax())}:
             assert chance(row, token) == pytest.approx(float(wanted[token]), rel=2e-5, abs=1e-30)
+        assert best(row) == (int(row.float().argmax()), pytest.approx(float(wanted.max()), rel=2e-5))
     assert size < 3 or chance(row, size // 2) == 0.0
+    row[-1] = torch.inf
+    assert best(row) == (size - 1, 1.0)
+    row[-1] = torch.nan
+    with pytest.raises(InputError, match="no token is left"):
+        best(row)
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:

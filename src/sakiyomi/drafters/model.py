@@ -16,7 +16,7 @@ from sakiyomi.kernels.plan import Segment
 from sakiyomi.numerics import Row, draw
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.warping import best_token, chance
+from sakiyomi.warping import best, best_token
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,18 +158,17 @@ class ModelDrafter:
         if sampler.edits:
             logits = sampler.process(logits[None], [chain.tokens], context.tokens)[0]
         if context.rule == "greedy":
-            token = best_token(logits)
-            # As the target's in traces: at temperature 0 as if it were 1. An accelerator is not asked for it.
-            chain.add(token, None, chance(logits, token) if logits.device.type == "cpu" else None)
+            # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
+            chain.add(*(best(logits) if logits.device.type == "cpu" else (best_token(logits), None)))
             return
         probs = np.empty(self._vocab_size, np.float32)
         support = sampler.fill(logits, probs)
         if context.rule == "coupled":
             token = context.noise.top(len(context.tokens) + len(chain.tokens), probs, support=support)[0]
-            chain.add(token, None, float(probs[token]))
+            chain.add(token, float(probs[token]))
         else:
             token = draw(probs, context.noise.fork(self.name).uniform(), support)
-            chain.add(token, probs, float(probs[token]))
+            chain.add(token, float(probs[token]), probs)
 
 
 class _Chain:
@@ -185,7 +184,7 @@ class _Chain:
     def done(self) -> bool:
         return self.stopped or len(self.tokens) >= self.gamma or self.tokens[-1] in self.context.stop_ids
 
-    def add(self, token: int, row: Row | None, chance: float | None) -> None:
+    def add(self, token: int, chance: float | None, row: Row | None = None) -> None:
         self.tokens.append(token)
         self.chances.append(chance)
         if row is not None:

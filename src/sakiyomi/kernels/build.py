@@ -31,6 +31,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
     "sk_begin": ([_int64, _int64, _pointer, _int64, _int64, _pointer, _pointer], None),
     "sk_calls": ([], _int64),
+    "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
     "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], ctypes.c_double),
     "sk_softmax": ([_pointer, ctypes.c_int, _int64, ctypes.c_float, _pointer], ctypes.c_float),
 }

@@ -596,9 +596,56 @@ double chance(const T* row, int64_t n, int64_t token) {
   return std::exp(double(value_of(row[token])) - highest) / total((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
+// The first largest number of a row and its softmax probability, which is 1 / sum(exp(x - largest)): the token in the upper
+// half, the bits of the probability in the lower one; -1 where the row has no such number.
+template <typename T>
+int64_t best(const T* row, int64_t n) {
+  const f16v low = f16v{} - INFINITY;
+  const int64_t whole = n / 16 * 16;
+  f16v rest = low;
+  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(row[i]);
+  f16v top = rest;
+  i16v strange = (i16v)(rest != rest);
+  for (int64_t i = 0; i < whole; i += 16) {
+    f16v x = load16(row + i);
+    strange |= (i16v)(x != x);
+    top = x > top ? x : top;
+  }
+  float highest = top[0];
+  int32_t bad = strange[0];
+  for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
+  if (bad || std::isinf(highest)) return -1;
+  int64_t token = whole;
+  bool found = false;
+  f16v sums[4] = {};
+  for (int64_t i = 0; i < whole; i += 16) {
+    f16v x = load16(row + i) - highest;
+    if (!found) {
+      i16v hit = (i16v)(x == 0.0f);
+      for (int t = 0; t < 16 && !found; ++t)
+        if (hit[t]) token = i + t, found = true;
+    }
+    f16v y = exp16(x);
+    sums[i / 16 % 4] += x < -86.0f ? f16v{} : y;
+  }
+  for (int64_t i = whole; i < n && !found; ++i)
+    if (value_of(row[i]) == highest) token = i, found = true;
+  rest -= highest;
+  f16v y = exp16(rest);
+  sums[0] += rest < -86.0f ? f16v{} : y;
+  float chance = 1.0f / total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  uint32_t bits;
+  std::memcpy(&bits, &chance, 4);
+  return (token << 32) | bits;
+}
+
 }  // namespace
 
 extern "C" {
+
+int64_t sk_best(const void* row, int half, int64_t n) {
+  return half ? best((const bf16*)row, n) : best((const float*)row, n);
+}
 
 double sk_chance(const void* row, int half, int64_t n, int64_t token) {
   return half ? chance((const bf16*)row, n, token) : chance((const float*)row, n, token);

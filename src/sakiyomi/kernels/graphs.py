@@ -63,12 +63,12 @@ def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
     What inductor made is called directly from then on. Dynamo would look at every module again before each call (0.4 ms
     for 12 layers), to choose between graphs; we choose by the row count, the one thing that a graph depends on.
     """
-    made: list[tuple[Callable[..., Sequence[Tensor]], list[Any]]] = []
+    made: list[tuple[Any, list[Any]]] = []
 
     def keep(module: Any, examples: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        run = compile_fx(module, examples, config_patches=OPTIONS)
+        run: Any = compile_fx(module, examples, config_patches=OPTIONS)
 
         def first(*inputs: Any) -> Any:
             made.append((run, list(inputs)))
@@ -93,6 +93,7 @@ def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
     def graph(ids: Tensor, positions: Tensor) -> Tensor:
         given = inputs.copy()
         given[first], given[second] = ids, positions
+        logits: Tensor
         (logits,) = run(*given)
         return logits
 

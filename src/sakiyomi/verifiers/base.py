@@ -13,7 +13,7 @@ from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, Tokens, as_row
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, TokenTree, Verdict, VerdictKind
-from sakiyomi.warping import best_token, require_number
+from sakiyomi.warping import best, chance, require_number
 
 __all__ = ["Rows", "Verifier", "ended"]
 
@@ -37,6 +37,7 @@ class Rows:
     __slots__ = (
         "_all",
         "_best",
+        "_bests",
         "_committed",
         "_logits",
         "_probs",
@@ -65,6 +66,7 @@ class Rows:
         self._supports: dict[int, Tokens | None] = {}
         self._all: Tensor | None = None
         self._best: list[int] | None = None
+        self._bests: dict[int, tuple[int, float]] = {}
 
     @classmethod
     def of_probs(cls, probs: Tensor | Row, position: int) -> Rows:
@@ -75,7 +77,7 @@ class Rows:
         rows.position = position
         rows._logits = rows._all = table
         rows._tree, rows._committed = _NO_TREE, ()
-        rows._processed, rows._supports, rows._best = {}, {}, None
+        rows._processed, rows._supports, rows._best, rows._bests = {}, {}, None, {}
         rows._probs = dict(enumerate(as_row(table)))
         return rows
 
@@ -143,7 +145,15 @@ class Rows:
         """First most probable token of one row; no softmax."""
         if not self.on_cpu:
             return self.argmax()[index]
-        return best_token(self.processed(index)[0])
+        found = self._bests.get(index)
+        if found is None:
+            found = self._bests[index] = best(self.processed(index)[0])
+        return found[0]
+
+    def chance(self, index: int, token: int) -> float:
+        """Softmax probability of a token in one row on the CPU, at temperature 1."""
+        found = self._bests.get(index)
+        return found[1] if found is not None and found[0] == token else chance(self.processed(index)[0], token)
 
     def argmax(self) -> list[int]:
         """``best`` of all rows."""
