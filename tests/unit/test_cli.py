@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import io
 import json
@@ -354,6 +355,8 @@ def test_interrupt_ends_with_130_and_one_line(models: Path) -> None:
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background may have had it ignored.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None
