@@ -244,7 +244,7 @@ class Engine:
             proposed = self.drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
             for (i, _), draft in zip(wanted, proposed, strict=True):
                 draft.validate(self.target.vocab_size)
-                drafts[i] = draft.cut(requests[i].last - len(requests[i].tokens) - 1)
+                drafts[i] = self._cut(draft, requests[i].last - len(requests[i].tokens) - 1)
         except Exception as error:  # a drafter may be anybody's code, and the text does not depend on it
             self._broken = True
             logger.warning(
@@ -252,6 +252,13 @@ class Engine:
             )
             return [Draft.empty()] * len(requests)
         return drafts
+
+    def _cut(self, draft: Draft, room: int) -> Draft:
+        """No deeper than the request may grow, and with exact no larger than a pass on graphs."""
+        draft = draft.cut(room)
+        while self.exact and len(draft) >= self.target.sizes[-1]:
+            draft = draft.cut(max(draft.tree.depths()))
+        return draft
 
     def _make_room(self, requests: list[Request], drafts: list[Draft]) -> list[Step]:
         """Room in the cache for a round; a request for which there is none ends, and leaves both lists."""

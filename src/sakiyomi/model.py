@@ -361,6 +361,11 @@ class PackedModel:
         Returns:
             (rows, V) logits, one row for each row of the segments in order, or (segments, V) with `last`.
         """
+        if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
+            # Beyond the largest graph a pass would run eagerly, and round otherwise.
+            half = len(segments) // 2
+            parts = (segments[:half], segments[half:])
+            return torch.cat([self.score(part, last=last, graphs=graphs) for part in parts])
         plan = Plan.of(segments)
         rows = plan.rows
         if last and any(segment.prompt for segment in segments):

@@ -409,6 +409,14 @@ def test_exact_requests_take_one_path_from_the_first_on(monkeypatch: pytest.Monk
     draft.graphs.wait()
     assert texts(llm) == expected
     assert [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS] == expected
+    # Trees of all requests have more rows than the largest graph, and one alone has too.
+    for gamma in (7, 20):
+        trees = LLM((target, TOKENIZER), Branching(texts_of(PROMPTS, expected), "sometimes", VOCAB), exact=True)
+        sizes = []
+        run = trees.target._run
+        trees.target._run = lambda plan, size, run=run, sizes=sizes, **how: sizes.append(size) or run(plan, size, **how)  # type: ignore[method-assign]
+        assert texts(trees, gamma=gamma) == expected
+        assert max(sizes) == 64
 
 
 def test_longrope_stays_within_its_original_context(caplog: pytest.LogCaptureFixture) -> None:
