@@ -104,8 +104,11 @@ _compiling: set[threading.Thread] = set()
 
 
 @atexit.register
-def _stop_compiling() -> None:
-    """Stop the threads before the interpreter goes: one that dies inside the compiler takes the process with it."""
+def stop_compiling() -> None:
+    """End what compiles in the background; what is not ready by then never will be in this process.
+
+    At exit this comes before the interpreter goes: a thread that dies inside the compiler takes the process with it.
+    """
     for thread in list(_compiling):
         assert thread.ident is not None
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
