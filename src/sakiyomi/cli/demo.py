@@ -85,7 +85,7 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
     config.draft_model  # noqa: B018  refuses a draft that is no model, before any work
     from sakiyomi.cli.output import emit_json, progress, quiet, stdout
 
-    began = _process_start()
+    began = time.time()  # not the process's own start: a shell that ends in this command has lived before it
     with progress(f"loading {options.target}"):
         from sakiyomi.llm import LLM
 
@@ -114,13 +114,6 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         found["table"] = _table(console, llm, config, began)
     if output.json:
         emit_json(found | {"seconds": time.time() - began})
-
-
-def _process_start() -> float:
-    """When this process began, in seconds since the epoch: imports count."""
-    import psutil
-
-    return float(psutil.Process().create_time())
 
 
 def _story(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
