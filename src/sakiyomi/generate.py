@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from sakiyomi.errors import InputError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import Costs, make_policy
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
-from sakiyomi.outputs import Step
+from sakiyomi.outputs import Generation, Step
 from sakiyomi.params import SamplingParams
 from sakiyomi.request import Request
 from sakiyomi.sampling import Sampler
@@ -162,6 +162,25 @@ class Engine:
                 self._free(request)
             return steps
 
+    def complete(self, requests: Iterable[Request]) -> list[Generation]:
+        """Run rounds until these requests are over; what is not by then, because of an error, is removed.
+
+        Args:
+            requests: as ``submit`` gives them; they may be submitted while this is iterated over.
+
+        Raises:
+            Exception: what submitting them raises, or what ended one of them instead of its text.
+        """
+        taken: list[Request] = []
+        try:
+            taken.extend(requests)
+            while not all(request.over for request in taken):
+                self.step()
+        finally:
+            for request in taken:
+                self.remove(request.id)
+        return [request.generation() for request in taken]
+
     def remove(self, request: int) -> Request | None:
         """End a request, whatever its state, and free its place at once; None if it is not known (any more)."""
         with self._lock:
@@ -192,6 +211,8 @@ class Engine:
         drafting, catching_up, scoring = self._draft_seconds(), self._catch_up_seconds(), self.target.forward_seconds
         drafts = self._draft(requests, graphs)
         steps = self._make_room(requests, drafts)
+        if not requests:
+            return steps
         catching_up = self._catch_up_seconds() - catching_up
         drafting = self._draft_seconds() - drafting - catching_up
         logits = self._score(requests, drafts, graphs)

@@ -13,7 +13,7 @@ from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
-from sakiyomi.loading import Loaded, load_model
+from sakiyomi.loading import Loaded, load_model, stop_tokens
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import SamplingParams
@@ -98,7 +98,7 @@ class LLM:
             self.target,
             self.draft,
             self.tokenizer,
-            stop_ids=_stop_ids(loaded),
+            stop_ids=stop_tokens(loaded.model, loaded.tokenizer),
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
             exact=exact,
@@ -135,18 +135,11 @@ class LLM:
         prompts = list(prompts)
         if prompts and all(isinstance(token, int) for token in prompts):
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
-        requests: list[Request] = []
-        try:
-            for i, prompt in enumerate(prompts):
-                for j in range(params.n):
-                    key = (i, j) if params.n > 1 else (i,)
-                    requests.append(self._submit(prompt, params, key=key, rounds_trace=rounds_trace, live=False))
-            while not all(request.over for request in requests):
-                self.engine.step()
-        finally:
-            for request in requests:
-                self.engine.remove(request.id)
-        done = [request.generation() for request in requests]
+        done = self.engine.complete(
+            self._submit(prompt, params, key=(i, j) if params.n > 1 else (i,), rounds_trace=rounds_trace, live=False)
+            for i, prompt in enumerate(prompts)
+            for j in range(params.n)
+        )
         if params.n == 1:
             return done
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
@@ -251,16 +244,6 @@ def _spec(draft: Any) -> Any:
 def _only(name: str, value: Any, only: Any) -> None:
     if value != only:
         raise InputError(f"{name}={value!r} is not available in this version; leave it at {only!r}")
-
-
-def _stop_ids(loaded: Loaded) -> list[int]:
-    """The model's end tokens, from generation config, config or tokenizer, in this order."""
-    sources = (getattr(loaded.model, "generation_config", None), loaded.model.config, loaded.tokenizer)
-    for source in sources:
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
 
 
 def _with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 
@@ -58,10 +59,15 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
     return support
 
 
+def _kernels(logits: Tensor) -> ctypes.CDLL | None:
+    """The compiled kernels if they are in use and can read this row, (V,) on the CPU."""
+    return loaded() if logits.dtype in _NATIVE and logits.stride(0) == 1 else None
+
+
 def _softmax(logits: Tensor, out: Row, temperature: float) -> None:
     """softmax(logits / temperature) into ``out``, by the compiled kernel where there is one."""
-    kernels = loaded()
-    if kernels is not None and temperature >= _COLD and logits.dtype in _NATIVE and logits.stride(0) == 1:
+    kernels = _kernels(logits)
+    if kernels is not None and temperature >= _COLD:
         half = int(logits.dtype is torch.bfloat16)
         require_number(kernels.sk_softmax(logits.data_ptr(), half, out.size, temperature, out.ctypes.data))
         return
@@ -78,8 +84,8 @@ def _softmax(logits: Tensor, out: Row, temperature: float) -> None:
 
 def chance(logits: Tensor, token: int) -> float:
     """Softmax probability of one token of a row, (V,) of any float type on the CPU, at temperature 1."""
-    kernels = loaded()
-    if kernels is not None and logits.dtype in _NATIVE and logits.stride(0) == 1:
+    kernels = _kernels(logits)
+    if kernels is not None:
         half = int(logits.dtype is torch.bfloat16)
         return float(kernels.sk_chance(logits.data_ptr(), half, logits.shape[0], token))
     row = logits.float()
@@ -164,8 +170,8 @@ def best(logits: Tensor) -> tuple[int, float]:
     Raises:
         InputError: the row is not a number, or has no token left.
     """
-    kernels = loaded()
-    if kernels is not None and logits.dtype in _NATIVE and logits.stride(0) == 1:
+    kernels = _kernels(logits)
+    if kernels is not None:
         found: int = kernels.sk_best(logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[0])
         if found >= 0:
             return found >> 32, float(_FLOAT.unpack(_INT.pack(found & 0xFFFFFFFF))[0])

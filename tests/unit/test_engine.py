@@ -5,6 +5,7 @@ What a pass computes is tested elsewhere; here it is who gets it, when, and what
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -29,6 +30,7 @@ from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
 from sakiyomi.cache.slots import FIRST_ROOM
 from sakiyomi.drafters import Context
+from sakiyomi.kernels import graphs
 from sakiyomi.request import Request
 from sakiyomi.tree import Draft
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
@@ -391,7 +393,8 @@ def compare_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
             model.forward = watch._inner
     stats = out.stats
     parts = (stats.prefill_seconds, stats.draft_seconds, stats.score_seconds, stats.overhead_seconds)
-    assert all(part > 0 for part in parts)
+    drafted = stats.drafted > 0  # "auto" may find that it does not pay
+    assert all(part > 0 for part in parts) if drafted else gamma == "auto"
     assert sum(parts) == pytest.approx(stats.seconds, rel=0.01)
     assert stats.seconds == pytest.approx(wall, rel=0.02, abs=2e-3)
     target, draft = watches
@@ -717,3 +720,34 @@ time.sleep(float(sys.argv[1]))
     )
     assert done.returncode == 0, done.stderr
     assert "terminate" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_compiles_ends_even_if_a_callback_swallows_the_call(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An exception from outside may reach a thread within a callback of the collector, which goes on after it."""
+    monkeypatch.setattr(graphs, "_stopped", threading.Event())
+    monkeypatch.setattr(graphs, "_compiling", set())
+    calls = []
+
+    class Slow:
+        def __del__(self) -> None:
+            calls.append(1)
+            while True:
+                time.sleep(0.01)
+
+    def work() -> None:
+        thing = Slow()
+        del thing  # the first call ends this
+        calls.append(2)
+        with contextlib.suppress(SystemExit):  # pytest would report it
+            while True:
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=work, daemon=True)
+    graphs._compiling.add(thread)
+    thread.start()
+    time.sleep(0.1)
+    graphs.stop_compiling()
+    assert not thread.is_alive() and calls == [1, 2]
+    assert capfd.readouterr().err == ""

@@ -99,10 +99,5 @@ def _texts(llm: Any, prompts: Texts, params: SamplingParams) -> Texts:
 
 def _one_by_one(llm: Any, prompts: Texts, params: SamplingParams) -> Texts:
     """Each request alone, with the randomness that is its own in the list."""
-    texts = []
-    for i, prompt in enumerate(prompts):
-        request = llm.engine.submit(prompt, params, key=(i,), live=False)
-        while not request.over:
-            llm.engine.step()
-        texts.append(request.generation().token_ids)
-    return texts
+    requests = (llm.engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts))
+    return [llm.engine.complete([request])[0].token_ids for request in requests]

@@ -11,18 +11,10 @@ from typing import Any
 
 import torch
 
+from sakiyomi.loading import stop_tokens
 from sakiyomi.params import SamplingParams
 
 __all__ = ["ForwardClock", "Transformers", "stop_tokens"]
-
-
-def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
-    """End tokens of a model: of its generation settings, its configuration or its tokenizer, in this order."""
-    for source in (model.generation_config, model.config, tokenizer):
-        ends = getattr(source, "eos_token_id", None)
-        if ends is not None:
-            return tuple(ends) if isinstance(ends, list | tuple) else (int(ends),)
-    return ()
 
 
 class Transformers:

@@ -37,11 +37,4 @@ class Undrafted:
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
         """As ``LLM.generate`` with a list of token-id lists and n = 1."""
         engine = self.engine
-        requests = [engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts)]
-        try:
-            while not all(request.over for request in requests):
-                engine.step()
-        finally:
-            for request in requests:
-                engine.remove(request.id)
-        return [request.generation() for request in requests]
+        return engine.complete(engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts))

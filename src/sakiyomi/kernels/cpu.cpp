@@ -531,38 +531,71 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   return out;
 }
 
+// ---------------------------------------------------------------- one row of logits
+
+// A row of n numbers is read as `whole` numbers, 16 at a time, and a rest of fewer than 16 that is filled up with -inf.
+constexpr float nothing = -INFINITY;
+
+template <typename T>
+f16v rest_of(const T* row, int64_t whole, int64_t n) {
+  f16v rest = f16v{} + nothing;
+  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(row[i]);
+  return rest;
+}
+
+// The largest of all numbers seen; not a number where one of them was none, or where it is infinite.
+struct Peak {
+  f16v top = f16v{} + nothing;
+  i16v strange = {};
+
+  void see(f16v x) {
+    strange |= (i16v)(x != x);
+    top = x > top ? x : top;
+  }
+
+  float value() const {
+    float highest = top[0];
+    int32_t bad = strange[0];
+    for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
+    return bad || std::isinf(highest) ? NAN : highest;
+  }
+};
+
+template <typename T>
+float peak_of(const T* row, int64_t whole, f16v rest) {
+  Peak peak;
+  peak.see(rest);
+  for (int64_t i = 0; i < whole; i += 16) peak.see(load16(row + i));
+  return peak.value();
+}
+
+inline f16v raise(f16v x) {  // exp of numbers up to 0
+  f16v y = exp16(x);
+  return x < -86.0f ? f16v{} : y;
+}
+
 // softmax(logits / temperature) of one row; the largest logit / temperature, which is not a number where the row has none.
 template <typename T>
 float softmax(const T* logits, int64_t n, float temperature, float* out) {
-  const f16v low = f16v{} - INFINITY;
   const int64_t whole = n / 16 * 16;
-  f16v rest = low;  // the last numbers, fewer than 16
-  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(logits[i]) / temperature;
-  f16v top = rest;
-  i16v strange = (i16v)(rest != rest);
+  f16v rest = rest_of(logits, whole, n) / temperature;
+  Peak peak;
+  peak.see(rest);
   for (int64_t i = 0; i < whole; i += 16) {
     f16v x = load16(logits + i) / temperature;
-    strange |= (i16v)(x != x);
-    top = x > top ? x : top;
+    peak.see(x);
     store16(out + i, x);
   }
-  float highest = top[0];
-  int32_t bad = strange[0];
-  for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
-  if (bad || std::isinf(highest)) return NAN;
-  auto raise = [&](f16v x) {
-    x -= highest;
-    f16v y = exp16(x);
-    return x < -86.0f ? f16v{} : y;
-  };
-  rest = raise(rest);
-  f16v sums[4] = {rest};  // side by side: no addition waits for the one before
+  float highest = peak.value();
+  if (std::isnan(highest)) return NAN;
+  rest = raise(rest - highest);
+  f16v sum = rest;
   for (int64_t i = 0; i < whole; i += 16) {
-    f16v y = raise(load16((const float*)out + i));
-    sums[i / 16 % 4] += y;
+    f16v y = raise(load16((const float*)out + i) - highest);
+    sum += y;
     store16(out + i, y);
   }
-  float scale = 1.0f / total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  float scale = 1.0f / total(sum);
   for (int64_t i = 0; i < whole; ++i) out[i] *= scale;
   for (int64_t i = whole; i < n; ++i) out[i] = rest[i - whole] * scale;
   return highest;
@@ -571,69 +604,28 @@ float softmax(const T* logits, int64_t n, float temperature, float* out) {
 // softmax(row)[token]; not a number where the row has none.
 template <typename T>
 double chance(const T* row, int64_t n, int64_t token) {
-  const f16v low = f16v{} - INFINITY;
   const int64_t whole = n / 16 * 16;
-  f16v rest = low;
-  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(row[i]);
-  f16v top = rest;
-  i16v strange = (i16v)(rest != rest);
-  for (int64_t i = 0; i < whole; i += 16) {
-    f16v x = load16(row + i);
-    strange |= (i16v)(x != x);
-    top = x > top ? x : top;
-  }
-  float highest = top[0];
-  int32_t bad = strange[0];
-  for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
-  if (bad || std::isinf(highest)) return NAN;
-  auto raise = [&](f16v x) {
-    x -= highest;
-    f16v y = exp16(x);
-    return x < -86.0f ? f16v{} : y;
-  };
-  f16v sums[4] = {raise(rest)};
-  for (int64_t i = 0; i < whole; i += 16) sums[i / 16 % 4] += raise(load16(row + i));
-  return std::exp(double(value_of(row[token])) - highest) / total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  f16v rest = rest_of(row, whole, n);
+  float highest = peak_of(row, whole, rest);
+  if (std::isnan(highest)) return NAN;
+  f16v sum = raise(rest - highest);
+  for (int64_t i = 0; i < whole; i += 16) sum += raise(load16(row + i) - highest);
+  return std::exp(double(value_of(row[token])) - highest) / total(sum);
 }
 
 // The first largest number of a row and its softmax probability, which is 1 / sum(exp(x - largest)): the token in the upper
 // half, the bits of the probability in the lower one; -1 where the row has no such number.
 template <typename T>
 int64_t best(const T* row, int64_t n) {
-  const f16v low = f16v{} - INFINITY;
   const int64_t whole = n / 16 * 16;
-  f16v rest = low;
-  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(row[i]);
-  f16v top = rest;
-  i16v strange = (i16v)(rest != rest);
-  for (int64_t i = 0; i < whole; i += 16) {
-    f16v x = load16(row + i);
-    strange |= (i16v)(x != x);
-    top = x > top ? x : top;
-  }
-  float highest = top[0];
-  int32_t bad = strange[0];
-  for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
-  if (bad || std::isinf(highest)) return -1;
-  int64_t token = whole;
-  bool found = false;
-  f16v sums[4] = {};
-  for (int64_t i = 0; i < whole; i += 16) {
-    f16v x = load16(row + i) - highest;
-    if (!found) {
-      i16v hit = (i16v)(x == 0.0f);
-      for (int t = 0; t < 16 && !found; ++t)
-        if (hit[t]) token = i + t, found = true;
-    }
-    f16v y = exp16(x);
-    sums[i / 16 % 4] += x < -86.0f ? f16v{} : y;
-  }
-  for (int64_t i = whole; i < n && !found; ++i)
-    if (value_of(row[i]) == highest) token = i, found = true;
-  rest -= highest;
-  f16v y = exp16(rest);
-  sums[0] += rest < -86.0f ? f16v{} : y;
-  float chance = 1.0f / total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  f16v rest = rest_of(row, whole, n);
+  float highest = peak_of(row, whole, rest);
+  if (std::isnan(highest)) return -1;
+  f16v sum = raise(rest - highest);
+  for (int64_t i = 0; i < whole; i += 16) sum += raise(load16(row + i) - highest);
+  int64_t token = 0;
+  while (value_of(row[token]) != highest) ++token;
+  float chance = 1.0f / total(sum);
   uint32_t bits;
   std::memcpy(&bits, &chance, 4);
   return (token << 32) | bits;

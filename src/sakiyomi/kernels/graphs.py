@@ -11,6 +11,7 @@ import atexit
 import ctypes
 import logging
 import os
+import sys
 import threading
 import types
 from collections import deque
@@ -101,6 +102,7 @@ def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
 
 
 _compiling: set[threading.Thread] = set()
+_stopped = threading.Event()
 
 
 @atexit.register
@@ -109,11 +111,17 @@ def stop_compiling() -> None:
 
     At exit this comes before the interpreter goes: a thread that dies inside the compiler takes the process with it.
     """
-    for thread in list(_compiling):
-        assert thread.ident is not None
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-    for thread in list(_compiling):
-        thread.join()
+    _stopped.set()
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda what: None if what.exc_type is SystemExit else report(what)
+    try:
+        for thread in list(_compiling):
+            while thread.is_alive():  # more than once: a callback of the collector may swallow it
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+                thread.join(1.0)
+    finally:
+        sys.unraisablehook = report
 
 
 class Graphs:
@@ -156,7 +164,7 @@ class Graphs:
 
     def start(self, sizes: Sequence[int]) -> None:
         """Have these compiled in the background."""
-        if self.failed or all(size in self._asked for size in sizes):
+        if self.failed or _stopped.is_set() or all(size in self._asked for size in sizes):
             return
         with self._lock:
             fresh = [size for size in dict.fromkeys(sizes) if size not in self._asked]
@@ -186,7 +194,7 @@ class Graphs:
         try:
             while True:
                 with self._lock:
-                    if not self._wanted or self.failed:
+                    if not self._wanted or self.failed or _stopped.is_set():
                         self._thread = None
                         return
                     size = self._wanted.popleft()
@@ -203,5 +211,7 @@ class Graphs:
                 self._ready[size] = _compiled(self._model, ids, torch.zeros_like(ids))
         except Exception as error:  # whatever the compiler throws, the eager path is there
             self.failed = True
+            if _stopped.is_set():  # it broke because it was stopped
+                return
             lines = (str(error).strip() or type(error).__name__).splitlines()[:2]
             logger.warning("compiling a graph of %d rows failed, passes run eagerly: %s", size, " ".join(lines)[:300])

@@ -1,7 +1,7 @@
 """Models and tokenizers from wherever the user has them, with every kind of bad input refused in one clear sentence."""
 
 from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
-from sakiyomi.loading.model import Loaded, load_model
+from sakiyomi.loading.model import Loaded, load_model, stop_tokens
 from sakiyomi.loading.pairs import check_pair, same_tokenizer
 
-__all__ = ["Checkpoint", "Loaded", "check_pair", "load_model", "read_checkpoint", "same_tokenizer"]
+__all__ = ["Checkpoint", "Loaded", "check_pair", "load_model", "read_checkpoint", "same_tokenizer", "stop_tokens"]

@@ -102,6 +102,15 @@ def load_model(
     return Loaded(_to_device(model, place, name).eval(), tokenizer, name, folder, owned=True)
 
 
+def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
+    """End tokens of a model: of its generation settings, its configuration or its tokenizer, in this order."""
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        ends = getattr(source, "eos_token_id", None)
+        if ends is not None:
+            return (ends,) if isinstance(ends, int) else tuple(ends)
+    return ()
+
+
 def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
     """The dtype asked for; None for "auto".
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, Pr
 
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.llm import LLM
-from sakiyomi.loading import load_model
+from sakiyomi.loading import load_model, stop_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.data import Ids, Library, TextSpec, check_shares, parse_text
@@ -28,7 +28,7 @@ from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import FixedRows, Mixture
-from sakiyomi.train.samples import LONGEST_PROMPT, Samples, end_tokens
+from sakiyomi.train.samples import LONGEST_PROMPT, Samples
 
 # Where a target's configuration knows no limit, its positions are relative; the draft's need one all the same.
 POSITIONS = 2048
@@ -154,7 +154,7 @@ def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if tokenizer.eos_token_id is None:
         raise LoadError(f"the tokenizer of {name!r} has no end token; set eos_token in its configuration")
     # A checkpoint's own taste (a repetition penalty, top-k) would bend what the target writes; the engine has none.
-    model.generation_config = GenerationConfig(eos_token_id=end_tokens(model, tokenizer))
+    model.generation_config = GenerationConfig(eos_token_id=list(stop_tokens(model, tokenizer)))
     return model.requires_grad_(False), tokenizer
 
 

@@ -48,15 +48,6 @@ def sample_continuations(
     return [done.token_ids for done in llm.generate([list(prompt) for prompt in prompts], params)]
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a text of this model, as the engine sees it: the model's own, else the tokenizer's."""
-    for source in (model.generation_config, model.config, tokenizer):
-        ends = getattr(source, "eos_token_id", None)
-        if ends is not None:
-            return [ends] if isinstance(ends, int) else list(ends)
-    return []
-
-
 class Samples:
     """The file `samples.jsonl` of a run, and `samples.json` beside it, which says what wrote it and how.
 
