@@ -425,3 +425,12 @@ time.sleep(0.4)
         time.sleep(0.05)
     assert Path(path).read_text() == "library\n"
     assert files(Path(path).parent) == [Path(path).name]
+
+
+@pytest.mark.skipif(
+    build.compiler() is None or os.environ.get("SAKIYOMI_NATIVE") == "0",
+    reason="there is no compiler, or the kernels are switched off",
+)
+def test_the_kernels_compile_where_a_compiler_is() -> None:
+    """Else the tests of the kernels would be skipped, and everything would run on plain torch, slower, unseen."""
+    assert build.native() is not None

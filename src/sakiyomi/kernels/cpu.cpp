@@ -423,7 +423,7 @@ void attend_group(const Pass& pass, const Layer& layer, const Segment& seg, int6
       sum += e;
       store16(score + t, e);
     }
-    s.weight[r] = 1.0f / sum.value();
+    s.weight[r] = 1.0f / total(sum);
     s.begin[r] = begin;
   }
   constexpr int64_t tile = 64;  // values that stay in the first-level cache while all rows read them
