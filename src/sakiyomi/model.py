@@ -15,7 +15,9 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -135,6 +137,7 @@ class PackedModel:
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
         self._seconds: dict[tuple[int, bool], float] = {}
+        self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._model = structural_copy(model).eval()
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):
@@ -261,7 +264,7 @@ class PackedModel:
         trial.reserve(0, 2)
         state, rows = OwnAttention(trial), []
         for i in range(2):  # one token after the other through our cache must give what one pass gave
-            state.begin(Plan.of([Segment(0, i, [int(ids[0, i])])]), 1)
+            state.begin(Plan([Segment(0, i, [int(ids[0, i])])]), 1)
             rows.append(self._call_own(state, ids[:, i : i + 1], torch.tensor([[i]], device=self.device))[0])
         difference = (torch.stack(rows) - done.logits[0].float()).abs().max()
         scale = done.logits.float().abs().max()
@@ -340,7 +343,7 @@ class PackedModel:
         while len(rows) < count:
             start = 16 + len(rows)
             tokens = ids[start : min(start + (size if rows else first), 16 + count)]
-            rows.extend(self._run(Plan.of([Segment(slot, start, tokens)]), size)[: len(tokens)].clone())
+            rows.extend(self._run(Plan([Segment(slot, start, tokens)]), size)[0, : len(tokens)].clone())
         return torch.stack(rows)
 
     # ------------------------------------------------------------ passes
@@ -366,12 +369,12 @@ class PackedModel:
             half = len(segments) // 2
             parts = (segments[:half], segments[half:])
             return torch.cat([self.score(part, last=last, graphs=graphs) for part in parts])
-        plan = Plan.of(segments)
+        plan = Plan(segments)
         rows = plan.rows
         if last and any(segment.prompt for segment in segments):
-            ends = [int(first + count - 1) for _, first, count, _, _ in plan.segments.tolist()]
-            return self._run(plan, rows, keep=torch.tensor(ends, device=self.device))
-        return self._run(plan, self._size(rows), graphs=graphs)[:rows]
+            ends = [first + count - 1 for _, first, count, _, _ in plan.table]
+            return self._run(plan, rows, keep=torch.tensor(ends, device=self.device))[0]
+        return self._run(plan, self._size(rows), graphs=graphs)[0, :rows]
 
     def pass_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float:
         """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet.
@@ -383,7 +386,7 @@ class PackedModel:
         size, graphs = self._size(rows), self.ready if graphs is None else graphs
         key = (size, size in graphs)
         if key not in self._seconds:
-            empty = Plan.of([])
+            empty = Plan([])
             for _ in range(3):  # the first ones pay for warming up; without requests nothing is written
                 self._run(empty, size, graphs=graphs)
                 if self._seconds[key] > SLOW:
@@ -397,8 +400,7 @@ class PackedModel:
         self, plan: Plan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
     ) -> Tensor:
         with self.lock, torch.no_grad():
-            filler = [0] * (size - plan.rows)
-            ids, positions = torch.tensor([plan.tokens + filler, plan.positions + filler], device=self.device).split(1)
+            ids, positions = self._inputs(plan, size)
             self.state.begin(plan, size)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
@@ -422,7 +424,21 @@ class PackedModel:
             self.forward_seconds += spent
             if not self._proven and plan.rows:
                 self._prove()
-            return logits[0]
+            return logits
+
+    def _inputs(self, plan: Plan, size: int) -> tuple[Tensor, Tensor]:
+        """Token ids and positions of a pass, (1, size) each; rows that only fill it up are zeros."""
+        buffer = self._buffers.get(size)
+        if buffer is None:
+            both = torch.zeros(2, size, dtype=torch.int64)
+            buffer = both.numpy(), both[:1], both[1:]
+            if size <= SIZES[-1]:  # a chunk of a prompt may have any length
+                self._buffers[size] = buffer
+        rows, (numbers, ids, positions) = plan.rows, buffer
+        numbers[0, :rows] = plan.tokens
+        numbers[1, :rows] = plan.positions
+        numbers[:, rows:] = 0
+        return ids.to(self.device), positions.to(self.device)
 
     def _plain(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
         """The model's own forward, eager; logits (1, rows, V), or of the rows in `keep`."""

@@ -317,7 +317,7 @@ def test_no_pass_reaches_beyond_the_context() -> None:
     score = llm.target.score
 
     def watching(segments: Sequence[Segment], **options: Any) -> Tensor:
-        seen.extend(max(Plan.of([s]).positions) for s in segments)
+        seen.extend(max(Plan([s]).positions) for s in segments)
         return score(segments, **options)
 
     llm.target.score = watching  # type: ignore[method-assign]
@@ -355,7 +355,7 @@ def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytes
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
         def other() -> None:
-            dense.begin(Plan.of([]), 4)
+            dense.begin(Plan([]), 4)
             assert dense.calls() == 0
 
         thread = threading.Thread(target=other)

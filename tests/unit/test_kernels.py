@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def begin(model: NativeModel, rows: int, filler: int = 0) -> None:
     """Say that a pass of so many rows comes."""
-    model.begin(Plan.of([Segment(0, 0, [0] * rows)]), rows + filler)
+    model.begin(Plan([Segment(0, 0, [0] * rows)]), rows + filler)
 
 
 @native_only
@@ -196,7 +195,7 @@ def run(case: Case, dtype: torch.dtype, how: str) -> tuple[Tensor, SlotCache]:
     cache = cache_of(case, dtype, native)
     q, k, v = case.inputs(dtype)
     arguments = (q, k, v, 0, case.scaling, case.softcap, case.window)
-    plan = Plan.of(case.segments)
+    plan = Plan(case.segments)
     if native is not None:
         native.begin(plan, case.rows)
         out = torch.ops.sakiyomi_cpu.attend(*arguments)
@@ -306,7 +305,7 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
         native = NativeModel.create() if how == "native" else None
         cache = cache_of(single, dtype, native)
         state: Dense | NativeModel = native or Dense(cache, by_row=True)
-        state.begin(Plan.of([Segment(segment.slot, segment.length, [0] * len(path))]), len(path))
+        state.begin(Plan([Segment(segment.slot, segment.length, [0] * len(path))]), len(path))
         name = torch.ops.sakiyomi_cpu if native else torch.ops.sakiyomi
         part = (q[:, :, path], k[:, :, path], v[:, :, path])
         alone = name.attend(*part, 0, case.scaling, case.softcap, case.window)[0, -1]
@@ -322,7 +321,7 @@ def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
     cache = cache_of(case, torch.float32, native)
     wide = Case(case.shape, 2, (Segment(1, 5, [0] * 8),), 1.0, 0.0, 0, 0)
     q, k, v = wide.inputs(torch.float32)
-    native.begin(Plan.of(case.segments), 8)
+    native.begin(Plan(case.segments), 8)
     out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)
     assert out[0, 3:].eq(0).all()
     assert out[0, :3].ne(0).all()
@@ -342,7 +341,7 @@ def test_attention_survives_extreme_scores() -> None:
     cache.keys[0][0, 0, 7] = torch.tensor([200.0, 0, 0, 0])
     q[0, 0, 0] = torch.tensor([10.0, 0, 0, 0])
     q[0, 0, 1] = 0
-    native.begin(Plan.of(case.segments), case.rows)
+    native.begin(Plan(case.segments), case.rows)
     out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)[0, :, 0]
     torch.testing.assert_close(out[0], cache.values[0][0, 0, 7])
     torch.testing.assert_close(out[1], torch.cat([cache.values[0][0, 0, :40], v[0, 0]]).mean(0), atol=1e-5, rtol=1e-5)
@@ -355,7 +354,7 @@ def test_attention_survives_extreme_scores() -> None:
 @given(parents=trees(), length=st.integers(0, 30), window=st.integers(0, 40))
 def test_a_plan_shows_each_row_its_own_path(parents: tuple[int, ...], length: int, window: int) -> None:
     """Positions count depth, not columns; a window counts positions, not columns."""
-    plan = Plan.of([Segment(0, 4, [1, 2]), Segment(1, length, list(range(len(parents))), parents)])
+    plan = Plan([Segment(0, 4, [1, 2]), Segment(1, length, list(range(len(parents))), parents)])
     depths = [0] * len(parents)
     for i, parent in enumerate(parents):
         depths[i] = 0 if parent < 0 else depths[parent] + 1
@@ -369,7 +368,6 @@ def test_a_plan_shows_each_row_its_own_path(parents: tuple[int, ...], length: in
             node = parents[node]
         columns = [*range(length), *path]
         assert seen[i].nonzero().flatten().tolist() == (columns[-window:] if window else columns)
-    assert plan.segments.dtype == plan.starts.dtype == plan.paths.dtype == np.int32
 
 
 @native_only

@@ -26,7 +26,7 @@
 #include <optional>
 #include <vector>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -87,13 +87,20 @@ inline float total(f16v x) {  // a fixed tree of additions
   return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
-// exp by Cody-Waite reduction and a polynomial of degree 6: relative error about 2e-7 on [-87, 0].
+// exp of numbers up to 0 by Cody-Waite reduction and a polynomial of degree 6: relative error about 2e-7 on [-86, 0]; at most
+// 1e-37 below that, and 0 at -inf.
 inline f16v exp16(f16v x) {
-  const f16v low = f16v{} - 87.0f;
+#if defined(__AVX512F__)
+  const f16v low = f16v{} - 200.0f;
   x = x < low ? low : x;
-  f16v scaled = x * 1.44269504088896341f;
-  i16v k = __builtin_convertvector(scaled - 0.5f, i16v);  // x <= 0: truncation rounds to nearest
+  f16v n = (f16v)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0);
+#else
+  const f16v low = f16v{} - 87.0f;
+  f16v small = x;
+  x = x < low ? low : x;
+  i16v k = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, i16v);  // truncation rounds to nearest
   f16v n = __builtin_convertvector(k, f16v);
+#endif
   f16v r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   f16v y = f16v{} + 1.9875691500e-4f;
@@ -103,8 +110,13 @@ inline f16v exp16(f16v x) {
   y = y * r + 1.6666665459e-1f;
   y = y * r + 5.0000001201e-1f;
   y = y * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  return (f16v)_mm512_scalef_ps((__m512)y, (__m512)n);
+#else
   i16v bits = (k + 127) << 23;
-  return y * (f16v)bits;
+  y *= (f16v)bits;
+  return small < -86.0f ? f16v{} : y;
+#endif
 }
 
 // ---------------------------------------------------------------- state set between passes
@@ -417,9 +429,7 @@ void attend_group(const Pass& pass, const Layer& layer, const Segment& seg, int6
     for (int i = 1; i < 16; ++i) highest = std::max(highest, top[i]);
     f16v sum = {};
     for (int64_t t = begin / 16 * 16; t < end; t += 16) {
-      f16v x = load16(score + t) - highest;
-      f16v e = exp16(x);
-      e = x < -86.0f ? f16v{} : e;
+      f16v e = exp16(load16(score + t) - highest);
       sum += e;
       store16(score + t, e);
     }
@@ -533,107 +543,110 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 
 // ---------------------------------------------------------------- one row of logits
 
-// A row of n numbers is read as `whole` numbers, 16 at a time, and a rest of fewer than 16 that is filled up with -inf.
+// A row is taken in stretches, each with a largest number and exponentials of its own: a stretch stays in the first-level
+// cache, threads share the row as they shared its computation, and the result does not depend on how many they are.
+constexpr int64_t stretch = 4096;
 constexpr float nothing = -INFINITY;
 
-template <typename T>
-f16v rest_of(const T* row, int64_t whole, int64_t n) {
-  f16v rest = f16v{} + nothing;
-  for (int64_t i = whole; i < n; ++i) rest[i - whole] = value_of(row[i]);
-  return rest;
-}
+struct Stretch {
+  float top;  // the largest number; not a number where one of them was none
+  float sum;  // of exp((x - top) * sharpness)
+};
 
-// The largest of all numbers seen; not a number where one of them was none, or where it is infinite.
-struct Peak {
-  f16v top = f16v{} + nothing;
+// One stretch; the exponentials of x * sharpness, against the largest one's, go to `out` if there is one.
+template <typename T>
+Stretch look(const T* row, int64_t n, float sharpness, float* out) {
+  // Four by four side by side: no maximum or sum waits for the one before. The rest is copied, and filled up with -inf.
+  const int64_t full = n / 64 * 64;
+  float rest[64], *end = rest;
+  std::fill(rest, rest + 64, nothing);
+  for (int64_t i = full; i < n; ++i) *end++ = value_of(row[i]);
+  f16v tops[4];
   i16v strange = {};
-
-  void see(f16v x) {
-    strange |= (i16v)(x != x);
-    top = x > top ? x : top;
+  for (int u = 0; u < 4; ++u) tops[u] = load16(rest + 16 * u), strange |= (i16v)(tops[u] != tops[u]);
+  for (int64_t i = 0; i < full; i += 64)
+    for (int u = 0; u < 4; ++u) {
+      f16v x = load16(row + i + 16 * u);
+      strange |= (i16v)(x != x);
+      tops[u] = x > tops[u] ? x : tops[u];
+    }
+  float highest = nothing;
+  int32_t bad = 0;
+  for (int t = 0; t < 64; ++t) highest = std::max(highest, tops[t / 16][t % 16]), bad |= strange[t % 16];
+  if (bad || highest == INFINITY) return {NAN, 0};
+  if (highest == nothing) {
+    if (out) std::memset(out, 0, 4 * n);
+    return {nothing, 0};
   }
+  f16v sums[4] = {};
+  auto add = [&](const auto* from, float* to) {
+    for (int u = 0; u < 4; ++u) {
+      f16v e = exp16((load16(from + 16 * u) - highest) * sharpness);
+      sums[u] += e;
+      if (to) store16(to + 16 * u, e);
+    }
+  };
+  for (int64_t i = 0; i < full; i += 64) add(row + i, out ? out + i : nullptr);
+  add(rest, rest);
+  if (out) std::copy(rest, end, out + full);
+  return {highest, total((sums[0] + sums[1]) + (sums[2] + sums[3]))};
+}
 
-  float value() const {
-    float highest = top[0];
-    int32_t bad = strange[0];
-    for (int t = 1; t < 16; ++t) highest = std::max(highest, top[t]), bad |= strange[t];
-    return bad || std::isinf(highest) ? NAN : highest;
-  }
-};
-
-// Four sums side by side: no addition waits for the one before, and the rounding of each is smaller.
-struct Sum {
-  f16v parts[4] = {};
-
-  void add(int64_t i, f16v x) { parts[i / 16 % 4] += x; }
-  float value() const { return total((parts[0] + parts[1]) + (parts[2] + parts[3])); }
-};
-
+// All stretches of a row, and as the last one what they are together. Its top is not a number where a row has none.
 template <typename T>
-float peak_of(const T* row, int64_t whole, f16v rest) {
-  Peak peak;
-  peak.see(rest);
-  for (int64_t i = 0; i < whole; i += 16) peak.see(load16(row + i));
-  return peak.value();
+std::vector<Stretch> look_all(const T* row, int64_t n, float sharpness, float* out) {
+  int64_t count = (n + stretch - 1) / stretch;
+  std::vector<Stretch> all(count + 1);
+  at::parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s)
+      all[s] = look(row + s * stretch, std::min(stretch, n - s * stretch), sharpness, out ? out + s * stretch : nullptr);
+  });
+  Stretch& whole = all[count] = {nothing, 0};
+  for (int64_t s = 0; s < count; ++s) {
+    if (std::isnan(all[s].top)) return whole.top = NAN, all;
+    whole.top = std::max(whole.top, all[s].top);
+  }
+  if (whole.top == nothing) whole.top = NAN;
+  for (int64_t s = 0; s < count; ++s)
+    if (all[s].sum > 0) whole.sum += all[s].sum * std::exp((all[s].top - whole.top) * sharpness);
+  return all;
 }
 
-inline f16v raise(f16v x) {  // exp of numbers up to 0
-  f16v y = exp16(x);
-  return x < -86.0f ? f16v{} : y;
-}
-
-// softmax(logits / temperature) of one row; the largest logit / temperature, which is not a number where the row has none.
+// softmax(logits / temperature) of one row; the largest logit, which is not a number where the row has none.
 template <typename T>
 float softmax(const T* logits, int64_t n, float temperature, float* out) {
-  const int64_t whole = n / 16 * 16;
-  f16v rest = rest_of(logits, whole, n) / temperature;
-  Peak peak;
-  peak.see(rest);
-  for (int64_t i = 0; i < whole; i += 16) {
-    f16v x = load16(logits + i) / temperature;
-    peak.see(x);
-    store16(out + i, x);
-  }
-  float highest = peak.value();
-  if (std::isnan(highest)) return NAN;
-  rest = raise(rest - highest);
-  Sum sum{{rest}};
-  for (int64_t i = 0; i < whole; i += 16) {
-    f16v y = raise(load16((const float*)out + i) - highest);
-    sum.add(i, y);
-    store16(out + i, y);
-  }
-  float scale = 1.0f / sum.value();
-  for (int64_t i = 0; i < whole; ++i) out[i] *= scale;
-  for (int64_t i = whole; i < n; ++i) out[i] = rest[i - whole] * scale;
-  return highest;
+  const float sharpness = 1 / temperature;
+  auto all = look_all(logits, n, sharpness, out);
+  Stretch whole = all.back();
+  if (std::isnan(whole.top)) return NAN;
+  at::parallel_for(0, (int64_t)all.size() - 1, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      float scale = std::exp((all[s].top - whole.top) * sharpness) / whole.sum;
+      float *at = out + s * stretch, *stop = out + std::min(n, (s + 1) * stretch);
+      for (; at < stop; ++at) *at *= scale;
+    }
+  });
+  return whole.top;
 }
 
 // softmax(row)[token]; not a number where the row has none.
 template <typename T>
 double chance(const T* row, int64_t n, int64_t token) {
-  const int64_t whole = n / 16 * 16;
-  f16v rest = rest_of(row, whole, n);
-  float highest = peak_of(row, whole, rest);
-  if (std::isnan(highest)) return NAN;
-  Sum sum{{raise(rest - highest)}};
-  for (int64_t i = 0; i < whole; i += 16) sum.add(i, raise(load16(row + i) - highest));
-  return std::exp(double(value_of(row[token])) - highest) / sum.value();
+  Stretch whole = look_all(row, n, 1, nullptr).back();
+  return std::exp(double(value_of(row[token])) - whole.top) / whole.sum;
 }
 
 // The first largest number of a row and its softmax probability, which is 1 / sum(exp(x - largest)): the token in the upper
 // half, the bits of the probability in the lower one; -1 where the row has no such number.
 template <typename T>
 int64_t best(const T* row, int64_t n) {
-  const int64_t whole = n / 16 * 16;
-  f16v rest = rest_of(row, whole, n);
-  float highest = peak_of(row, whole, rest);
-  if (std::isnan(highest)) return -1;
-  Sum sum{{raise(rest - highest)}};
-  for (int64_t i = 0; i < whole; i += 16) sum.add(i, raise(load16(row + i) - highest));
+  auto all = look_all(row, n, 1, nullptr);
+  Stretch whole = all.back();
+  if (std::isnan(whole.top)) return -1;
   int64_t token = 0;
-  while (value_of(row[token]) != highest) ++token;
-  float chance = 1.0f / sum.value();
+  while (all[token / stretch].top != whole.top) token += stretch;
+  while (value_of(row[token]) != whole.top) ++token;
+  float chance = 1.0f / whole.sum;
   uint32_t bits;
   std::memcpy(&bits, &chance, 4);
   return (token << 32) | bits;
@@ -672,14 +685,25 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
   layers[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
 }
 
-void sk_begin(int64_t m, int64_t count, const int32_t* segs, int64_t rows, int64_t size, const int32_t* starts,
-              const int32_t* paths) {
-  current.size = count ? size : -1;
-  current.model = (const Model*)m;
-  current.segments.assign((const Segment*)segs, (const Segment*)segs + count);
-  current.path_start.assign(starts, starts + rows + 1);
-  current.path.assign(paths, paths + starts[rows]);
-  current.calls = 0;
+// `table`: the segments, then the parent of every row within its segment, -1 for none.
+void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
+  Pass& pass = current;
+  pass.size = count ? size : -1;
+  pass.model = (const Model*)m;
+  pass.segments.assign((const Segment*)table, (const Segment*)table + count);
+  pass.path_start.assign(1, 0);
+  pass.path.clear();
+  const int32_t* parent = table + count * sizeof(Segment) / sizeof(int32_t);
+  for (const Segment& s : pass.segments)
+    for (int32_t i = 0; i < s.rows; ++i, ++parent) {
+      if (*parent >= 0) {
+        int32_t from = pass.path_start[s.row + *parent], to = pass.path_start[s.row + *parent + 1];
+        for (int32_t at = from; at < to; ++at) pass.path.push_back(int32_t(pass.path[at]));
+      }
+      pass.path.push_back(i);
+      pass.path_start.push_back((int32_t)pass.path.size());
+    }
+  pass.calls = 0;
 }
 
 int64_t sk_calls() { return current.calls; }

@@ -82,7 +82,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
     _pass.calls += 1
     dense, cache = _pass.dense, _pass.dense.cache
     out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-    for i, (slot, first, rows, length, prompt) in enumerate(plan.segments.tolist()):
+    for i, (slot, first, rows, length, prompt) in enumerate(plan.table):
         keys, values = cache.keys[layer][slot], cache.values[layer][slot]
         keys[:, length : length + rows] = k[0, :, first : first + rows]
         values[:, length : length + rows] = v[0, :, first : first + rows]
@@ -90,7 +90,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
             at = slice(0, length + rows)
             mask: Tensor | None = None
             if dense.by_row and not prompt:
-                path = plan.paths[plan.starts[first + a] : plan.starts[first + b]]
+                path = plan.path(i, a)
                 columns = torch.tensor([*range(length), *(length + path).tolist()], device=q.device)
                 columns = columns[-window:] if window else columns
                 part_keys, part_values = keys[:, columns], values[:, columns]

@@ -55,7 +55,7 @@ class _Frame:
     def fill(self, plan: Plan, room: int) -> None:
         """Write a plan into the tensors. Filler rows go to the cache's last column, which is never a token's."""
         slot, column, place = [0] * self.rows, [room - 1] * self.rows, [0] * self.rows
-        for where, first, count, length, _ in plan.segments.tolist():
+        for where, first, count, length, _ in plan.table:
             for i in range(count):
                 slot[first + i], column[first + i], place[first + i] = where, length + i, where * self.depth + i
         for tensor, values in ((self.slot, slot), (self.column, column), (self.place, place)):
@@ -72,7 +72,7 @@ class _Frame:
     def _mask(self, plan: Plan, window: int) -> Tensor:
         mask = torch.zeros(self.slots, 1, self.depth, self.columns, dtype=torch.bool)
         mask[..., 0] = True  # a padding row must see something, or its softmax is not a number
-        for i, (slot, _, count, length, _) in enumerate(plan.segments.tolist()):
+        for i, (slot, _, count, length, _) in enumerate(plan.table):
             mask[slot, 0, :count, 0] = False
             mask[slot, 0, :count, : length + count] = plan.visible(i, window)
         return mask
@@ -90,7 +90,7 @@ class DevicePass:
 
     def begin(self, plan: Plan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too."""
-        segments = plan.segments.tolist() or [(0, 0, 1, 0, 0)]
+        segments = plan.table or [(0, 0, 1, 0, 0)]
         slots = min(_bucket(max(slot for slot, *_ in segments) + 1), max(self.cache.slots, 1))
         depth = _bucket(max(count for _, _, count, _, _ in segments))
         columns = min(

@@ -207,7 +207,7 @@ class Graphs:
         try:
             with torch.no_grad():
                 ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
-                self._state.begin(Plan.of([]), size)
+                self._state.begin(Plan([]), size)
                 self._ready[size] = _compiled(self._model, ids, torch.zeros_like(ids))
         except Exception as error:  # whatever the compiler throws, the eager path is there
             self.failed = True

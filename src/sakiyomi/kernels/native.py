@@ -108,10 +108,7 @@ class NativeModel:
 
     def begin(self, plan: Plan, size: int) -> None:
         """Say what the next pass of this model looks like; `size` counts filler rows too."""
-        self._library.sk_begin(
-            *(self.number, len(plan.segments), plan.segments.ctypes.data),
-            *(plan.rows, size, plan.starts.ctypes.data, plan.paths.ctypes.data),
-        )
+        self._library.sk_begin(self.number, len(plan.parts), size, plan.packed)
 
     def calls(self) -> int:
         """Attention calls since `begin`."""

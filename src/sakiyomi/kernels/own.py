@@ -39,10 +39,10 @@ class OwnAttention(Cache):
 
         A bool mask would be taken for numbers by eager attention, silently.
         """
-        columns = int(sum(segment[3] + segment[2] for segment in self.plan.segments))
+        columns = sum(length + count for _, _, count, length, _ in self.plan.table)
         mask = torch.full((rows, max(columns, 1)), torch.finfo(dtype).min, dtype=dtype)
         column = 0
-        for i, (_, first, count, length, _) in enumerate(self.plan.segments.tolist()):
+        for i, (_, first, count, length, _) in enumerate(self.plan.table):
             part = mask[first : first + count, column : column + length + count]
             part.masked_fill_(self.plan.visible(i), 0.0)
             column += length + count
@@ -53,10 +53,10 @@ class OwnAttention(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write the pass's rows of one layer; all keys and values of its requests come back, one after the other."""
         self.count += 1
-        if not len(self.plan.segments):  # a trial pass without requests
+        if not self.plan.rows:  # a trial pass without requests
             return key_states, value_states
         parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for slot, first, rows, length, _ in self.plan.segments.tolist():
+        for slot, first, rows, length, _ in self.plan.table:
             for part, store, fresh in zip(
                 parts, (self.cache.keys, self.cache.values), (key_states, value_states), strict=True
             ):

@@ -8,15 +8,17 @@ segment are a chain. The plan knows no model and no tensors of the cache.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int32]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,69 +42,65 @@ class Segment:
 
 
 @functools.lru_cache(maxsize=512)
-def _shape(parents: tuple[int, ...] | int) -> tuple[Ints, Ints, tuple[int, ...]]:
-    """Starts and rows of every row's path, and depths; from parents or a chain's length."""
-    if isinstance(parents, int):
-        starts = np.cumsum(np.arange(parents + 1), dtype=np.int32)
-        paths = np.concatenate([np.arange(i + 1, dtype=np.int32) for i in range(parents)])
-        return starts, paths, tuple(range(parents))
-    rows: list[list[int]] = []
+def _paths(parents: tuple[int, ...]) -> tuple[Ints, ...]:
+    """Of each row the rows from its tree's root down to itself."""
+    paths: list[list[int]] = []
     for i, parent in enumerate(parents):
-        rows.append(([] if parent < 0 else rows[parent]) + [i])
-    starts = np.cumsum([0] + [len(path) for path in rows], dtype=np.int32)
-    return starts, np.concatenate([np.asarray(p, np.int32) for p in rows]), tuple(len(p) - 1 for p in rows)
+        paths.append(([] if parent < 0 else paths[parent]) + [i])
+    return tuple(np.array(path, np.int64) for path in paths)
 
 
-def _joined(parts: Sequence[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
-    """Starts and paths of several segments, the starts counted on."""
-    starts: list[Ints] = []
-    offset = 0
-    for start, path in parts:
-        starts.append(start[:-1] + np.int32(offset))
-        offset += len(path)
-    paths = [path for _, path in parts] or [np.zeros(0, np.int32)]
-    return np.concatenate([*starts, np.array([offset], np.int32)]), np.concatenate(paths)
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Arrays of a pass, ready for the attention operator.
+    """A pass: segments laid out one after the other.
+
+    Args:
+        parts: of different slots.
 
     Attributes:
-        segments: (count, 5) int32: slot, first row, rows, length, prompt.
-        starts: (rows + 1,) int32, where each row's path begins in `paths`.
-        paths: rows of the own segment, counted from its first, from the root down to the row itself.
-        positions: absolute position of each row.
         tokens: token id of each row.
+        positions: absolute position of each row.
     """
 
-    segments: Ints
-    starts: Ints
-    paths: Ints
-    positions: list[int]
-    tokens: list[int]
+    def __init__(self, parts: Sequence[Segment]) -> None:
+        self.parts = parts
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        for part in parts:
+            length = part.length
+            self.tokens.extend(part.tokens)
+            if part.parents is None:
+                self.positions.extend(range(length, length + len(part.tokens)))
+            else:
+                self.positions.extend([length + len(path) - 1 for path in _paths(part.parents)])
 
     @property
     def rows(self) -> int:
         """Rows of the pass."""
         return len(self.tokens)
 
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Plan:
-        """Lay the segments out one after the other."""
-        table: list[tuple[int, ...]] = []
-        parts: list[tuple[Ints, Ints]] = []
-        positions: list[int] = []
-        tokens: list[int] = []
-        for segment in segments:
-            count, length = len(segment.tokens), segment.length
-            starts, paths, depths = _shape(count if segment.parents is None else segment.parents)
-            table.append((segment.slot, len(tokens), count, length, segment.prompt))
-            parts.append((starts, paths))
-            positions.extend([length + depth for depth in depths])
-            tokens.extend(segment.tokens)
-        starts, paths = parts[0] if len(parts) == 1 else _joined(parts)
-        return cls(np.array(table, np.int32).reshape(-1, 5), starts, paths, positions, tokens)
+    @cached_property
+    def table(self) -> list[tuple[int, int, int, int, int]]:
+        """Of each segment: slot, first row, rows, length, prompt."""
+        table: list[tuple[int, int, int, int, int]] = []
+        first = 0
+        for part in self.parts:
+            count = len(part.tokens)
+            table.append((part.slot, first, count, part.length, part.prompt))
+            first += count
+        return table
+
+    @property
+    def packed(self) -> bytes:
+        """For the compiled kernels, in int32: the table, then each row's parent within its segment, -1 for none."""
+        numbers: list[int] = [number for line in self.table for number in line]
+        for part in self.parts:
+            numbers.extend(range(-1, len(part.tokens) - 1) if part.parents is None else part.parents)
+        return struct.pack(f"{len(numbers)}i", *numbers)
+
+    def path(self, segment: int, row: int) -> Ints:
+        """Rows of a segment, counted from its first, from the root down to the row itself."""
+        parents = self.parts[segment].parents
+        return np.arange(row + 1) if parents is None else _paths(parents)[row]
 
     def visible(self, segment: int, window: int = 0) -> Tensor:
         """Which columns of its slot each row of a segment sees.
@@ -115,14 +113,14 @@ class Plan:
         Returns:
             (rows, length + rows) bool; column `length + i` holds row i.
         """
-        _, first, rows, length, _ = (int(x) for x in self.segments[segment])
+        _, _, rows, length, _ = self.table[segment]
         seen = torch.zeros(rows, length + rows, dtype=torch.bool)
         seen[:, :length] = True
         for i in range(rows):
-            path = self.paths[self.starts[first + i] : self.starts[first + i + 1]]
+            path = self.path(segment, i)
             if window:
                 oldest = length + len(path) - window
                 seen[i, : max(0, min(oldest, length))] = False
                 path = path[max(0, oldest - length) :]
-            seen[i, length + torch.from_numpy(path.astype(np.int64))] = True
+            seen[i, length + torch.from_numpy(path)] = True
         return seen
