@@ -180,7 +180,7 @@ class Request:
             return [float(rows.row(row)[token]) for row, token in zip(places, tokens, strict=True)]
         if rows.on_cpu:
             return [rows.chance(row, token) for row, token in zip(places, tokens, strict=True)]
-        logits = torch.cat([rows.processed(row) for row in places]).float()
+        logits = torch.stack([rows.processed(row) for row in places]).float()
         chosen = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
         return (chosen - logits.logsumexp(-1)).exp().tolist()
 
@@ -218,7 +218,7 @@ class Request:
 
 
 def _top_logprobs(rows: Rows, row: int, most: int) -> tuple[tuple[int, float], ...]:
-    logits = as_row(rows.processed(row)[0])
+    logits = as_row(rows.processed(row))
     top = logits.max()
     total = float(np.log(np.exp(logits - top).sum(dtype=np.float64))) + float(top)
     best = np.argsort(-logits, kind="stable")[:most]

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from sakiyomi.errors import InputError
 from sakiyomi.kernels.build import loaded
-from sakiyomi.numerics import Row, Tokens, as_bits, as_row, from_bits, keep_top_p, largest, nucleus, without_spare
+from sakiyomi.numerics import Row, Tokens, as_row
 from sakiyomi.params import SamplingParams
 
 __all__ = ["best", "best_token", "chance", "fill_row", "reference_probs", "require_number"]
 
+# Longest list of tokens that the kernel gives back, and its answer for a row that has none (row.h).
+_FEW, _NO_NUMBER = 1024, -2
 # Below this, logits / temperature may overflow float32; above it they are what transformers computes, to the bit.
 _COLD = 1e-3
 _FLOAT, _INT = struct.Struct("=f"), struct.Struct("=I")
@@ -28,10 +30,10 @@ _NOTHING_LEFT = (
 
 
 def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
-    """The distribution of one row, without a sort of V.
+    """The distribution of one row: by the compiled kernel, without a sort of V, else as ``reference_probs`` has it.
 
     Args:
-        logits: (V,) of any float type, processed; not changed.
+        logits: (V,) of any float type on the CPU, processed; not changed.
         out: (V,) float32, written to.
         params: only temperature, top_k, top_p and min_p are read.
 
@@ -46,40 +48,25 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
         out.fill(0.0)
         out[token] = 1.0
         return np.array([token])
-    # Where the vocabulary is smaller than top_k, all tokens are kept.
-    if 0 < params.top_k < out.size:
-        return _fill_top_k(logits, out, params)
-    _softmax(logits, out, params.temperature)
-    support = keep_top_p(out, params.top_p) if params.top_p < 1.0 else None
-    if params.min_p > 0.0:
-        support = (out >= out.max() * np.float32(params.min_p)).nonzero()[0]
-        values = out[support]
-        out.fill(0.0)
-        out[support] = values / values.sum(dtype=np.float64)
-    return support
+    kernels = _kernels(logits)
+    if kernels is None:
+        out[:] = as_row(reference_probs(logits[None], params)[0])
+        # Where a row is not a number, all of its distribution is not.
+        require_number(float(out[0]))
+        return None
+    support = np.empty(_FEW, np.intp)
+    count: int = kernels.sk_warp(
+        *(logits.data_ptr(), logits.dtype is torch.bfloat16, out.size),
+        *(params.temperature, params.top_k, params.top_p, params.min_p, out.ctypes.data, support.ctypes.data),
+    )
+    if count == _NO_NUMBER:
+        raise InputError(_NOTHING_LEFT)
+    return support[:count] if count >= 0 else None
 
 
 def _kernels(logits: Tensor) -> ctypes.CDLL | None:
     """The compiled kernels if they are in use and can read this row, (V,) on the CPU."""
     return loaded() if logits.dtype in _NATIVE and logits.stride(0) == 1 else None
-
-
-def _softmax(logits: Tensor, out: Row, temperature: float) -> None:
-    """softmax(logits / temperature) into ``out``, by the compiled kernel where there is one."""
-    kernels = _kernels(logits)
-    if kernels is not None and temperature >= _COLD:
-        half = int(logits.dtype is torch.bfloat16)
-        require_number(kernels.sk_softmax(logits.data_ptr(), half, out.size, temperature, out.ctypes.data))
-        return
-    flat = torch.from_numpy(out)
-    flat.copy_(logits)
-    if temperature != 1.0:
-        if temperature < _COLD:
-            out -= out.max()
-        out /= np.float32(temperature)
-    torch.softmax(flat, -1, out=flat)
-    # Where the softmax of a row is not a number, all of it is not.
-    require_number(float(out[0]))
 
 
 def chance(logits: Tensor, token: int) -> float:
@@ -90,49 +77,6 @@ def chance(logits: Tensor, token: int) -> float:
         return float(kernels.sk_chance(logits.data_ptr(), half, logits.shape[0], token))
     row = logits.float()
     return math.exp(float(row[token]) - float(row.logsumexp(-1)))
-
-
-def _fill_top_k(logits: Tensor, out: Row, params: SamplingParams) -> Tokens:
-    """Top-k, and what may follow it, on the few logits that are left."""
-    top_k = params.top_k
-    tokens, values = _large_logits(logits, top_k)
-    if tokens.size > top_k:
-        # As in transformers, all that equal the k-th stay.
-        keep = values >= np.partition(values, -top_k)[-top_k]
-        tokens, values = tokens[keep], values[keep]
-    peak = values.max() if values.size else -np.inf
-    if not math.isfinite(peak):
-        raise InputError(_NOTHING_LEFT)
-    if params.temperature < _COLD:
-        values = values - peak
-    if params.temperature != 1.0:
-        values = values / np.float32(params.temperature)
-    weights = np.exp(values.astype(np.float64) - values.max())
-    if params.top_p < 1.0:
-        total = float(weights.sum())
-        keep = without_spare(weights, *nucleus(weights, params.top_p * total, total))
-        tokens, weights = tokens[keep], weights[keep]
-    if params.min_p > 0.0:
-        # The largest weight is 1, so that this is the share of it.
-        keep = weights >= params.min_p
-        tokens, weights = tokens[keep], weights[keep]
-    out.fill(0.0)
-    out[tokens] = weights / weights.sum()
-    return tokens
-
-
-def _large_logits(logits: Tensor, count: int) -> tuple[Tokens, Row]:
-    """Tokens among which are the ``count`` of largest logit, and their logits as float32."""
-    bits = as_bits(logits)
-    if bits is not None:
-        tokens = largest(bits, count)
-        values = from_bits(bits[tokens])
-        # Bits are in the order of the numbers only above 0, where large logits mostly are.
-        if values.min() > 0.0:
-            return tokens, values
-    row = as_row(logits)
-    tokens = largest(row, count)
-    return tokens, row[tokens]
 
 
 def require_number(value: float) -> None:
@@ -151,12 +95,6 @@ def best_token(logits: Tensor) -> int:
     Raises:
         InputError: the row is not a number, or has no token left.
     """
-    bits = as_bits(logits)
-    if bits is not None:
-        token = int(bits.argmax())
-        # 0x7F80 is infinity; what lies above is not a number.
-        if 0 < bits[token] <= 0x7F80:
-            return token
     row = as_row(logits)
     token = int(row.argmax())
     # numpy takes the first NaN for the largest.

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from sakiyomi import SamplingParams, numerics, warping
+from sakiyomi.kernels.build import native
 from sakiyomi.noise import Uniforms
-from sakiyomi.numerics import as_bits, as_row, draw, draw_distinct, from_bits, keep_top_p, largest, nucleus, top_tokens
+from sakiyomi.numerics import as_row, draw, draw_distinct, largest, positive_part, top_tokens
+from sakiyomi.warping import fill_row
 
 SIZES = (1, 8, 127, 1000, 4096, 32000, 32064, 50257)
 
@@ -44,45 +47,68 @@ def test_top_tokens_prefer_the_lower_of_equals(size: int) -> None:
     assert top_tokens(values, 7) == np.argsort(-values, kind="stable")[:7].tolist()
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 3.0, 8.0])
-@pytest.mark.parametrize("mass", [1e-6, 0.3, 0.9, 0.999, 1.0])
-def test_nucleus_is_that_of_a_full_sort(size: int, spread: float, mass: float) -> None:
-    values = probs(size, spread=spread)
-    order = np.sort(values)[::-1].astype(np.float64)
-    reached = np.cumsum(order)
-    least, spare = nucleus(values, mass, 1.0)
-    kept = int((values >= np.float32(least)).sum()) - spare
-    # The fewest that reach the mass, up to float32 sums.
-    assert reached[kept - 1] >= min(mass, reached[-1]) - 1e-6
-    if kept > 1:
-        assert reached[kept - 2] < mass + 1e-6
+@pytest.fixture(params=["compiled", "plain"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiled kernels, and without."""
+    if request.param == "compiled":
+        if native() is None:
+            pytest.skip("the C++ kernels cannot be compiled here")
+    else:
+        for module in (numerics, warping):
+            monkeypatch.setattr(module, "loaded", lambda: None)
 
 
-def test_nucleus_splits_ties() -> None:
-    values = np.full(4000, 1 / 4000, np.float32)
-    least, spare = nucleus(values, 0.25, 1.0)
-    assert least == values[0]
-    assert spare == pytest.approx(3000, abs=1)
+def nucleus(logits: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray | None]:
+    out = np.empty(logits.size, np.float32)
+    return out, fill_row(torch.from_numpy(logits), out, SamplingParams(temperature=1.0, top_p=top_p))
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 2.0, 3.0, 8.0])
-def test_keep_top_p(size: int, spread: float) -> None:
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999])
+def test_top_p_keeps_the_fewest_that_reach_it(size: int, spread: float, top_p: float) -> None:
     values = probs(size, spread=spread)
-    kept = values.copy()
-    support = keep_top_p(kept, 0.9)
+    kept, support = nucleus(row(size, spread=spread), top_p)
     assert kept.sum() == pytest.approx(1.0, abs=1e-5)
     left = np.flatnonzero(kept)
     if support is not None:
         assert np.array_equal(support, left)
-    assert values[left].sum(dtype=np.float64) >= 0.9 - 1e-6
-    assert values[left].sum(dtype=np.float64) - values[left].min() < 0.9 + 1e-6
+    assert values[left].sum(dtype=np.float64) >= top_p - 1e-6
+    if left.size > 1:
+        assert values[left].sum(dtype=np.float64) - values[left].min() < top_p + 1e-6
     gone = np.setdiff1d(np.arange(size), left)
     assert not gone.size or values[gone].max() <= values[left].min()
     assert np.allclose(kept[left], values[left] / values[left].sum(dtype=np.float64), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_top_p_splits_ties() -> None:
+    """Of equal tokens at the border the higher ids stay, as many as are needed."""
+    kept, _ = nucleus(np.zeros(4000, np.float32), 0.25)
+    assert np.flatnonzero(kept) == pytest.approx(np.arange(3000, 4000), abs=1)
+
+
+def test_the_list_of_tokens_is_given_where_it_pays() -> None:
+    if native() is None:
+        pytest.skip("the C++ kernels cannot be compiled here")
+    assert nucleus(row(32000, spread=0.1), 0.9)[1] is None  # thousands are left
+    assert nucleus(row(32000, spread=8.0), 0.9)[1] is not None
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", SIZES)
+def test_positive_part(size: int) -> None:
+    target, other = probs(size, 1), probs(size, 2)
+    left, mass = positive_part(target, other, 1e-7)
+    expected = np.maximum(target.astype(np.float64) - other, 0.0)
+    assert mass == pytest.approx(expected.sum(), rel=1e-5, abs=1e-9)
+    if mass >= 1e-7:
+        assert np.allclose(left, expected / expected.sum(), rtol=1e-4, atol=1e-9)
+    assert positive_part(target, target, 1e-7)[1] == 0.0
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("size", SIZES)
 def test_draw_is_the_inverse_of_the_cumulative_sum(size: int) -> None:
     weights = probs(size)
@@ -95,6 +121,7 @@ def test_draw_is_the_inverse_of_the_cumulative_sum(size: int) -> None:
         assert below - 1e-6 <= goal <= reached[token] + 1e-6
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("size", SIZES)
 def test_draw_never_gives_weight_zero(size: int) -> None:
     weights = np.zeros(size, np.float32)
@@ -105,6 +132,7 @@ def test_draw_never_gives_weight_zero(size: int) -> None:
     assert {draw(weights, float(u), positive) for u in [*np.linspace(0, 1, 97, endpoint=False), 1 - 2**-53]} == tokens
 
 
+@pytest.mark.usefixtures("kernels")
 def test_draw_at_the_ends() -> None:
     for size in SIZES:
         weights = np.zeros(size, np.float32)
@@ -114,6 +142,7 @@ def test_draw_at_the_ends() -> None:
         assert draw(weights, 1 - 2**-53) == size // 2
 
 
+@pytest.mark.usefixtures("kernels")
 def test_draw_with_support_is_the_same_draw() -> None:
     weights = probs(32000, spread=6.0)
     weights[weights < 1e-4] = 0.0
@@ -136,18 +165,6 @@ def test_draw_distinct() -> None:
     assert abs(sum(a == 0 for a, _ in firsts) / 4000 - 0.5) < 0.05
     # P(2 first, then 0) = 1/4 * 2/3.
     assert abs(sum(pair == [2, 0] for pair in firsts) / 4000 - 1 / 6) < 0.04
-
-
-def test_bits_of_bfloat16() -> None:
-    values = (torch.randn(500) * 5).bfloat16()
-    bits = as_bits(values)
-    assert bits is not None
-    assert np.array_equal(from_bits(bits), values.float().numpy())
-    assert as_bits(values.float()) is None
-    positive = values.abs()
-    order = as_bits(positive)
-    assert order is not None
-    assert np.array_equal(np.argsort(order, kind="stable"), np.argsort(positive.float().numpy(), kind="stable"))
 
 
 def test_as_row() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from sakiyomi.drafters.base import Context
 from sakiyomi.errors import MemoryLimitError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelDrafter"]
 
+Rows = NDArray[np.float32]
 LONG = 64  # tokens from which on catching up is a prompt's work, in chunks, without logits of every row
 CHUNK = 512
 
@@ -144,8 +146,9 @@ class ModelDrafter:
 
     def _extend(self, chain: _Chain, logits: Tensor) -> None:
         """Choose the next token of a chain from the logits (V of the draft,) of its last one."""
-        missing = self._vocab_size - logits.shape[0]
-        logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[: self._vocab_size]
+        missing = self._vocab_size - self.model.vocab_size
+        if missing:  # vocabularies may be padded differently
+            logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:missing]
         try:
             self._choose(chain, logits)
         except Exception:
@@ -159,16 +162,16 @@ class ModelDrafter:
             logits = sampler.process(logits[None], [chain.tokens], context.tokens)[0]
         if context.rule == "greedy":
             # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
-            chain.add(*(best(logits) if logits.device.type == "cpu" else (best_token(logits), None)))
+            chain.add(*(best(logits) if logits.is_cpu else (best_token(logits), None)))
             return
-        probs = np.empty(self._vocab_size, np.float32)
+        probs = chain.row(self._vocab_size)
         support = sampler.fill(logits, probs)
         if context.rule == "coupled":
             token = context.noise.top(len(context.tokens) + len(chain.tokens), probs, support=support)[0]
             chain.add(token, float(probs[token]))
         else:
             token = draw(probs, context.noise.fork(self.name).uniform(), support)
-            chain.add(token, float(probs[token]), probs)
+            chain.add(token, float(probs[token]), drawn=True)
 
 
 class _Chain:
@@ -177,21 +180,29 @@ class _Chain:
     def __init__(self, context: Context, gamma: int) -> None:
         self.context, self.gamma, self.stopped = context, gamma, False
         self.tokens: list[int] = []
-        self.rows: list[Row] = []
         self.chances: list[float | None] = []
+        self._rows: Rows | None = None
+        self._drawn = False
 
     @property
     def done(self) -> bool:
         return self.stopped or len(self.tokens) >= self.gamma or self.tokens[-1] in self.context.stop_ids
 
-    def add(self, token: int, chance: float | None, row: Row | None = None) -> None:
+    def row(self, width: int) -> Row:
+        """Where the distribution of the next token goes, (width,)."""
+        if self._rows is None:
+            self._rows = np.empty((self.gamma, width), np.float32)
+        row: Row = self._rows[len(self.tokens)]
+        return row
+
+    def add(self, token: int, chance: float | None, *, drawn: bool = False) -> None:
+        """The next token; ``drawn`` from the distribution in its row."""
         self.tokens.append(token)
         self.chances.append(chance)
-        if row is not None:
-            self.rows.append(row)
+        self._drawn = drawn
 
     def draft(self, name: str) -> Draft:
-        drawn = bool(self.rows)
+        drawn, count = self._drawn, len(self.tokens)
         draws = tuple(Draw(i, name, i if drawn else None, chance) for i, chance in enumerate(self.chances))
-        probs = torch.from_numpy(np.stack(self.rows)) if drawn else None
+        probs = torch.from_numpy(self._rows[:count]) if drawn and self._rows is not None else None
         return Draft(TokenTree.chain(self.tokens), "chain" if drawn else "point_mass", draws, probs)

@@ -1,4 +1,4 @@
-"""Compiles `cpu.cpp` at first use and keeps the result.
+"""Compiles `cpu.cpp` (with `row.h` and `vector.h`) at first use and keeps the result.
 
 The library is built once for a (source, torch, processor) triple with the system's C++ compiler, put in place by an
 atomic rename, and loaded from the user's cache folder afterwards. Where no compiler works, the caller gets None and
@@ -23,7 +23,7 @@ import torch
 
 logger = logging.getLogger("sakiyomi")
 SOURCE = Path(__file__).with_name("cpu.cpp")
-_int64, _pointer = ctypes.c_int64, ctypes.c_void_p
+_int64, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_model": ([], _int64),
     "sk_free": ([_int64], None),
@@ -32,8 +32,13 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
     "sk_calls": ([], _int64),
     "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
-    "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], ctypes.c_double),
-    "sk_softmax": ([_pointer, ctypes.c_int, _int64, ctypes.c_float, _pointer], ctypes.c_float),
+    "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
+    "sk_warp": (
+        [_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer],
+        _int64,
+    ),
+    "sk_draw": ([_pointer, _int64, _double], _int64),
+    "sk_residual": ([_pointer, _pointer, _int64, ctypes.c_float, _pointer], ctypes.c_float),
 }
 
 
@@ -70,7 +75,8 @@ def _command(cxx: str, target: Path) -> list[str]:
 
 def library_path() -> Path:
     """The compiled library's place; its name changes with source, torch version and processor."""
-    key = "\0".join((SOURCE.read_text(), torch.__version__, _processor(), platform.machine()))
+    sources = (SOURCE.with_name(name).read_text() for name in ("cpu.cpp", "row.h", "vector.h"))
+    key = "\0".join((*sources, torch.__version__, _processor(), platform.machine()))
     return cache_folder() / "kernels" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
 
 

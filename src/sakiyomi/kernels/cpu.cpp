@@ -1,4 +1,4 @@
-// Two operators for packed rows on a CPU, compiled at first use (see build.py), and the softmax of one row of logits.
+// Two operators for packed rows on a CPU, compiled at first use (see build.py). Rows of logits are in row.h.
 //
 //   sakiyomi_cpu::linear  rows x prepacked weight, for the few rows of a decoding pass
 //   sakiyomi_cpu::attend  cache write and tree attention of all requests of a pass
@@ -26,98 +26,10 @@
 #include <optional>
 #include <vector>
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "row.h"
+#include "vector.h"
 
 namespace {
-
-using bf16 = uint16_t;
-typedef float f16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-typedef int32_t i16v __attribute__((vector_size(64)));
-typedef uint16_t h16v __attribute__((vector_size(32)));
-
-inline float widen(bf16 x) {
-  uint32_t bits = uint32_t(x) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
-  return y;
-}
-
-inline bf16 narrow(float x) {  // round to nearest even, as torch does
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-  return bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
-}
-
-inline h16v narrow(f16v x) {
-  u16v bits = (u16v)x;
-  u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-  u16v nan = (u16v)((bits & 0x7fffffffu) > 0x7f800000u);
-  return __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), h16v);
-}
-
-inline f16v load16(const float* p) {
-  f16v y;
-  std::memcpy(&y, p, 64);
-  return y;
-}
-
-inline f16v load16(const bf16* p) {
-  h16v h;
-  std::memcpy(&h, p, 32);
-  return (f16v)(__builtin_convertvector(h, u16v) << 16);
-}
-
-inline void store16(float* p, f16v x) { std::memcpy(p, &x, 64); }
-
-inline float total(f16v x) {  // a fixed tree of additions
-  typedef float f8v __attribute__((vector_size(32)));
-  typedef float f4v __attribute__((vector_size(16)));
-  f8v a, b;
-  std::memcpy(&a, &x, 32);
-  std::memcpy(&b, (const char*)&x + 32, 32);
-  a += b;
-  f4v c, d;
-  std::memcpy(&c, &a, 16);
-  std::memcpy(&d, (const char*)&a + 16, 16);
-  c += d;
-  return (c[0] + c[2]) + (c[1] + c[3]);
-}
-
-// exp of numbers up to 0 by Cody-Waite reduction and a polynomial of degree 6: relative error about 2e-7 on [-86, 0]; at most
-// 1e-37 below that, and 0 at -inf.
-inline f16v exp16(f16v x) {
-#if defined(__AVX512F__)
-  const f16v low = f16v{} - 200.0f;
-  x = x < low ? low : x;
-  f16v n = (f16v)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0);
-#else
-  const f16v low = f16v{} - 87.0f;
-  f16v small = x;
-  x = x < low ? low : x;
-  i16v k = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, i16v);  // truncation rounds to nearest
-  f16v n = __builtin_convertvector(k, f16v);
-#endif
-  f16v r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  f16v y = f16v{} + 1.9875691500e-4f;
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
-#if defined(__AVX512F__)
-  return (f16v)_mm512_scalef_ps((__m512)y, (__m512)n);
-#else
-  i16v bits = (k + 127) << 23;
-  y *= (f16v)bits;
-  return small < -86.0f ? f16v{} : y;
-#endif
-}
 
 // ---------------------------------------------------------------- state set between passes
 
@@ -293,9 +205,6 @@ struct View {  // [1, heads, rows, dim] with any strides but the last
   const char* data;
   int64_t head, row;
 };
-
-inline float value_of(float x) { return x; }
-inline float value_of(bf16 x) { return widen(x); }
 
 // Numbers of one thread, kept between calls.
 struct Scratch {
@@ -541,117 +450,6 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   return out;
 }
 
-// ---------------------------------------------------------------- one row of logits
-
-// A row is taken in stretches, each with a largest number and exponentials of its own: a stretch stays in the first-level
-// cache, threads share the row as they shared its computation, and the result does not depend on how many they are.
-constexpr int64_t stretch = 4096;
-constexpr float nothing = -INFINITY;
-
-struct Stretch {
-  float top;  // the largest number; not a number where one of them was none
-  float sum;  // of exp((x - top) * sharpness)
-};
-
-// One stretch; the exponentials of x * sharpness, against the largest one's, go to `out` if there is one.
-template <typename T>
-Stretch look(const T* row, int64_t n, float sharpness, float* out) {
-  // Four by four side by side: no maximum or sum waits for the one before. The rest is copied, and filled up with -inf.
-  const int64_t full = n / 64 * 64;
-  float rest[64], *end = rest;
-  std::fill(rest, rest + 64, nothing);
-  for (int64_t i = full; i < n; ++i) *end++ = value_of(row[i]);
-  f16v tops[4];
-  i16v strange = {};
-  for (int u = 0; u < 4; ++u) tops[u] = load16(rest + 16 * u), strange |= (i16v)(tops[u] != tops[u]);
-  for (int64_t i = 0; i < full; i += 64)
-    for (int u = 0; u < 4; ++u) {
-      f16v x = load16(row + i + 16 * u);
-      strange |= (i16v)(x != x);
-      tops[u] = x > tops[u] ? x : tops[u];
-    }
-  float highest = nothing;
-  int32_t bad = 0;
-  for (int t = 0; t < 64; ++t) highest = std::max(highest, tops[t / 16][t % 16]), bad |= strange[t % 16];
-  if (bad || highest == INFINITY) return {NAN, 0};
-  if (highest == nothing) {
-    if (out) std::memset(out, 0, 4 * n);
-    return {nothing, 0};
-  }
-  f16v sums[4] = {};
-  auto add = [&](const auto* from, float* to) {
-    for (int u = 0; u < 4; ++u) {
-      f16v e = exp16((load16(from + 16 * u) - highest) * sharpness);
-      sums[u] += e;
-      if (to) store16(to + 16 * u, e);
-    }
-  };
-  for (int64_t i = 0; i < full; i += 64) add(row + i, out ? out + i : nullptr);
-  add(rest, rest);
-  if (out) std::copy(rest, end, out + full);
-  return {highest, total((sums[0] + sums[1]) + (sums[2] + sums[3]))};
-}
-
-// All stretches of a row, and as the last one what they are together. Its top is not a number where a row has none.
-template <typename T>
-std::vector<Stretch> look_all(const T* row, int64_t n, float sharpness, float* out) {
-  int64_t count = (n + stretch - 1) / stretch;
-  std::vector<Stretch> all(count + 1);
-  at::parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s)
-      all[s] = look(row + s * stretch, std::min(stretch, n - s * stretch), sharpness, out ? out + s * stretch : nullptr);
-  });
-  Stretch& whole = all[count] = {nothing, 0};
-  for (int64_t s = 0; s < count; ++s) {
-    if (std::isnan(all[s].top)) return whole.top = NAN, all;
-    whole.top = std::max(whole.top, all[s].top);
-  }
-  if (whole.top == nothing) whole.top = NAN;
-  for (int64_t s = 0; s < count; ++s)
-    if (all[s].sum > 0) whole.sum += all[s].sum * std::exp((all[s].top - whole.top) * sharpness);
-  return all;
-}
-
-// softmax(logits / temperature) of one row; the largest logit, which is not a number where the row has none.
-template <typename T>
-float softmax(const T* logits, int64_t n, float temperature, float* out) {
-  const float sharpness = 1 / temperature;
-  auto all = look_all(logits, n, sharpness, out);
-  Stretch whole = all.back();
-  if (std::isnan(whole.top)) return NAN;
-  at::parallel_for(0, (int64_t)all.size() - 1, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s) {
-      float scale = std::exp((all[s].top - whole.top) * sharpness) / whole.sum;
-      float *at = out + s * stretch, *stop = out + std::min(n, (s + 1) * stretch);
-      for (; at < stop; ++at) *at *= scale;
-    }
-  });
-  return whole.top;
-}
-
-// softmax(row)[token]; not a number where the row has none.
-template <typename T>
-double chance(const T* row, int64_t n, int64_t token) {
-  Stretch whole = look_all(row, n, 1, nullptr).back();
-  return std::exp(double(value_of(row[token])) - whole.top) / whole.sum;
-}
-
-// The first largest number of a row and its softmax probability, which is 1 / sum(exp(x - largest)): the token in the upper
-// half, the bits of the probability in the lower one; -1 where the row has no such number.
-template <typename T>
-int64_t best(const T* row, int64_t n) {
-  auto all = look_all(row, n, 1, nullptr);
-  Stretch whole = all.back();
-  if (std::isnan(whole.top)) return -1;
-  int64_t token = 0;
-  while (all[token / stretch].top != whole.top) token += stretch;
-  while (value_of(row[token]) != whole.top) ++token;
-  float chance = 1.0f / whole.sum;
-  uint32_t bits;
-  std::memcpy(&bits, &chance, 4);
-  return (token << 32) | bits;
-}
-
 }  // namespace
 
 extern "C" {
@@ -664,9 +462,15 @@ double sk_chance(const void* row, int half, int64_t n, int64_t token) {
   return half ? chance((const bf16*)row, n, token) : chance((const float*)row, n, token);
 }
 
-float sk_softmax(const void* logits, int half, int64_t n, float temperature, float* out) {
-  return half ? softmax((const bf16*)logits, n, temperature, out) : softmax((const float*)logits, n, temperature, out);
+int64_t sk_warp(const void* row, int half, int64_t n, double temperature, int64_t top_k, double top_p, double min_p, float* out,
+                int64_t* support) {
+  return half ? warp((const bf16*)row, n, temperature, top_k, top_p, min_p, out, support)
+              : warp((const float*)row, n, temperature, top_k, top_p, min_p, out, support);
 }
+
+int64_t sk_draw(const float* weights, int64_t n, double uniform) { return draw(weights, n, uniform); }
+
+float sk_residual(const float* p, const float* q, int64_t n, float least, float* out) { return residual(p, q, n, least, out); }
 
 int64_t sk_model() { return (int64_t) new Model(); }
 

@@ -95,16 +95,16 @@ class Rows:
         return int(self._logits.shape[1])
 
     def processed(self, index: int) -> Tensor:
-        """Logits of one row after bias, penalties and bans, (1, V); raw ones where no such option is set."""
+        """Logits of one row after bias, penalties and bans, (V,); raw ones where no such option is set."""
         if self.sampler is None or not self.sampler.edits:
-            return self._logits[index : index + 1]
+            return self._logits[index]
         row = self._processed.get(index)
         if row is None:
             if self.sampler.needs_history and not isinstance(self._committed, Tensor):
                 # Made a tensor once, not once a row.
                 self._committed = torch.tensor(list(self._committed), dtype=torch.int64)
             paths = (self._tree.path_tokens(index - 1),)
-            row = self.sampler.process(self._logits[index : index + 1], paths, self._committed)
+            row = self.sampler.process(self._logits[index : index + 1], paths, self._committed)[0]
             self._processed[index] = row
         return row
 
@@ -113,7 +113,7 @@ class Rows:
         """(n + 1, V) processed logits of all rows."""
         if self.sampler is None or not self.sampler.edits:
             return self._logits
-        return torch.cat([self.processed(index) for index in range(len(self))])
+        return torch.stack([self.processed(index) for index in range(len(self))])
 
     def probs(self) -> Tensor:
         """(n + 1, V) float32 distributions of all rows, on the logits' device."""
@@ -132,7 +132,7 @@ class Rows:
                 require_number(float(row[0]))
             else:
                 row = np.empty(self.width, np.float32)
-                self._supports[index] = self.sampler.fill(self.processed(index)[0], row)
+                self._supports[index] = self.sampler.fill(self.processed(index), row)
             self._probs[index] = row
         return row
 
@@ -147,13 +147,13 @@ class Rows:
             return self.argmax()[index]
         found = self._bests.get(index)
         if found is None:
-            found = self._bests[index] = best(self.processed(index)[0])
+            found = self._bests[index] = best(self.processed(index))
         return found[0]
 
     def chance(self, index: int, token: int) -> float:
         """Softmax probability of a token in one row on the CPU, at temperature 1."""
         found = self._bests.get(index)
-        return found[1] if found is not None and found[0] == token else chance(self.processed(index)[0], token)
+        return found[1] if found is not None and found[0] == token else chance(self.processed(index), token)
 
     def argmax(self) -> list[int]:
         """``best`` of all rows."""

@@ -7,12 +7,9 @@ sampling (Jeon et al. 2024, 2402.14160; Sequoia, 2402.12374).
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from sakiyomi.errors import InputError
 from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, as_row, draw
+from sakiyomi.numerics import Row, as_row, draw, positive_part
 from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
 from sakiyomi.verifiers.base import Rows, ended
 
@@ -101,22 +98,16 @@ def residual(target: Row, drawn_from: Row | None, token: int) -> Row:
     """
     if drawn_from is None:
         return _without(target, token)
-    left = np.subtract(target, drawn_from)
-    positive = torch.from_numpy(left).clamp_(min=0.0)
-    mass = float(positive.sum())
-    if mass < _LEAST_MASS:
-        return _without(target, token)
-    positive /= mass
-    return left
+    left, mass = positive_part(target, drawn_from, _LEAST_MASS)
+    return left if mass >= _LEAST_MASS else _without(target, token)
 
 
 def _without(row: Row, token: int) -> Row:
     """The row without one token, normalised; the row itself where it had no other."""
     left = row.copy()
     left[token] = 0.0
-    flat = torch.from_numpy(left)
-    mass = float(flat.sum())
+    mass = float(left.sum())
     if mass <= 0.0:
         return row
-    flat /= mass
+    left /= mass
     return left
