@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from sakiyomi.clock import running_mean
@@ -149,7 +150,7 @@ class Engine:
             What was committed, one step a request at most; a request's last step has its ``finish_reason``, or the
             ``error`` that ended it.
         """
-        with self._lock:
+        with self._lock, torch.no_grad():
             self.settle()
             self._admit()
             steps = self._prefill([r for r in self._running if not r.prefilled])

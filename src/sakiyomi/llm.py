@@ -89,6 +89,9 @@ class LLM:
         self._models = [self.target]
         around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
         self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
+        given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
+        if isinstance(given, PackedModel) and given not in self._models:
+            self._models.append(given)
         self.vocab_size = self.target.vocab_size
         own = self.target.max_context
         if max_context is not None and max_context > own:

@@ -12,6 +12,7 @@ import inspect
 import logging
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -127,6 +128,7 @@ class PackedModel:
         self.device: torch.device = model.device
         if self.device.type == "meta":  # offloaded as a whole: hooks bring the weights to where they are needed
             self.device = torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
+        self._on_cpu = self.device.type == "cpu"
         self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
         if "chunked_attention" in (
             getattr(self.config, "layer_types", None) or ()
@@ -374,7 +376,8 @@ class PackedModel:
         if last and any(segment.prompt for segment in segments):
             ends = [first + count - 1 for _, first, count, _, _ in plan.table]
             return self._run(plan, rows, keep=torch.tensor(ends, device=self.device))[0]
-        return self._run(plan, self._size(rows), graphs=graphs)[0, :rows]
+        logits = self._run(plan, self._size(rows), graphs=graphs)[0]
+        return logits if rows == logits.shape[0] else logits[:rows]
 
     def pass_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float:
         """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet.
@@ -394,12 +397,16 @@ class PackedModel:
         return self._seconds[key]
 
     def _size(self, rows: int) -> int:
-        return next((s for s in self.sizes if s >= rows), -(-rows // self.sizes[-1]) * self.sizes[-1])
+        most = self.sizes[-1]
+        return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most
 
     def _run(
         self, plan: Plan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
     ) -> Tensor:
-        with self.lock, torch.no_grad():
+        if torch.is_grad_enabled():  # the engine has switched it off for the whole round
+            with torch.no_grad():
+                return self._run(plan, size, keep=keep, graphs=graphs)
+        with self.lock:
             ids, positions = self._inputs(plan, size)
             self.state.begin(plan, size)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
@@ -438,7 +445,7 @@ class PackedModel:
         numbers[0, :rows] = plan.tokens
         numbers[1, :rows] = plan.positions
         numbers[:, rows:] = 0
-        return ids.to(self.device), positions.to(self.device)
+        return (ids, positions) if self._on_cpu else (ids.to(self.device), positions.to(self.device))
 
     def _plain(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
         """The model's own forward, eager; logits (1, rows, V), or of the rows in `keep`."""

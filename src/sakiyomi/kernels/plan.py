@@ -92,9 +92,11 @@ class Plan:
     @property
     def packed(self) -> bytes:
         """For the compiled kernels, in int32: the table, then each row's parent within its segment, -1 for none."""
-        numbers: list[int] = [number for line in self.table for number in line]
+        numbers: list[int] = []
+        for line in self.table:
+            numbers += line
         for part in self.parts:
-            numbers.extend(range(-1, len(part.tokens) - 1) if part.parents is None else part.parents)
+            numbers += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
         return struct.pack(f"{len(numbers)}i", *numbers)
 
     def path(self, segment: int, row: int) -> Ints:
