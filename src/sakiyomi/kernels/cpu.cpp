@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "row.h"
@@ -212,24 +213,48 @@ struct Scratch {
   std::vector<int64_t> begin;
 };
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SAKIYOMI_SHUFFLE
+#endif
+#endif
+
+// 16 lines of 16 numbers change places with their columns.
+#if defined(SAKIYOMI_SHUFFLE)
+// What stands in lines without and in columns with this bit is exchanged with its mirror image.
+template <int bit, int... t>
+inline void exchange(f16v* m, std::integer_sequence<int, t...>) {
+  for (int r = 0; r < 16; ++r) {
+    if (r & bit) continue;
+    f16v a = m[r], b = m[r + bit];
+    m[r] = __builtin_shufflevector(a, b, (t & bit ? t - bit + 16 : t)...);
+    m[r + bit] = __builtin_shufflevector(a, b, (t & bit ? t + 16 : t + bit)...);
+  }
+}
+
+inline void transpose(f16v* m) {
+  constexpr auto lanes = std::make_integer_sequence<int, 16>();
+  exchange<8>(m, lanes), exchange<4>(m, lanes), exchange<2>(m, lanes), exchange<1>(m, lanes);
+}
+#else
+inline void transpose(f16v* m) {
+  for (int r = 0; r < 16; ++r)
+    for (int t = 0; t < r; ++t) std::swap(((float*)m)[16 * r + t], ((float*)m)[16 * t + r]);
+}
+#endif
+
 // 16 keys, column by column: to[d * 16 + t] = from[t][d]. Missing keys are zero.
 template <typename T>
 void turn(const T* const* from, int64_t count, int64_t dim, float* to) {
-  alignas(64) float rows[16][16];
-  for (int64_t d = 0; d < dim; d += 16) {
-    int64_t n = std::min<int64_t>(16, dim - d);
-    for (int64_t t = 0; t < 16; ++t) {
-      if (t < count && n == 16)
-        store16(rows[t], load16(from[t] + d));
-      else
-        for (int64_t i = 0; i < 16; ++i) rows[t][i] = t < count && i < n ? value_of(from[t][d + i]) : 0.0f;
-    }
-    for (int64_t i = 0; i < n; ++i) {
-      f16v column;
-      for (int64_t t = 0; t < 16; ++t) column[t] = rows[t][i];
-      store16(to + (d + i) * 16, column);
-    }
+  int64_t d = 0;
+  for (; d + 16 <= dim; d += 16) {
+    f16v m[16];
+    for (int64_t t = 0; t < 16; ++t) m[t] = t < count ? load16(from[t] + d) : f16v{};
+    transpose(m);
+    for (int i = 0; i < 16; ++i) store16(to + (d + i) * 16, m[i]);
   }
+  for (; d < dim; ++d)
+    for (int64_t t = 0; t < 16; ++t) to[d * 16 + t] = t < count ? value_of(from[t][d]) : 0.0f;
 }
 
 // Scores of R rows against 16 turned keys. Each is a sum over d in order, so it is the same number whichever keys or rows
@@ -248,8 +273,16 @@ void score(const float* q, int64_t dim, const float* turned, float* to, int64_t 
 void score_rows(const float* q, int64_t rows, int64_t dim, const float* turned, float* to, int64_t stride) {
   int64_t r = 0;
   for (; r + 8 <= rows; r += 8) score<8>(q + r * dim, dim, turned, to + r * stride, stride);
-  for (; r + 4 <= rows; r += 4) score<4>(q + r * dim, dim, turned, to + r * stride, stride);
-  for (; r < rows; ++r) score<1>(q + r * dim, dim, turned, to + r * stride, stride);
+  q += r * dim, to += r * stride;
+  switch (rows - r) {
+    case 7: return score<7>(q, dim, turned, to, stride);
+    case 6: return score<6>(q, dim, turned, to, stride);
+    case 5: return score<5>(q, dim, turned, to, stride);
+    case 4: return score<4>(q, dim, turned, to, stride);
+    case 3: return score<3>(q, dim, turned, to, stride);
+    case 2: return score<2>(q, dim, turned, to, stride);
+    case 1: return score<1>(q, dim, turned, to, stride);
+  }
 }
 
 // y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once. Keys before a row's
@@ -359,6 +392,12 @@ void attend_group(const Pass& pass, const Layer& layer, const Segment& seg, int6
       if (r + 4 <= rows && full(r, 4)) {
         add_values_rows<T, 4>(y, p, stride, values + j * vd, stop - j, vd, padded);
         r += 4;
+      } else if (r + 3 == rows && full(r, 3)) {
+        add_values_rows<T, 3>(y, p, stride, values + j * vd, stop - j, vd, padded);
+        r += 3;
+      } else if (r + 2 == rows && full(r, 2)) {
+        add_values_rows<T, 2>(y, p, stride, values + j * vd, stop - j, vd, padded);
+        r += 2;
       } else {
         int64_t from = std::max(j, s.begin[r]);
         if (from < stop) add_values_rows<T, 1>(y, p + (from - j), stride, values + from * vd, stop - from, vd, padded);
