@@ -344,7 +344,8 @@ class Engine:
         if not taken:
             return steps
         before = self.target.forward_seconds
-        logits = self.target.score(segments, last=True)
+        graphs = frozenset.intersection(*(request.graphs for request in taken))
+        logits = self.target.score(segments, last=True, graphs=graphs)
         spent = self.target.forward_seconds - before
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.stats.prefill_seconds += spent

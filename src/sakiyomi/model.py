@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.clock import running_mean
@@ -30,15 +29,16 @@ from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.graphs import Graphs, State
-from sakiyomi.kernels.native import NativeModel, can_pack
+from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.own import OwnAttention
+from sakiyomi.kernels.pack import PACKED, Watch, pack_linears
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.memory import available_bytes, readable
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
-PACKED = (nn.Linear, Conv1D)
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
 SLOW = 0.05  # seconds of a trial pass from which on one is enough
 # What one request needs, the likeliest first; the others are compiled when they are met.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
@@ -68,33 +68,6 @@ def _rope_limit(config: Any) -> int:
             config.max_position_embeddings,
         )
     return limit or 1 << 30
-
-
-def pack_linears(model: nn.Module, native: NativeModel, *, free: bool = False) -> int:
-    """Replace plain linear layers on the CPU by packed ones; the number of layers that were replaced.
-
-    Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they
-    are.
-    """
-    done: dict[int, nn.Module] = {}
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in done:
-                setattr(parent, name, done[id(child)])
-                continue
-            if type(child) not in PACKED or type(child.weight) is not nn.Parameter:
-                continue
-            hooked = child._forward_pre_hooks or child._forward_hooks or hasattr(child, "_hf_hook")
-            weight = child.weight if type(child) is nn.Linear else child.weight.T
-            if hooked or weight.device.type != "cpu" or not can_pack(weight.shape, weight.dtype):
-                continue
-            done[id(child)] = native.add_linear(weight, getattr(child, "bias", None))
-            setattr(parent, name, done[id(child)])
-            if free and id(child.weight) not in embeddings:
-                # Layer by layer, so that a model is never held twice.
-                child.weight.data = child.weight.new_empty(0)
-    return len(done)
 
 
 class PackedModel:
@@ -138,6 +111,8 @@ class PackedModel:
         self.exact, self.first_sizes = exact, tuple(first_sizes)
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
+        head, weights = model.get_output_embeddings().weight.numel(), sum(p.numel() for p in model.parameters())
+        self._small_head = head < SMALL_HEAD * weights
         self._seconds: dict[tuple[int, bool], float] = {}
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._model = structural_copy(model).eval()
@@ -220,11 +195,15 @@ class PackedModel:
         positions = torch.tensor([[0, 1]], device=self.device)
         with torch.no_grad():
             try:
-                shapes = attention.layer_shapes(
-                    self._model,
-                    lambda: self._model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False),
-                    layers,
-                )
+                with Watch(self._model) as watch:
+                    shapes = attention.layer_shapes(
+                        self._model,
+                        lambda: self._model(
+                            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False
+                        ),
+                        layers,
+                    )
+                self._siblings = watch.siblings()
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise UnsupportedError(
                     f"{type(self._model).__name__} does not run on a cache of ours ({type(error).__name__}: {error}); "
@@ -295,7 +274,8 @@ class PackedModel:
                     readable(need),
                 )
                 return None
-        pack_linears(self._model, native, free=self._owned)
+        pack_linears(self._model, native, self._siblings, free=self._owned)
+        self._siblings = []
         return native
 
     def _make_exact(self) -> None:
@@ -374,10 +354,21 @@ class PackedModel:
         plan = Plan(segments)
         rows = plan.rows
         if last and any(segment.prompt for segment in segments):
-            ends = [first + count - 1 for _, first, count, _, _ in plan.table]
-            return self._run(plan, rows, keep=torch.tensor(ends, device=self.device))[0]
+            ends = torch.tensor([first + count - 1 for _, first, count, _, _ in plan.table], device=self.device)
+            if self._prompt_on_graph(rows, graphs):
+                return self._run(plan, self._size(rows), graphs=graphs)[0, ends]
+            return self._run(plan, rows, keep=ends)[0]
         logits = self._run(plan, self._size(rows), graphs=graphs)[0]
         return logits if rows == logits.shape[0] else logits[:rows]
+
+    def _prompt_on_graph(self, rows: int, graphs: Collection[int] | None) -> bool:
+        """Whether a chunk of a prompt may take the graph of a decoding pass, which computes the logits of all its rows.
+
+        Only one that is there already is taken: a prompt has any length, and each would have its own compiled.
+        """
+        if self.graphs is None or rows > self.sizes[-1] or not self._small_head:
+            return False
+        return self._size(rows) in (self.ready if graphs is None else graphs)
 
     def pass_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float:
         """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet.

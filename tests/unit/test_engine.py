@@ -692,6 +692,24 @@ def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("share", "eager"), [(1.0, 0), (0.0, 3)])
+def test_a_short_prompt_takes_a_graph_that_is_there(monkeypatch: pytest.MonkeyPatch, share: float, eager: int) -> None:
+    """Where logits of all its rows cost little: then no pass is eager, and the text is the same."""
+    monkeypatch.setattr(sakiyomi.model, "SIZES", (1, 8, 64))
+    monkeypatch.setattr(sakiyomi.model, "SMALL_HEAD", share)
+    llm = LLM((model_of("llama"), TOKENIZER), "none", compile=True)
+    plain, calls = llm.target._plain, []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return plain(*args)
+
+    monkeypatch.setattr(llm.target, "_plain", counted)
+    assert [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS] == wanted()
+    assert len(calls) == eager
+
+
+@pytest.mark.filterwarnings("default")
 def test_a_model_with_graphs_goes_when_nobody_holds_it() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", compile="auto")
     llm.generate(PROMPTS[:1], params(max_new_tokens=4))

@@ -347,6 +347,31 @@ def test_attention_survives_extreme_scores() -> None:
     torch.testing.assert_close(out[1], torch.cat([cache.values[0][0, 0, :40], v[0, 0]]).mean(0), atol=1e-5, rtol=1e-5)
 
 
+@native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 0, 2)])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_siblings_give_what_each_gives_alone(dtype: torch.dtype, order: tuple[int, ...], rows: int) -> None:
+    """In whatever order they are called, twice or not at all; and on another input."""
+    joined, alone = NativeModel.create(), NativeModel.create()
+    assert joined is not None and alone is not None
+    weights = [(random(out, 96, dtype=dtype), random(out, dtype=dtype) if out == 70 else None) for out in (130, 70, 16)]
+    together = [joined.add_linear(*weight) for weight in weights]
+    single = [alone.add_linear(*weight) for weight in weights]
+    joined.join(together)
+    for seed in range(3):
+        x = random(1, rows, 96, dtype=dtype, seed=seed)
+        begin(alone, rows)
+        expected = [layer(x) for layer in single]
+        begin(joined, rows)
+        for i in order:
+            assert torch.equal(together[i](x), expected[i])
+        other = random(1, rows, 96, dtype=dtype, seed=seed + 10)
+        found = [layer(other) for layer in together]
+        begin(alone, rows)
+        assert all(torch.equal(a, layer(other)) for a, layer in zip(found, single, strict=True))
+
+
 # ---------------------------------------------------------------- plans
 
 

@@ -19,6 +19,7 @@ import sakiyomi.kernels.native
 from architectures import ALL, REFUSED, VOCAB, WINDOW, logits_after, make, model_of, prompt, refused_model
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels.native import NativeModel, PackedLinear
+from sakiyomi.kernels.pack import Watch
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.loading.families import check_supported
 from sakiyomi.model import PackedModel
@@ -399,3 +400,14 @@ def _quiet() -> Iterator[None]:
     logging.set_verbosity_error()
     yield
     logging.set_verbosity(verbosity)
+
+
+def test_siblings_are_found_by_what_they_read() -> None:
+    model = model_of("llama")
+    with Watch(model) as watch:
+        model(input_ids=torch.tensor([[1, 2]]))
+    names = {id(module): name.rsplit(".", 1)[-1] for name, module in model.named_modules()}
+    found = [[names[id(layer)] for layer in group] for group in watch.siblings()]
+    layers = model.config.num_hidden_layers
+    assert sorted(found) == [["gate_proj", "up_proj"]] * layers + [["q_proj", "k_proj", "v_proj"]] * layers
+    assert not any(module._forward_pre_hooks for module in model.modules())

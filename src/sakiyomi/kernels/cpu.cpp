@@ -39,6 +39,7 @@ struct Weight {
   const float* bias;  // or null
   int64_t in, out;
   bool half;
+  std::vector<int64_t> siblings;  // weights that read the same input in every pass, itself included; empty if there are none
 };
 
 struct Layer {
@@ -63,6 +64,8 @@ struct Pass {
   std::vector<Segment> segments;
   std::vector<int32_t> path_start;  // per row: where its path begins in `path`
   std::vector<int32_t> path;        // rows (counted from the segment's first) from the tree's root down to the row itself
+  at::Tensor source;                // what siblings have been computed from together
+  std::vector<std::pair<int64_t, at::Tensor>> waiting;  // results of theirs that nobody has asked for yet
   int64_t calls = 0;                // attention calls since sk_begin: proof that every layer came here
 };
 
@@ -161,15 +164,20 @@ void rows_of_block(const Weight& w, const T* x, T* y, int64_t rows, int64_t firs
   }
 }
 
+// Several layers on the same rows: their output channels are shared out among the threads as if they were one layer's.
 template <typename T>
-void multiply(const Weight& w, const T* x, T* y, int64_t rows) {
+void multiply(const std::vector<const Weight*>& weights, const T* x, const std::vector<at::Tensor>& outs, int64_t rows) {
   constexpr int64_t wide = 64;  // output channels of one task: four streams of weights
-  int64_t tasks = (w.out + wide - 1) / wide;
+  std::vector<int64_t> ends;
+  for (const Weight* w : weights) ends.push_back((ends.empty() ? 0 : ends.back()) + (w->out + wide - 1) / wide);
   // Below about 100k multiplications a second thread costs more than it brings.
-  int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, wide * w.in * rows));
-  at::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      int64_t first = t * wide, columns = (w.out - first + 15) / 16;
+  int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, wide * weights[0]->in * rows));
+  at::parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin, i = 0; t < end; ++t) {
+      while (t >= ends[i]) ++i;
+      const Weight& w = *weights[i];
+      T* y = (T*)outs[i].mutable_data_ptr();
+      int64_t first = (t - (i ? ends[i - 1] : 0)) * wide, columns = (w.out - first + 15) / 16;
       if (columns >= 4)
         rows_of_block<T, 4>(w, x, y, rows, first);
       else
@@ -179,25 +187,50 @@ void multiply(const Weight& w, const T* x, T* y, int64_t rows) {
 }
 
 at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
-  const Model* model = current.model;
+  Pass& pass = current;
+  const Model* model = pass.model;
   TORCH_CHECK(model && index < (int64_t)model->weights.size(), "sakiyomi_cpu::linear called outside a pass");
   const Weight& w = model->weights[index];
   at::Tensor x = input.contiguous();
   TORCH_CHECK(x.size(-1) == w.in && out == w.out, "sakiyomi_cpu::linear: shapes differ from the packed weight");
   TORCH_CHECK(x.scalar_type() == (w.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::linear: wrong dtype");
-  auto shape = x.sizes().vec();
-  shape.back() = out;
-  at::Tensor y = at::empty(shape, x.options());
+  if (pass.source.defined() && pass.source.const_data_ptr() == x.const_data_ptr() && pass.source.sizes() == x.sizes())
+    for (size_t i = 0; i < pass.waiting.size(); ++i)
+      if (pass.waiting[i].first == index) {
+        at::Tensor y = std::move(pass.waiting[i].second);
+        pass.waiting.erase(pass.waiting.begin() + i);
+        if (pass.waiting.empty()) pass.source = at::Tensor();
+        return y;
+      }
   // Rows that only fill the pass up to its size are not computed: a graph of 64 rows costs what its 40 real ones cost.
   // Where a layer does not get the pass as it came, (1, N, in), which of its rows are real is not known (experts).
   int64_t all = x.numel() / w.in, rows = all;
-  if (all == current.size && x.dim() == 3 && x.size(0) == 1) rows = (int64_t)current.path_start.size() - 1;
-  if (rows < all) std::memset((char*)y.mutable_data_ptr() + rows * out * y.element_size(), 0, (all - rows) * out * y.element_size());
+  if (all == pass.size && x.dim() == 3 && x.size(0) == 1) rows = (int64_t)pass.path_start.size() - 1;
+  std::vector<int64_t> group = w.siblings.empty() ? std::vector<int64_t>{index} : w.siblings;
+  std::vector<const Weight*> weights;
+  std::vector<at::Tensor> outs;
+  at::Tensor mine;
+  pass.waiting.clear();
+  for (int64_t i : group) {
+    const Weight& each = model->weights[i];
+    auto shape = x.sizes().vec();
+    shape.back() = each.out;
+    at::Tensor y = at::empty(shape, x.options());
+    int64_t line = each.out * y.element_size();
+    if (rows < all) std::memset((char*)y.mutable_data_ptr() + rows * line, 0, (all - rows) * line);
+    weights.push_back(&each), outs.push_back(y);
+    if (i == index)
+      mine = y;
+    else
+      pass.waiting.emplace_back(i, y);
+  }
+  // Held, so that no other tensor can come to lie where this one does.
+  pass.source = pass.waiting.empty() ? at::Tensor() : x;
   if (w.half)
-    multiply<bf16>(w, (const bf16*)x.const_data_ptr(), (bf16*)y.mutable_data_ptr(), rows);
+    multiply<bf16>(weights, (const bf16*)x.const_data_ptr(), outs, rows);
   else
-    multiply<float>(w, (const float*)x.const_data_ptr(), (float*)y.mutable_data_ptr(), rows);
-  return y;
+    multiply<float>(weights, (const float*)x.const_data_ptr(), outs, rows);
+  return mine;
 }
 
 // ---------------------------------------------------------------- attention
@@ -517,8 +550,14 @@ void sk_free(int64_t m) { delete (Model*)m; }
 
 int64_t sk_weight(int64_t m, const void* data, const float* bias, int64_t in, int64_t out, int half) {
   auto& weights = ((Model*)m)->weights;
-  weights.push_back({data, bias, in, out, half != 0});
+  weights.push_back({data, bias, in, out, half != 0, {}});
   return (int64_t)weights.size() - 1;
+}
+
+// Weights of one model that read the same input in every pass: whichever comes first has all computed.
+void sk_siblings(int64_t m, int64_t count, const int64_t* indices) {
+  auto& weights = ((Model*)m)->weights;
+  for (int64_t i = 0; i < count; ++i) weights[indices[i]].siblings.assign(indices, indices + count);
 }
 
 void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads, int64_t room, int64_t key_dim, int64_t value_dim,
@@ -546,6 +585,8 @@ void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
       pass.path.push_back(i);
       pass.path_start.push_back((int32_t)pass.path.size());
     }
+  pass.source = at::Tensor();
+  pass.waiting.clear();
   pass.calls = 0;
 }
 

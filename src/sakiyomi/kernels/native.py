@@ -98,6 +98,11 @@ class NativeModel:
         )
         return PackedLinear(index, inner, out, weight.dtype)
 
+    def join(self, layers: Sequence[PackedLinear]) -> None:
+        """Layers that read the same input in every pass: the first one called computes all of them."""
+        indices = (ctypes.c_int64 * len(layers))(*(layer.index for layer in layers))
+        self._library.sk_siblings(self.number, len(layers), indices)
+
     def attach(self, cache: SlotCache) -> None:
         """Point the attention operator at the cache's present tensors."""
         for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
