@@ -26,7 +26,7 @@ from sakiyomi.gamma import Costs, make_policy
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
-from sakiyomi.params import SamplingParams
+from sakiyomi.params import SamplingParams, as_params
 from sakiyomi.request import Request
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
@@ -91,6 +91,8 @@ class Engine:
         Returns:
             The request's id, as in ``Step.request``.
         """
+        if (n := as_params(params).n) > 1:
+            raise InputError(f"n={n} samples are {n} requests; add each of them, with a key of its own")
         return self.submit(prompt, params, **options).id
 
     def submit(
@@ -117,8 +119,10 @@ class Engine:
             InputError: the prompt is empty, has unknown tokens or is too long, or an option cannot be met.
             MemoryLimitError: its keys and values would not fit.
         """
-        params = params or SamplingParams()
+        params = as_params(params)
         tokens = self._tokens(prompt)
+        if any(isinstance(word, str) for word in params.bad_words):
+            params = _with_ids(params, self.tokenizer)
         kind = self.drafter.kind if self.drafter is not None else "point_mass"
         verifier = choose_verifier(params, kind)
         rule: Rule = verifier.name  # type: ignore[assignment]
@@ -317,6 +321,7 @@ class Engine:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
+            request.began = time.perf_counter()  # waiting is not its time
             request.slot = self.target.cache.take()
             request.graphs = self.target.ready
             self._running.append(request)
@@ -347,8 +352,9 @@ class Engine:
         graphs = frozenset.intersection(*(request.graphs for request in taken))
         logits = self.target.score(segments, last=True, graphs=graphs)
         spent = self.target.forward_seconds - before
-        for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
+        for request in self._running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent
+        for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.cached += len(segment.tokens)
             if request.prefilled:
                 draft = Draft.empty()
@@ -380,6 +386,10 @@ class Engine:
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise InputError(f"the prompt {prompt!r:.80} is no text ({error}); give it as valid Unicode") from None
             tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
             if not tokens:
                 first = self.tokenizer.bos_token_id
@@ -410,3 +420,17 @@ class Engine:
         all_of_them = [*self._running, *self._waiting, request]
         at_once = min(len(all_of_them), self.target.cache.max_slots)
         self.target.cache.check(at_once, max(r.last for r in all_of_them))
+
+
+def _with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Bad words as token ids, each with and without a space before it."""
+    from dataclasses import replace
+
+    words: list[list[int]] = []
+    for word in params.bad_words:
+        if isinstance(word, str):
+            forms = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, " " + word)}
+            words.extend(list(form) for form in sorted(forms) if form)
+        else:
+            words.append(list(word))
+    return replace(params, bad_words=words)

@@ -16,8 +16,7 @@ from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, load_model, stop_tokens
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
-from sakiyomi.params import SamplingParams
-from sakiyomi.request import Request
+from sakiyomi.params import SamplingParams, as_params
 
 __all__ = ["LLM"]
 
@@ -130,7 +129,7 @@ class LLM:
         Raises:
             InputError, MemoryLimitError: before any work is done.
         """
-        params = params or SamplingParams()
+        params = as_params(params)
         if isinstance(prompts, str):
             return self.generate([prompts], params, rounds_trace=rounds_trace)[0]
         if not isinstance(prompts, Iterable):
@@ -139,7 +138,9 @@ class LLM:
         if prompts and all(isinstance(token, int) for token in prompts):
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
         done = self.engine.complete(
-            self._submit(prompt, params, key=(i, j) if params.n > 1 else (i,), rounds_trace=rounds_trace, live=False)
+            self.engine.submit(
+                prompt, params, key=(i, j) if params.n > 1 else (i,), rounds_trace=rounds_trace, live=False
+            )
             for i, prompt in enumerate(prompts)
             for j in range(params.n)
         )
@@ -161,11 +162,11 @@ class LLM:
         Raises:
             InputError, MemoryLimitError: at the first step, before any work is done.
         """
-        params = params or SamplingParams()
+        params = as_params(params)
         if params.n > 1:
             raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
         steps: deque[Step] = deque()
-        request = self._submit(prompt, params, key=(index,), outbox=steps)
+        request = self.engine.submit(prompt, params, key=(index,), outbox=steps)
         try:
             while steps or not request.over:
                 if not steps:
@@ -177,11 +178,6 @@ class LLM:
                     yield step
         finally:
             self.engine.remove(request.id)
-
-    def _submit(self, prompt: Prompt, params: SamplingParams, **options: Any) -> Request:
-        if any(isinstance(word, str) for word in params.bad_words):
-            params = _with_ids(params, self.tokenizer)
-        return self.engine.submit(prompt, params, **options)
 
     # ------------------------------------------------------------ models
 
@@ -247,17 +243,3 @@ def _spec(draft: Any) -> Any:
 def _only(name: str, value: Any, only: Any) -> None:
     if value != only:
         raise InputError(f"{name}={value!r} is not available in this version; leave it at {only!r}")
-
-
-def _with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """Bad words as token ids, each with and without a space before it."""
-    from dataclasses import replace
-
-    words: list[list[int]] = []
-    for word in params.bad_words:
-        if isinstance(word, str):
-            forms = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, " " + word)}
-            words.extend(list(form) for form in sorted(forms) if form)
-        else:
-            words.append(list(word))
-    return replace(params, bad_words=words)

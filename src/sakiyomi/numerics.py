@@ -33,6 +33,7 @@ Tokens = NDArray[np.intp]
 _COLUMNS = 1000
 # Below this many weights a call of the compiled kernel does not pay.
 _SHORT = 1024
+_NO_WEIGHT = "a token is to be drawn, but no weight is positive, or one is not a number"
 
 
 def as_row(values: torch.Tensor) -> Row:
@@ -78,20 +79,29 @@ def draw(weights: Row, uniform: float, support: Tokens | None = None) -> int:
     Never a token of weight 0, whatever the rounding.
 
     Args:
-        weights: (V,) float32, contiguous, not negative; they need not sum to 1.
+        weights: (V,) float32, not negative; they need not sum to 1.
         uniform: in [0, 1).
         support: tokens, ascending, outside of which all weights are known to be 0.
+
+    Raises:
+        ValueError: no weight is positive, or one is not a number.
     """
     if support is not None:
         return int(support[_invert(weights[support], uniform)])
     kernels = loaded() if weights.size > _SHORT else None
     if kernels is None:
         return _invert(weights, uniform)
-    return int(kernels.sk_draw(weights.ctypes.data, weights.size, uniform))
+    weights = np.ascontiguousarray(weights, np.float32)
+    token = int(kernels.sk_draw(weights.ctypes.data, weights.size, uniform))
+    if token < 0:
+        raise ValueError(_NO_WEIGHT)
+    return token
 
 
 def _invert(weights: Row, uniform: float) -> int:
     reached = weights.astype(np.float64).cumsum()
+    if not reached[-1] > 0.0:
+        raise ValueError(_NO_WEIGHT)
     place = int(reached.searchsorted(uniform * reached[-1], side="right"))
     return place if place < weights.size else int(np.flatnonzero(weights)[-1])
 
@@ -115,13 +125,14 @@ def positive_part(target: Row, other: Row, least: float) -> tuple[Row, float]:
     """max(target - other, 0), normalised, as new memory, and its sum before that; below ``least`` it stays as it is.
 
     Args:
-        target: (V,) float32, contiguous.
-        other: the same.
+        target: (V,) float32.
+        other: as many.
         least: a sum that is no rounding error.
     """
+    target, other = (np.ascontiguousarray(row, np.float32) for row in (target, other))
     left = np.empty_like(target)
     kernels = loaded()
-    if kernels is not None:
+    if kernels is not None and target.shape == other.shape:
         places = (row.ctypes.data for row in (target, other))
         return left, float(kernels.sk_residual(*places, target.size, least, left.ctypes.data))
     np.maximum(np.subtract(target, other, out=left), 0.0, out=left)

@@ -99,7 +99,8 @@ class Stats:
         rejected: proposed tokens that the verifier looked at and refused. Tokens behind a refused one are neither.
         hit_rounds: rounds with at least one accepted token.
         seconds: wall clock from the request's start to its last token.
-        prefill_seconds: inside forwards over the prompt, the target's and the draft's.
+        prefill_seconds: inside forwards over prompts, the target's and the draft's; those of other requests too, for
+            which this one stood still.
         draft_seconds: inside draft forwards after the prefill.
         score_seconds: inside target forwards after the prefill.
     """

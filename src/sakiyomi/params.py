@@ -178,3 +178,16 @@ def _number(name: str, value: Any, low: float, high: float, remedy: str, *, open
         bounds = f"above {low:g}" if open_low else f"of at least {low:g}"
         bounds += "" if high == math.inf else f" and at most {high:g}"
         raise InputError(f"{name} is {value!r}; expected a finite number {bounds}: {remedy}")
+
+
+def as_params(params: object) -> SamplingParams:
+    """What the caller gave, None for the defaults.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"params is a {type(params).__name__}: {params!r:.80}; expected SamplingParams(...)")
+    return params

@@ -48,6 +48,8 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
         out.fill(0.0)
         out[token] = 1.0
         return np.array([token])
+    if logits.shape != out.shape:
+        raise ValueError(f"{logits.shape[0]} logits for a row of {out.size} probabilities; they must be as many")
     kernels = _kernels(logits)
     if kernels is None:
         out[:] = as_row(reference_probs(logits[None], params)[0])
@@ -57,7 +59,14 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
     support = np.empty(_FEW, np.intp)
     count: int = kernels.sk_warp(
         *(logits.data_ptr(), logits.dtype is torch.bfloat16, out.size),
-        *(params.temperature, params.top_k, params.top_p, params.min_p, out.ctypes.data, support.ctypes.data),
+        *(
+            params.temperature,
+            min(params.top_k, out.size),
+            params.top_p,
+            params.min_p,
+            out.ctypes.data,
+            support.ctypes.data,
+        ),
     )
     if count == _NO_NUMBER:
         raise InputError(_NOTHING_LEFT)
@@ -66,7 +75,7 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
 
 def _kernels(logits: Tensor) -> ctypes.CDLL | None:
     """The compiled kernels if they are in use and can read this row, (V,) on the CPU."""
-    return loaded() if logits.dtype in _NATIVE and logits.stride(0) == 1 else None
+    return loaded() if logits.dtype in _NATIVE and logits.is_cpu and logits.stride(0) == 1 else None
 
 
 def chance(logits: Tensor, token: int) -> float:

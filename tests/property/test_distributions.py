@@ -81,7 +81,10 @@ def test_rows_are_distributions_and_agree(row: torch.Tensor, options: dict[str, 
     kept = probs[0] > 0
     assert bool(kept.any())
     assume(not on_a_border(row, params))
-    assert float((probs - reference_probs(row, params)).abs().max()) <= 1e-6
+    # The reference rounds each quotient, which is an error of that size in its exponent.
+    reference = reference_probs(row, params)
+    rounding = 1e-6 + 2e-7 * float(row.abs().max()) / max(params.temperature, 1e-3)
+    assert bool(((probs - reference).abs() <= 1e-6 + rounding * reference).all())
     assert float((probs - warped(row, params)).abs().max()) <= 1e-6
 
 

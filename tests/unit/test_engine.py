@@ -30,7 +30,9 @@ from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
 from sakiyomi.cache.slots import FIRST_ROOM
 from sakiyomi.drafters import Context
+from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels import graphs
+from sakiyomi.model import PackedModel
 from sakiyomi.request import Request
 from sakiyomi.tree import Draft
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
@@ -769,3 +771,42 @@ def test_what_compiles_ends_even_if_a_callback_swallows_the_call(
     graphs.stop_compiling()
     assert not thread.is_alive() and calls == [1, 2]
     assert capfd.readouterr().err == ""
+
+
+def test_waiting_and_other_requests_prompts_are_not_bookkeeping() -> None:
+    """Overhead is what is left of a request's time without forwards: not its place in the queue, nor their prompts."""
+    target = tiny_llama(vocab=VOCAB, layers=6, dim=256, max_position_embeddings=512)
+    llm = LLM((target, TOKENIZER), "none", compile=False, max_batch=2)
+    llm.generate([prompt(60)], params(max_new_tokens=4))
+    began = time.perf_counter()
+    done = llm.generate([prompt(60, seed) for seed in range(6)], params(max_new_tokens=12))
+    wall = time.perf_counter() - began
+    for stats in (out.stats for out in done):
+        assert stats.overhead_seconds < 0.5 * stats.seconds
+    assert sum(out.stats.seconds for out in done) < 2.1 * wall  # two at a time
+
+
+def test_what_is_no_parameters_or_no_text_is_refused(heavy: LLM) -> None:
+    with pytest.raises(InputError, match=r"params is a dict.*expected SamplingParams"):
+        heavy.generate("hi", {"max_new_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="params is a dict"):
+        heavy.engine.add("hi", {"max_new_tokens": 3})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="n=3 samples are 3 requests"):
+        heavy.engine.add([1, 2], params(n=3))
+    with pytest.raises(InputError, match="is no text"):
+        heavy.generate("caf\udce9", params())
+
+
+def test_a_draft_ends_with_an_end_token() -> None:
+    """Whatever gamma says: behind the end of the text there is nothing to guess."""
+    model = model_of("llama")
+    text = wanted()[0]
+    llm = LLM((model, TOKENIZER), ModelDrafter(PackedModel(model, compile=False), VOCAB), compile=False)
+    end = text[5]
+    first = text.index(end)
+    values = params(gamma="heuristic", stop_token_ids=[end])
+    (out,) = llm.generate(PROMPTS[:1], values, rounds_trace=True)
+    assert out.token_ids == text[: first + 1]
+    assert out.rounds_trace is not None
+    for found in out.rounds_trace:
+        assert end not in found.tokens[:-1]

@@ -172,3 +172,45 @@ def test_as_row() -> None:
     assert as_row(values).base is not None or np.shares_memory(as_row(values), values.numpy())
     assert np.array_equal(as_row(values.half()), values.half().float().numpy())
     assert np.array_equal(as_row(values.clone().requires_grad_()), values.numpy())
+
+
+@pytest.mark.usefixtures("kernels")
+def test_rows_of_any_layout() -> None:
+    """A drafter's rows may be columns of a larger table, or one number seen many times."""
+    target, other = probs(1500, 1), probs(1500, 2)
+    column = np.empty((1500, 3), np.float32)
+    column[:, 1] = other
+    assert np.array_equal(positive_part(target, column[:, 1], 1e-7)[0], positive_part(target, other, 1e-7)[0])
+    assert [draw(column[:, 1], u) for u in (0.1, 0.5, 0.9)] == [draw(other, u) for u in (0.1, 0.5, 0.9)]
+    flat = np.broadcast_to(np.float32(1 / 1500), (1500,))
+    expected = np.maximum(target - flat, 0.0)
+    assert np.allclose(positive_part(target, flat, 1e-7)[0], expected / expected.sum(), rtol=1e-4)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("size", [5, 5000])
+def test_nothing_is_drawn_from_nothing(size: int) -> None:
+    for weights in (np.zeros(size, np.float32), np.full(size, np.nan, np.float32)):
+        with pytest.raises(ValueError, match="no weight is positive"):
+            draw(weights, 0.5)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_equal_logits_are_kept_or_dropped_alike() -> None:
+    """In whatever part of the row they stand."""
+    for d in np.linspace(0.5, 6.0, 200):
+        logits = np.full(8192, -20.0, np.float32)
+        logits[[10, 5000]], logits[6000] = 0.0, d
+        out = np.empty(8192, np.float32)
+        fill_row(torch.from_numpy(logits), out, SamplingParams(temperature=1.0, min_p=float(np.exp(-d))))
+        assert (out[10] > 0) == (out[5000] > 0)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("options", [{}, {"top_k": 4999}, {"top_p": 0.9}])
+def test_heat_makes_no_nonsense(options: dict[str, float]) -> None:
+    logits = row(5000)
+    logits[3] = -np.inf
+    out = np.empty(5000, np.float32)
+    fill_row(torch.from_numpy(logits), out, SamplingParams(temperature=1e30, **options))
+    assert np.isfinite(out).all() and out[3] == 0.0 and out.sum() == pytest.approx(1.0, abs=1e-4)

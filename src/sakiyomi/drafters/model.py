@@ -146,7 +146,7 @@ class ModelDrafter:
 
     def _extend(self, chain: _Chain, logits: Tensor) -> None:
         """Choose the next token of a chain from the logits (V of the draft,) of its last one."""
-        missing = self._vocab_size - self.model.vocab_size
+        missing = self._vocab_size - logits.shape[0]
         if missing:  # vocabularies may be padded differently
             logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:missing]
         try:

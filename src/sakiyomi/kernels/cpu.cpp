@@ -206,7 +206,9 @@ at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
   // Where a layer does not get the pass as it came, (1, N, in), which of its rows are real is not known (experts).
   int64_t all = x.numel() / w.in, rows = all;
   if (all == pass.size && x.dim() == 3 && x.size(0) == 1) rows = (int64_t)pass.path_start.size() - 1;
-  std::vector<int64_t> group = w.siblings.empty() ? std::vector<int64_t>{index} : w.siblings;
+  // A copy of an input that is not contiguous is another one for each sibling.
+  bool alone = w.siblings.empty() || !input.is_contiguous();
+  std::vector<int64_t> group = alone ? std::vector<int64_t>{index} : w.siblings;
   std::vector<const Weight*> weights;
   std::vector<at::Tensor> outs;
   at::Tensor mine;
@@ -546,7 +548,10 @@ float sk_residual(const float* p, const float* q, int64_t n, float least, float*
 
 int64_t sk_model() { return (int64_t) new Model(); }
 
-void sk_free(int64_t m) { delete (Model*)m; }
+void sk_free(int64_t m) {
+  if (current.model == (const Model*)m) current = Pass();
+  delete (Model*)m;
+}
 
 int64_t sk_weight(int64_t m, const void* data, const float* bias, int64_t in, int64_t out, int half) {
   auto& weights = ((Model*)m)->weights;

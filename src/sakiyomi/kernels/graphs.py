@@ -103,11 +103,12 @@ def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
 
 _compiling: set[threading.Thread] = set()
 _stopped = threading.Event()
+TRIES = 60  # seconds, too, until a thread that does not end is left alone
 
 
 @atexit.register
 def stop_compiling() -> None:
-    """End what compiles in the background; what is not ready by then never will be in this process.
+    """End what compiles in the background; the models at work keep the graphs that they have by then.
 
     At exit this comes before the interpreter goes: a thread that dies inside the compiler takes the process with it.
     """
@@ -116,12 +117,15 @@ def stop_compiling() -> None:
     sys.unraisablehook = lambda what: None if what.exc_type is SystemExit else report(what)
     try:
         for thread in list(_compiling):
-            while thread.is_alive():  # more than once: a callback of the collector may swallow it
+            for _ in range(TRIES):  # more than once: a callback of the collector may swallow it
                 ident = ctypes.c_ulong(thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
                 thread.join(1.0)
+                if not thread.is_alive():
+                    break
     finally:
         sys.unraisablehook = report
+        _stopped.clear()  # models that are loaded later have their graphs compiled
 
 
 class Graphs:

@@ -23,12 +23,13 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._calls: list[tuple[nn.Module, Tensor]] = []  # the tensors are held: an id then means one of them
+        # The tensors are held, so that an id means one of them; their versions, since they may change in between.
+        self._calls: list[tuple[nn.Module, Tensor, int]] = []
 
     def __enter__(self) -> Watch:
         def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if inputs:
-                self._calls.append((module, inputs[0]))
+                self._calls.append((module, inputs[0], 0 if inputs[0].is_inference() else inputs[0]._version))
 
         layers = [module for module in self._model.modules() if type(module) in PACKED]
         self._hooks = [layer.register_forward_pre_hook(note) for layer in layers]
@@ -41,11 +42,11 @@ class Watch:
     def siblings(self) -> list[list[nn.Module]]:
         """Groups of two and more layers, each called once."""
         parents = {id(child): id(parent) for parent in self._model.modules() for child in parent.children()}
-        times = Counter(id(layer) for layer, _ in self._calls)
-        groups: dict[tuple[int, int], list[nn.Module]] = {}
-        for layer, read in self._calls:
+        times = Counter(id(layer) for layer, *_ in self._calls)
+        groups: dict[tuple[int, int, int], list[nn.Module]] = {}
+        for layer, read, version in self._calls:
             if times[id(layer)] == 1:
-                groups.setdefault((parents[id(layer)], id(read)), []).append(layer)
+                groups.setdefault((parents[id(layer)], id(read), version), []).append(layer)
         return [group for group in groups.values() if len(group) > 1]
 
 

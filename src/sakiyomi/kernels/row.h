@@ -85,12 +85,12 @@ std::vector<Stretch> look_all(const T* row, int64_t n, float sharpness, float* o
   return all;
 }
 
-// softmax(logits * sharpness) of one row; the largest logit, which is not a number where the row has none.
+// softmax(logits * sharpness) of one row; what look_all finds in it.
 template <typename T>
-float softmax(const T* logits, int64_t n, float sharpness, float* out) {
+Stretch softmax(const T* logits, int64_t n, float sharpness, float* out) {
   auto all = look_all(logits, n, sharpness, out);
   Stretch whole = all.back();
-  if (std::isnan(whole.top)) return NAN;
+  if (std::isnan(whole.top)) return whole;
   at::parallel_for(0, (int64_t)all.size() - 1, 4, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
       float scale = std::exp((all[s].top - whole.top) * sharpness) / whole.sum;
@@ -98,13 +98,14 @@ float softmax(const T* logits, int64_t n, float sharpness, float* out) {
       for (; at < stop; ++at) *at *= scale;
     }
   });
-  return whole.top;
+  return whole;
 }
 
-// softmax(row)[token]; not a number where the row has none.
+// softmax(row)[token]; 1 or 0 where a number of the row is infinite.
 template <typename T>
 double chance(const T* row, int64_t n, int64_t token) {
   Stretch whole = look_all(row, n, 1, nullptr).back();
+  if (std::isnan(whole.top)) return value_of(row[token]) == INFINITY;
   return std::exp(double(value_of(row[token])) - whole.top) / whole.sum;
 }
 
@@ -216,11 +217,13 @@ constexpr int64_t few = 1024;  // so many tokens are worth a list
 // many for a list; -2 where the row has no number to choose.
 template <typename T>
 int64_t warp(const T* row, int64_t n, double temperature, int64_t top_k, double top_p, double min_p, float* out, int64_t* support) {
-  const float sharpness = std::min(1 / temperature, 1e30);  // the largest number counts 1 however cold it is
+  // The largest number counts 1 however cold it is, and -inf counts 0 however hot.
+  const float sharpness = std::clamp(1 / temperature, 1e-37, 1e30);
   std::vector<Candidate> left;
-  double total = 1;
+  Stretch whole;
+  double total = 0;
   if (top_k > 0 && top_k < n) {
-    Stretch whole = look_all<false>(row, n, sharpness, nullptr).back();
+    whole = look_all<false>(row, n, sharpness, nullptr).back();
     if (std::isnan(whole.top)) return -2;
     left = not_below(row, n, bound_of(row, n, top_k));
     if ((int64_t)left.size() > top_k) {  // all that equal the k-th stay
@@ -229,16 +232,16 @@ int64_t warp(const T* row, int64_t n, double temperature, int64_t top_k, double 
       std::nth_element(values.begin(), values.begin() + (top_k - 1), values.end(), std::greater<float>());
       std::erase_if(left, [&](const Candidate& c) { return c.weight < values[top_k - 1]; });
     }
-    total = 0;
     for (Candidate& c : left) total += c.weight = std::exp((c.weight - whole.top) * sharpness);
   } else {
-    float top = softmax(row, n, sharpness, out);
-    if (std::isnan(top)) return -2;
+    whole = softmax(row, n, sharpness, out);
+    if (std::isnan(whole.top)) return -2;
     if (top_p >= 1 && min_p <= 0) return -1;
     // Numbers below (1 - top_p) / n sum to less than 1 - top_p: top-p never reaches them. Half of it, for rounding.
-    float least = 0.5 * (1 - top_p) / n;
-    if (top_p >= 1) least = min_p * *std::max_element(out, out + n);
-    left = not_below((const float*)out, n, least);
+    left = not_below((const float*)out, n, 0.5 * (top_p < 1 ? (1 - top_p) / n : min_p / whole.sum));
+    // Equal logits get equal weights, in whatever stretch they stand.
+    for (Candidate& c : left) c.weight = std::exp((value_of(row[c.token]) - whole.top) * sharpness);
+    total = whole.sum;
   }
   Border border = top_p < 1 ? border_of(left, top_p * total) : Border{};
   float largest = 0;
@@ -250,11 +253,13 @@ int64_t warp(const T* row, int64_t n, double temperature, int64_t top_k, double 
   std::memset(out, 0, 4 * n);
   for (const Candidate& c : left) out[c.token] = c.weight / total;
   if ((int64_t)left.size() > few) return -1;
-  for (size_t i = 0; i < left.size(); ++i) support[i] = left[i].token;
-  return left.size();
+  int64_t count = 0;
+  for (const Candidate& c : left)
+    if (out[c.token] > 0) support[count++] = c.token;
+  return count;
 }
 
-// A token drawn in proportion to its weight, by a uniform number in [0, 1); never one of weight 0 where another is not.
+// A token drawn in proportion to its weight, by a uniform number in [0, 1); never one of weight 0; -1 where all are.
 inline int64_t draw(const float* weights, int64_t n, double uniform) {
   constexpr int64_t block = 256;
   std::vector<double> sums((n + block - 1) / block);
@@ -267,8 +272,9 @@ inline int64_t draw(const float* weights, int64_t n, double uniform) {
     for (; at < end; ++at) rest += *at;
     all += sums[b] = rest;
   }
-  double goal = uniform * all;
   int64_t token = -1;
+  if (!(all > 0)) return token;
+  double goal = uniform * all;
   for (int64_t b = 0; b < (int64_t)sums.size(); ++b) {
     if (goal >= sums[b] && b + 1 < (int64_t)sums.size()) {
       goal -= sums[b];

@@ -1,4 +1,4 @@
-// Sixteen numbers at a time: loads, sums and exp for fp32 and bf16, the same on every processor.
+// Sixteen numbers at a time: loads, sums and exp for fp32 and bf16.
 
 #pragma once
 
