@@ -47,6 +47,11 @@ def audit(
     from sakiyomi.loading import load_model
 
     config, options = config or AuditConfig(), dict(options or {})
+    if options.get("quantize"):
+        raise InputError(
+            f"quantize is {options['quantize']!r}; audit compares with transformers, whose weights are not rounded: "
+            "leave quantize out"
+        )
     note("loading the model with transformers")
     known = ("dtype", "device", "trust_remote_code", "allow_pickle")
     loaded = load_model(target, **{name: options[name] for name in known if name in options})

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
@@ -17,11 +19,13 @@ from sakiyomi.loading import Loaded, load_model, stop_tokens
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import SamplingParams, as_params
+from sakiyomi.prompts import STORIES
 
 __all__ = ["LLM"]
 
 logger = logging.getLogger("sakiyomi")
 Prompt = str | Sequence[int]
+JUDGED = 512  # tokens on which a rounding is judged
 
 
 class LLM:
@@ -36,7 +40,8 @@ class LLM:
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
-        quantize: only None in this version.
+        quantize: "int8" rounds the target's weights and rows to 8 bits, on the CPU; ``target.rounding`` says what that
+            changed. None: nothing is rounded.
         compile: "auto" compiles in the background and uses it when it is ready, True waits for it, False never does.
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
@@ -68,7 +73,8 @@ class LLM:
     ) -> None:
         _only("cache", cache, "full")
         _only("kv_budget", kv_budget, None)
-        _only("quantize", quantize, None)
+        if quantize not in (None, "int8"):
+            raise InputError(f"quantize={quantize!r}; expected None or 'int8'")
         if compile != "auto" and not isinstance(compile, bool):
             raise InputError(f"compile={compile!r}; expected 'auto', True or False")
         for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):
@@ -84,7 +90,8 @@ class LLM:
         self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
         loaded = load_model(target, **self._options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        self.target = PackedModel(loaded.model, owned=loaded.owned, **self._pack_options)
+        text = _text(loaded) if quantize else ()
+        self.target = PackedModel(loaded.model, owned=loaded.owned, quantize=quantize, text=text, **self._pack_options)
         self._models = [self.target]
         around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
         self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
@@ -238,6 +245,19 @@ def _spec(draft: Any) -> Any:
         f"draft={draft!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose; several "
         "drafters are not available in this version"
     )
+
+
+def _text(loaded: Loaded) -> list[int]:
+    """Tokens on which a rounding is judged: stories, or, where the tokenizer knows no such text, any tokens."""
+    width = int(loaded.model.get_output_embeddings().weight.shape[0])
+    most = min(JUDGED, int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or JUDGED))
+    try:
+        tokens: list[int] = list(loaded.tokenizer("\n".join(STORIES))["input_ids"])[:most]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        tokens = []
+    if len(set(tokens)) < 16 or max(tokens) >= width:
+        tokens = torch.randint(width, (most,), generator=torch.Generator().manual_seed(0)).tolist()
+    return tokens
 
 
 def _only(name: str, value: Any, only: Any) -> None:

@@ -29,7 +29,8 @@ from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.graphs import Graphs, State
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.int8 import OUTLIER, Int8Report, compare, layer_errors
+from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.pack import PACKED, Watch, pack_linears
 from sakiyomi.kernels.plan import Plan, Segment
@@ -80,9 +81,14 @@ class PackedModel:
         exact: every pass has a row count at which a self-test found each row independent of the others.
         owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
         first_sizes: row counts whose graphs are compiled first.
+        quantize: "int8" rounds weights and rows to 8 bits where a layer bears it; None leaves them.
+        text: token ids on which the rounding is judged.
+
+    Attributes:
+        rounding: what the rounding changed; None where nothing was rounded.
 
     Raises:
-        UnsupportedError: the model's attention cannot be served.
+        UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
     """
 
     def __init__(
@@ -94,6 +100,8 @@ class PackedModel:
         exact: bool = False,
         owned: bool = False,
         first_sizes: Sequence[int] = TARGET_SIZES,
+        quantize: str | None = None,
+        text: Sequence[int] = (),
     ) -> None:
         self.config = model.config.get_text_config()
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
@@ -109,6 +117,8 @@ class PackedModel:
             self.max_context = min(self.max_context, int(self.config.attention_chunk_size or self.max_context))
         self.max_context = min(self.max_context, _rope_limit(self.config))
         self.exact, self.first_sizes = exact, tuple(first_sizes)
+        self.rounding: Int8Report | None = None
+        self._text = list(text) if quantize else []
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
         head, weights = model.get_output_embeddings().weight.numel(), sum(p.numel() for p in model.parameters())
@@ -137,7 +147,8 @@ class PackedModel:
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
         # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
-        self.unsettled = compile == "auto" and not exact and self._packable() and not native_at_hand()
+        waits = compile == "auto" and not exact and not quantize
+        self.unsettled = waits and self._packable() and not native_at_hand()
         if not self.passes_here:
             self._take(OwnAttention(self.cache))
         elif accelerated:
@@ -148,6 +159,8 @@ class PackedModel:
             self._take((None if self.unsettled else self._native()) or Dense(self.cache, by_row=exact))
         self.sizes: tuple[int, ...] = SIZES
         self._proven = False
+        if quantize:
+            self._judge_rounding()
         if exact:
             self._make_exact()
 
@@ -274,9 +287,36 @@ class PackedModel:
                     readable(need),
                 )
                 return None
-        pack_linears(self._model, native, self._siblings, free=self._owned)
+        int8 = self._bear_rounding() if self._text else set()
+        pack_linears(self._model, native, self._siblings, free=self._owned, int8=int8)
         self._siblings = []
         return native
+
+    def _bear_rounding(self) -> set[int]:
+        """Ids of the linear layers whose output 8 bits hardly change; the model's logits on the text are kept."""
+        self._model.set_attn_implementation("eager")
+        with torch.no_grad():
+            errors, self._before = layer_errors(self._model, torch.tensor([self._text]))
+        names = {id(module): name for name, module in self._model.named_modules()}
+        self._kept = tuple(names[layer] for layer, error in errors.items() if error > OUTLIER)
+        return {layer for layer, error in errors.items() if error <= OUTLIER}
+
+    def _judge_rounding(self) -> None:
+        if not isinstance(self.state, NativeModel):
+            raise UnsupportedError(
+                "quantize='int8' needs the compiled CPU kernels, which do not serve this model here (sakiyomi info "
+                "says what is missing); leave quantize at None"
+            )
+        slot = self.cache.take()
+        try:
+            self.cache.reserve(slot, len(self._text))
+            after = self.score([Segment(slot, 0, self._text, prompt=True)])
+        finally:
+            self.cache.release(slot)
+        agreement, divergence = compare(self._before, after)
+        layers = sum(isinstance(module, PackedLinear) for module in self._model.modules()) - len(self._kept)
+        self.rounding = Int8Report(layers, self._kept, agreement, divergence, len(self._text))
+        del self._before
 
     def _make_exact(self) -> None:
         """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""

@@ -17,7 +17,6 @@ from sakiyomi.bench import compiling, suites
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
-from sakiyomi.bench.prompts import STORIES, read_prompts
 from sakiyomi.bench.report import Row, condition_line, of_race
 from sakiyomi.bench.runner import Agreement, Contender, Lap, race, same_tokens, timed
 from sakiyomi.bench.trees import RandomTrees
@@ -29,6 +28,7 @@ from sakiyomi.llm import LLM
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.model import SIZES
 from sakiyomi.params import SamplingParams
+from sakiyomi.prompts import STORIES, read_prompts
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)

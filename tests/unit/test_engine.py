@@ -565,7 +565,8 @@ def test_prompts_that_cannot_be_meant(prompts: Any, message: str) -> None:
     [
         {"cache": "h2o"},
         {"kv_budget": 100},
-        {"quantize": "int8"},
+        {"quantize": "int3"},
+        {"quantize": True},
         {"compile": "maybe"},
         {"max_batch": 0},
         {"chunk_size": 0},

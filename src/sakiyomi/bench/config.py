@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sakiyomi.bench.prompts import STORIES, read_prompts
 from sakiyomi.errors import InputError
+from sakiyomi.prompts import STORIES, read_prompts
 
 __all__ = ["BenchConfig", "Note"]
 

@@ -57,8 +57,8 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
     """Run the command."""
     if options.count < 1:
         raise InputError(f"count is {options.count}; expected at least 1")
-    from sakiyomi.bench.prompts import STORIES, read_prompts
     from sakiyomi.cli.output import emit_json, progress, quiet
+    from sakiyomi.prompts import STORIES, read_prompts
 
     texts = list(STORIES) if options.prompts is None else read_prompts(options.prompts)
     with progress("loading") as status:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,9 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
     with progress(f"loading {model.target}"):
         quiet()
         llm = model.load()
+    rounding = llm.target.rounding
+    if rounding is not None:
+        note(str(rounding))
     if model.draft == "auto" and llm.draft is None:
         note(
             f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
@@ -81,14 +85,17 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
             _show(llm, results, params, options.trace)
     if output.json:
         generations = [result.to_dict() for result in results]
-        emit_json({"target": model.target, "draft": model.draft, "prompts": prompts, "generations": generations})
+        rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
+        emit_json(
+            {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
+        )
 
 
 def _prompts(options: GenerateOptions) -> list[str]:
     """Prompts from all places, in the order arguments, file."""
     found = [_from_stdin() if text == "-" else text for text in options.prompts]
     if options.file is not None:
-        from sakiyomi.bench.prompts import read_prompts
+        from sakiyomi.prompts import read_prompts
 
         found += read_prompts(options.file)
     if not found:

@@ -27,7 +27,7 @@ _int64, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_model": ([], _int64),
     "sk_free": ([_int64], None),
-    "sk_weight": ([_int64, _pointer, _pointer, _int64, _int64, ctypes.c_int], _int64),
+    "sk_weight": ([_int64, _pointer, _pointer, _pointer, _pointer, _int64, _int64, ctypes.c_int], _int64),
     "sk_siblings": ([_int64, _int64, _pointer], None),
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),

@@ -35,8 +35,10 @@ namespace {
 // ---------------------------------------------------------------- state set between passes
 
 struct Weight {
-  const void* data;   // bf16: [ceil(out/16)][in/2][16][2]; float: [ceil(out/16)][in][16]
-  const float* bias;  // or null
+  const void* data;    // bf16: [ceil(out/16)][in/2][16][2]; float: [ceil(out/16)][in][16]; int8: [ceil(out/16)][ceil(in/4)][16][4]
+  const float* bias;   // or null
+  const float* scale;  // int8: of each output channel; null for the others
+  const int32_t* sum;  // int8: of each output channel's weights
   int64_t in, out;
   bool half;
   std::vector<int64_t> siblings;  // weights that read the same input in every pass, itself included; empty if there are none
@@ -149,6 +151,84 @@ void block(const Weight& w, const T* x, T* y, int64_t first) {
     }
 }
 
+// Rows in 8 bits: what each is to be multiplied with, and its numbers + 128, which makes them unsigned.
+struct Bytes {
+  std::vector<uint8_t> data;  // [rows][stride]
+  std::vector<float> scale;   // [rows]
+  int64_t stride;
+};
+
+template <typename T>
+void to_bytes(const T* x, int64_t rows, int64_t in, Bytes& to) {
+  to.stride = (in + 3) / 4 * 4;
+  to.data.assign(rows * to.stride, 128);
+  to.scale.resize(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* row = x + r * in;
+    float most = 0;
+    for (int64_t i = 0; i < in; ++i) most = std::max(most, std::fabs(value_of(row[i])));
+    float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
+    uint8_t* bytes = to.data.data() + r * to.stride;
+    for (int64_t i = 0; i < in; ++i) bytes[i] = uint8_t(int32_t(std::nearbyint(value_of(row[i]) * inverse)) + 128);
+    to.scale[r] = scale;
+  }
+}
+
+// Sums of products of bytes are whole numbers: exact, in any order.
+template <int R, int C>
+inline void dot_bytes(const uint8_t* x, int64_t x_stride, const int8_t* w, int64_t w_stride, i16v acc[R][C]) {
+  for (int64_t k = 0; k < x_stride; k += 4) {
+#if defined(__AVX512VNNI__)
+    __m512i col[C];
+    for (int c = 0; c < C; ++c) col[c] = _mm512_loadu_si512(w + c * w_stride + k * 16);
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, x + r * x_stride + k, 4);
+      __m512i s = _mm512_set1_epi32(four);
+      for (int c = 0; c < C; ++c) acc[r][c] = (i16v)_mm512_dpbusd_epi32((__m512i)acc[r][c], s, col[c]);
+    }
+#else
+    for (int c = 0; c < C; ++c)
+      for (int j = 0; j < 4; ++j) {
+        i16v col;
+        for (int t = 0; t < 16; ++t) col[t] = w[c * w_stride + k * 16 + t * 4 + j];
+        for (int r = 0; r < R; ++r) acc[r][c] += col * int32_t(x[r * x_stride + k + j]);
+      }
+#endif
+  }
+}
+
+template <typename T, int R, int C>
+void block_of_bytes(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
+  i16v acc[R][C] = {};
+  dot_bytes<R, C>(x.data.data() + row * x.stride, x.stride, (const int8_t*)w.data + first * x.stride, 16 * x.stride, acc);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) {
+      int64_t at = first + 16 * c, n = std::min<int64_t>(16, w.out - at);
+      if (n <= 0) continue;
+      f16v scale = {}, shift = {}, sum;
+      i16v sums = {};
+      std::memcpy(&scale, w.scale + at, 4 * n);
+      std::memcpy(&sums, w.sum + at, 4 * n);
+      if (w.bias) std::memcpy(&shift, w.bias + at, 4 * n);
+      sum = __builtin_convertvector(acc[r][c] - 128 * sums, f16v);
+      put(y + (row + r) * w.out + at, sum * (scale * x.scale[row + r]) + shift, n);
+    }
+}
+
+template <typename T, int C>
+void rows_of_bytes(const Weight& w, const Bytes& x, T* y, int64_t rows, int64_t first) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) block_of_bytes<T, 6, C>(w, x, r, y, first);
+  switch (rows - r) {
+    case 5: return block_of_bytes<T, 5, C>(w, x, r, y, first);
+    case 4: return block_of_bytes<T, 4, C>(w, x, r, y, first);
+    case 3: return block_of_bytes<T, 3, C>(w, x, r, y, first);
+    case 2: return block_of_bytes<T, 2, C>(w, x, r, y, first);
+    case 1: return block_of_bytes<T, 1, C>(w, x, r, y, first);
+  }
+}
+
 template <typename T, int C>
 void rows_of_block(const Weight& w, const T* x, T* y, int64_t rows, int64_t first) {
   int64_t r = 0;
@@ -170,6 +250,10 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
   constexpr int64_t wide = 64;  // output channels of one task: four streams of weights
   std::vector<int64_t> ends;
   for (const Weight* w : weights) ends.push_back((ends.empty() ? 0 : ends.back()) + (w->out + wide - 1) / wide);
+  static thread_local Bytes bytes;
+  const Bytes* quantized = nullptr;
+  for (const Weight* w : weights)
+    if (w->scale && !quantized) to_bytes(x, rows, w->in, bytes), quantized = &bytes;
   // Below about 100k multiplications a second thread costs more than it brings.
   int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, wide * weights[0]->in * rows));
   at::parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
@@ -178,7 +262,11 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
       const Weight& w = *weights[i];
       T* y = (T*)outs[i].mutable_data_ptr();
       int64_t first = (t - (i ? ends[i - 1] : 0)) * wide, columns = (w.out - first + 15) / 16;
-      if (columns >= 4)
+      if (w.scale && columns >= 4)
+        rows_of_bytes<T, 4>(w, *quantized, y, rows, first);
+      else if (w.scale)
+        for (int64_t c = 0; c < columns; ++c) rows_of_bytes<T, 1>(w, *quantized, y, rows, first + 16 * c);
+      else if (columns >= 4)
         rows_of_block<T, 4>(w, x, y, rows, first);
       else
         for (int64_t c = 0; c < columns; ++c) rows_of_block<T, 1>(w, x, y, rows, first + 16 * c);
@@ -553,9 +641,11 @@ void sk_free(int64_t m) {
   delete (Model*)m;
 }
 
-int64_t sk_weight(int64_t m, const void* data, const float* bias, int64_t in, int64_t out, int half) {
+// `half`: whether rows are bf16; `scale` and `sum` (see Weight) for weights of 8 bits, else null.
+int64_t sk_weight(int64_t m, const void* data, const float* bias, const float* scale, const int32_t* sum, int64_t in, int64_t out,
+                  int half) {
   auto& weights = ((Model*)m)->weights;
-  weights.push_back({data, bias, in, out, half != 0, {}});
+  weights.push_back({data, bias, scale, sum, in, out, half != 0, {}});
   return (int64_t)weights.size() - 1;
 }
 

@@ -41,6 +41,22 @@ def pack_weight(weight: Tensor) -> Tensor:
     return weight.view(blocks, 16, inner).permute(0, 2, 1).contiguous()
 
 
+def pack_bytes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight `(out, in)` in 8 bits: numbers in the kernel's order, the scale and the sum of each output channel.
+
+    A channel's largest weight becomes 127. Numbers come as int8 `(ceil(out / 16), ceil(in / 4), 16, 4)`, scales as
+    float32 `(out)`, sums of the channels' int8 numbers as int32 `(out)`.
+    """
+    out, inner = weight.shape
+    wide = weight.float()
+    scale = wide.abs().amax(1).clamp_min(1e-12) / 127
+    numbers = (wide / scale[:, None]).round().to(torch.int8)
+    sums = numbers.sum(1, dtype=torch.int32)
+    blocks, fours = (out + 15) // 16, (inner + 3) // 4
+    numbers = nn.functional.pad(numbers, (0, fours * 4 - inner, 0, blocks * 16 - out))
+    return numbers.view(blocks, 16, fours, 4).permute(0, 2, 1, 3).contiguous(), scale, sums
+
+
 class PackedLinear(nn.Module):
     """A linear layer whose weight lies in the kernel's table; `index` is its number there."""
 
@@ -86,14 +102,23 @@ class NativeModel:
     def __del__(self) -> None:
         self._library.sk_free(self.number)
 
-    def add_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """Pack a weight `(out, in)` (fp32 or bf16), with a bias or none; the module computes `x @ weight.T + bias`."""
-        packed = pack_weight(weight.detach())
-        held = None if bias is None else bias.detach().float().contiguous()
-        self._held.extend([packed] if held is None else [packed, held])
+    def add_linear(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> PackedLinear:
+        """Pack a weight `(out, in)` (fp32 or bf16), with a bias or none; the module computes `x @ weight.T + bias`.
+
+        With `int8` weights and rows are rounded to 8 bits, each output channel and each row with a scale of its own.
+        """
+        scale = sums = None
+        if int8:
+            packed, scale, sums = pack_bytes(weight.detach())
+        else:
+            packed = pack_weight(weight.detach())
+        shift = None if bias is None else bias.detach().float().contiguous()
+        tensors = (packed, shift, scale, sums)
+        self._held.extend(tensor for tensor in tensors if tensor is not None)
         out, inner = weight.shape
         index = self._library.sk_weight(
-            *(self.number, packed.data_ptr(), None if held is None else held.data_ptr()),
+            self.number,
+            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(inner, out, int(weight.dtype == torch.bfloat16)),
         )
         return PackedLinear(index, inner, out, weight.dtype)

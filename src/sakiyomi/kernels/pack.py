@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from types import TracebackType
 
 from torch import Tensor, nn
@@ -51,12 +52,17 @@ class Watch:
 
 
 def pack_linears(
-    model: nn.Module, native: NativeModel, siblings: list[list[nn.Module]] | None = None, *, free: bool = False
+    model: nn.Module,
+    native: NativeModel,
+    siblings: Sequence[Sequence[nn.Module]] = (),
+    *,
+    free: bool = False,
+    int8: Collection[int] = (),
 ) -> int:
     """Replace plain linear layers on the CPU by packed ones; the number of layers that were replaced.
 
     Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they
-    are. Siblings are computed together.
+    are. Siblings are computed together; layers whose id is in `int8` are rounded to 8 bits.
     """
     done: dict[int, PackedLinear] = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -71,12 +77,12 @@ def pack_linears(
             weight = child.weight if type(child) is nn.Linear else child.weight.T
             if hooked or weight.device.type != "cpu" or not can_pack(weight.shape, weight.dtype):
                 continue
-            done[id(child)] = native.add_linear(weight, getattr(child, "bias", None))
+            done[id(child)] = native.add_linear(weight, getattr(child, "bias", None), int8=id(child) in int8)
             setattr(parent, name, done[id(child)])
             if free and id(child.weight) not in embeddings:
                 # Layer by layer, so that a model is never held twice.
                 child.weight.data = child.weight.new_empty(0)
-    for group in siblings or []:
+    for group in siblings:
         packed = [done[id(layer)] for layer in group if id(layer) in done]
         if len({layer.weight.dtype for layer in packed}) == 1:
             native.join(packed)
