@@ -390,12 +390,11 @@ class Engine:
                 prompt.encode()
             except UnicodeEncodeError as error:
                 raise InputError(f"the prompt {prompt!r:.80} is no text ({error}); give it as valid Unicode") from None
-            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"])
+            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"]) if prompt else []
             if not tokens:
                 first = self.tokenizer.bos_token_id
-                if first is None:
-                    raise InputError("the prompt is empty and the tokenizer has no begin token; give at least one word")
-                tokens = [int(first)]
+                begin = "" if first is None else f", or the begin token to let the model choose: [{first}]"
+                raise InputError(f"the prompt {prompt!r} is empty; give at least one word{begin}")
         else:
             try:
                 tokens = [operator.index(t) for t in prompt]

@@ -159,11 +159,15 @@ def test_errors_are_one_clear_line(models: Path, arguments: list[str], code: int
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_empty_prompt_is_refused_or_begun(models: Path) -> None:
-    """The toy tokenizer has no begin token: there is nothing to continue."""
-    result = runner.invoke(app, ["generate", "", "--target", str(models / "target"), "--compile", "false"])
-    assert result.exit_code == 2
-    assert "empty" in result.stderr
+def test_empty_prompt_is_refused(models: Path) -> None:
+    """With the remedy: where the tokenizer has a begin token, it may be given as such."""
+    for more, remedy in (
+        (["--target", str(models / "target")], "one word"),
+        ([], "begin token to let the model choose: [0]"),
+    ):
+        result = runner.invoke(app, ["generate", "", "--compile", "false", *more])
+        assert result.exit_code == 2
+        assert "the prompt '' is empty" in result.stderr and remedy in result.stderr.replace("\n", " ")
 
 
 # ---------------------------------------------------------------- generate
