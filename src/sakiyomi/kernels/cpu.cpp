@@ -158,20 +158,42 @@ struct Bytes {
   int64_t stride;
 };
 
+// 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.
+inline void put_bytes(uint8_t* to, f16v x) {
+#if defined(__AVX512F__)
+  __m128i y = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)x));
+  y = _mm_xor_si128(y, _mm_set1_epi8(-128));
+  std::memcpy(to, &y, 16);
+#else
+  for (int t = 0; t < 16; ++t) to[t] = uint8_t(int32_t(std::nearbyint(x[t])) + 128);
+#endif
+}
+
 template <typename T>
 void to_bytes(const T* x, int64_t rows, int64_t in, Bytes& to) {
+  const int64_t whole = in / 16 * 16;
   to.stride = (in + 3) / 4 * 4;
   to.data.assign(rows * to.stride, 128);
   to.scale.resize(rows);
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* row = x + r * in;
-    float most = 0;
-    for (int64_t i = 0; i < in; ++i) most = std::max(most, std::fabs(value_of(row[i])));
-    float scale = most / 127.0f, inverse = most > 0 ? 127.0f / most : 0.0f;
-    uint8_t* bytes = to.data.data() + r * to.stride;
-    for (int64_t i = 0; i < in; ++i) bytes[i] = uint8_t(int32_t(std::nearbyint(value_of(row[i]) * inverse)) + 128);
-    to.scale[r] = scale;
-  }
+  at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* row = x + r * in;
+      f16v tops = {};
+      for (int64_t i = 0; i < whole; i += 16) {
+        f16v y = load16(row + i);
+        y = y < 0.0f ? -y : y;
+        tops = y > tops ? y : tops;
+      }
+      float most = 0;
+      for (int t = 0; t < 16; ++t) most = std::max(most, tops[t]);
+      for (int64_t i = whole; i < in; ++i) most = std::max(most, std::fabs(value_of(row[i])));
+      float inverse = most > 0 ? 127.0f / most : 0.0f;
+      uint8_t* bytes = to.data.data() + r * to.stride;
+      for (int64_t i = 0; i < whole; i += 16) put_bytes(bytes + i, load16(row + i) * inverse);
+      for (int64_t i = whole; i < in; ++i) bytes[i] = uint8_t(int32_t(std::nearbyint(value_of(row[i]) * inverse)) + 128);
+      to.scale[r] = most / 127.0f;
+    }
+  });
 }
 
 // Sums of products of bytes are whole numbers: exact, in any order.
