@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -423,8 +424,6 @@ class Engine:
 
 def _with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
     """Bad words as token ids, each with and without a space before it."""
-    from dataclasses import replace
-
     words: list[list[int]] = []
     for word in params.bad_words:
         if isinstance(word, str):

@@ -1,8 +1,8 @@
 """Selecting and drawing from one row of V numbers without a sort of V: on a CPU these decide what a round costs.
 
-All work on one row, (V,) float32 as a numpy array. numpy's comparisons and maxima of such a row take microseconds where
-torch's take tens; torch is used where it is the faster one. Rows are never batched, so that a row's result does not
-depend on what else was scored with it.
+All work on one row, (V,) float32 as a numpy array: by the compiled kernels where they are loaded, else by numpy, whose
+comparisons and maxima of such a row take microseconds where torch's take tens. Rows are never batched, so that a row's
+result does not depend on what else was scored with it.
 """
 
 from __future__ import annotations

@@ -82,8 +82,7 @@ def chance(logits: Tensor, token: int) -> float:
     """Softmax probability of one token of a row, (V,) of any float type on the CPU, at temperature 1."""
     kernels = _kernels(logits)
     if kernels is not None:
-        half = int(logits.dtype is torch.bfloat16)
-        return float(kernels.sk_chance(logits.data_ptr(), half, logits.shape[0], token))
+        return float(kernels.sk_chance(logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[0], token))
     row = logits.float()
     return math.exp(float(row[token]) - float(row.logsumexp(-1)))
 
