@@ -15,7 +15,9 @@ from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
+from sakiyomi.kernels.rounding import ROUNDINGS
 from sakiyomi.loading import Loaded, load_model, stop_tokens
+from sakiyomi.memory import returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import SamplingParams, as_params
@@ -40,8 +42,9 @@ class LLM:
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
-        quantize: "int8" rounds the target's weights and rows to 8 bits, on the CPU; ``target.rounding`` says what that
-            changed. None: nothing is rounded.
+        quantize: "int8" or "int4" rounds the target's weights to so many bits and, on the CPU, rows to 8; then
+            ``target.rounding`` says what that changed, and a packed copy is kept beside the model, from which it is
+            loaded the next time. On a GPU torchao rounds. None: nothing is rounded.
         compile: "auto" compiles in the background and uses it when it is ready, True waits for it, False never does.
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
@@ -73,8 +76,8 @@ class LLM:
     ) -> None:
         _only("cache", cache, "full")
         _only("kv_budget", kv_budget, None)
-        if quantize not in (None, "int8"):
-            raise InputError(f"quantize={quantize!r}; expected None or 'int8'")
+        if quantize is not None and quantize not in ROUNDINGS:
+            raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, ROUNDINGS))}")
         if compile != "auto" and not isinstance(compile, bool):
             raise InputError(f"compile={compile!r}; expected 'auto', True or False")
         for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):
@@ -88,10 +91,9 @@ class LLM:
             "allow_pickle": allow_pickle,
         }
         self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
-        loaded = load_model(target, **self._options)
+        loaded = load_model(target, quantize=quantize, **self._options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        text = _text(loaded) if quantize else ()
-        self.target = PackedModel(loaded.model, owned=loaded.owned, quantize=quantize, text=text, **self._pack_options)
+        self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]
         around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
         self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
@@ -218,6 +220,22 @@ class LLM:
         for model in self._models:
             model.settle()
 
+    def _pack_target(self, loaded: Loaded, quantize: str | None) -> PackedModel:
+        if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
+            quantize = None
+        with returned_when_freed():
+            packed = PackedModel(
+                loaded.model,
+                owned=loaded.owned,
+                quantize=quantize,
+                text=_text(loaded) if quantize else (),
+                prepared=loaded.prepared,
+                **self._pack_options,
+            )
+        if loaded.save is not None:
+            loaded.save(packed)
+        return packed
+
     def _load_beside(self, name: str) -> Loaded:
         return load_model(name, **self._options)
 
@@ -249,7 +267,7 @@ def _spec(draft: Any) -> Any:
 
 def _text(loaded: Loaded) -> list[int]:
     """Tokens on which a rounding is judged: stories, or, where the tokenizer knows no such text, any tokens."""
-    width = int(loaded.model.get_output_embeddings().weight.shape[0])
+    width = int(loaded.model.get_output_embeddings().out_features)
     most = min(JUDGED, int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or JUDGED))
     try:
         tokens: list[int] = list(loaded.tokenizer("\n".join(STORIES))["input_ids"])[:most]

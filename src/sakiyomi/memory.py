@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sakiyomi.errors import MemoryLimitError
 
-__all__ = ["available_bytes", "readable", "require_bytes"]
+__all__ = ["available_bytes", "readable", "require_bytes", "returned_when_freed"]
 
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUP = Path("/proc/self/cgroup")
 
@@ -58,6 +63,24 @@ def readable(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+@contextmanager
+def returned_when_freed() -> Iterator[None]:
+    """Blocks of 1 MB and more that are freed inside go back to the system at once (glibc; nothing changes elsewhere).
+
+    By default glibc keeps them for the next ones of their size. A model that is packed layer by layer then leaves holes
+    between what stays: 1.2 GB of packed weights took 3.9 GB.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is None:
+        yield
+        return
+    set_option(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, 32 << 20)  # where glibc itself arrives when such blocks come and go
 
 
 def _group_headroom() -> int | None:

@@ -29,11 +29,11 @@ from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.graphs import Graphs, State
-from sakiyomi.kernels.int8 import OUTLIER, Int8Report, compare, layer_errors
 from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.own import OwnAttention
-from sakiyomi.kernels.pack import PACKED, Watch, pack_linears
+from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
 from sakiyomi.kernels.plan import Plan, Segment
+from sakiyomi.kernels.rounding import RoundingReport, choose_bits, compare, layer_errors
 from sakiyomi.memory import available_bytes, readable
 
 logger = logging.getLogger("sakiyomi")
@@ -49,6 +49,13 @@ def structural_copy(model: nn.Module) -> Any:
     """The same modules again around the same parameter and buffer tensors, with a config of their own."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
+
+
+def _weights(module: nn.Module) -> int:
+    """Number of a module's own weights, packed ones too."""
+    if isinstance(module, PackedLinear):
+        return module.in_features * module.out_features
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _rope_limit(config: Any) -> int:
@@ -81,11 +88,14 @@ class PackedModel:
         exact: every pass has a row count at which a self-test found each row independent of the others.
         owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
         first_sizes: row counts whose graphs are compiled first.
-        quantize: "int8" rounds weights and rows to 8 bits where a layer bears it; None leaves them.
+        quantize: "int8" or "int4" rounds weights to so many bits, and rows to 8, where a layer bears it; None leaves
+            them.
         text: token ids on which the rounding is judged.
+        prepared: what is known of a model whose layers are packed already; nothing is rounded then.
 
     Attributes:
         rounding: what the rounding changed; None where nothing was rounded.
+        siblings: names of linear layers that are computed together.
 
     Raises:
         UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
@@ -102,9 +112,11 @@ class PackedModel:
         first_sizes: Sequence[int] = TARGET_SIZES,
         quantize: str | None = None,
         text: Sequence[int] = (),
+        prepared: Prepared | None = None,
     ) -> None:
         self.config = model.config.get_text_config()
-        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        head = model.get_output_embeddings()
+        self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         if self.device.type == "meta":  # offloaded as a whole: hooks bring the weights to where they are needed
@@ -117,12 +129,13 @@ class PackedModel:
             self.max_context = min(self.max_context, int(self.config.attention_chunk_size or self.max_context))
         self.max_context = min(self.max_context, _rope_limit(self.config))
         self.exact, self.first_sizes = exact, tuple(first_sizes)
-        self.rounding: Int8Report | None = None
+        self._prepared, self._quantize = prepared, quantize
+        self.rounding: RoundingReport | None = prepared.report if prepared is not None else None
+        self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self._text = list(text) if quantize else []
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
-        head, weights = model.get_output_embeddings().weight.numel(), sum(p.numel() for p in model.parameters())
-        self._small_head = head < SMALL_HEAD * weights
+        self._small_head = _weights(head) < SMALL_HEAD * sum(map(_weights, model.modules()))
         self._seconds: dict[tuple[int, bool], float] = {}
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._model = structural_copy(model).eval()
@@ -131,7 +144,8 @@ class PackedModel:
                 module.gradient_checkpointing = False
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
-        shapes = self._layer_shapes(int(self.config.num_hidden_layers))
+        self.passes_here = True
+        shapes = prepared.shapes if prepared is not None else self._layer_shapes(int(self.config.num_hidden_layers))
         self._one_place = {shape.device for shape in shapes} == {self.device}
         self._owned, self._compile = owned, compile
         accelerated = self.device.type == "cuda" and self._one_place and self.passes_here and not exact
@@ -147,7 +161,7 @@ class PackedModel:
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
         # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
-        waits = compile == "auto" and not exact and not quantize
+        waits = compile == "auto" and not exact and not quantize and prepared is None
         self.unsettled = waits and self._packable() and not native_at_hand()
         if not self.passes_here:
             self._take(OwnAttention(self.cache))
@@ -163,6 +177,12 @@ class PackedModel:
             self._judge_rounding()
         if exact:
             self._make_exact()
+
+    @property
+    def module(self) -> nn.Module:
+        """The transformers model as it runs here, its linear layers packed."""
+        model: nn.Module = self._model
+        return model
 
     def settle(self) -> None:
         """Take kernels into use that were being built when the model was loaded. Only while no request runs."""
@@ -185,6 +205,7 @@ class PackedModel:
 
     def _take(self, state: State) -> None:
         """Run on this attention from now on, and have its graphs compiled where that is possible."""
+        attention.register()
         self.state = state
         self._model.set_attn_implementation(state.attention)
         if isinstance(state, NativeModel) and self.cache.room:
@@ -270,11 +291,16 @@ class PackedModel:
 
     def _packable(self) -> bool:
         """Whether the compiled kernels could serve this model."""
-        here = self._one_place and all(p.device.type == "cpu" for p in self._model.parameters())
+        places = (
+            {"cpu", "meta"} if self._owned else {"cpu"}
+        )  # what we loaded ourselves may be on disk until it is packed
+        here = self._one_place and {p.device.type for p in self._model.parameters()} <= places
         return self.passes_here and here and self.dtype in (torch.float32, torch.bfloat16)
 
     def _native(self) -> NativeModel | None:
         """The compiled kernels' side of this model, its linear layers packed; None where they do not serve it."""
+        if self._prepared is not None:
+            return self._prepared.native
         native = NativeModel.create() if self._packable() else None
         if native is None:
             return None
@@ -287,25 +313,24 @@ class PackedModel:
                     readable(need),
                 )
                 return None
-        int8 = self._bear_rounding() if self._text else set()
-        pack_linears(self._model, native, self._siblings, free=self._owned, int8=int8)
+        bits = self._bear_rounding(self._quantize) if self._quantize else None
+        names = {id(module): name for name, module in self._model.named_modules()}
+        self.siblings = [[names[id(layer)] for layer in group] for group in self._siblings]
+        pack_linears(self._model, native, self._siblings, free=self._owned, bits=bits)
         self._siblings = []
         return native
 
-    def _bear_rounding(self) -> set[int]:
-        """Ids of the linear layers whose output 8 bits hardly change; the model's logits on the text are kept."""
+    def _bear_rounding(self, kind: str) -> dict[int, int]:
+        """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
         self._model.set_attn_implementation("eager")
-        with torch.no_grad():
-            errors, self._before = layer_errors(self._model, torch.tensor([self._text]))
-        names = {id(module): name for name, module in self._model.named_modules()}
-        self._kept = tuple(names[layer] for layer, error in errors.items() if error > OUTLIER)
-        return {layer for layer, error in errors.items() if error <= OUTLIER}
+        errors, self._before = layer_errors(self._model, torch.tensor([self._text]), {kind, "int8"})
+        return choose_bits(kind, errors, self._model.get_output_embeddings())
 
     def _judge_rounding(self) -> None:
         if not isinstance(self.state, NativeModel):
             raise UnsupportedError(
-                "quantize='int8' needs the compiled CPU kernels, which do not serve this model here (sakiyomi info "
-                "says what is missing); leave quantize at None"
+                f"quantize={self._quantize!r} needs the compiled CPU kernels, which do not serve this model here "
+                "(sakiyomi info says what is missing); leave quantize at None"
             )
         slot = self.cache.take()
         try:
@@ -314,8 +339,11 @@ class PackedModel:
         finally:
             self.cache.release(slot)
         agreement, divergence = compare(self._before, after)
-        layers = sum(isinstance(module, PackedLinear) for module in self._model.modules()) - len(self._kept)
-        self.rounding = Int8Report(layers, self._kept, agreement, divergence, len(self._text))
+        layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, PackedLinear)}
+        kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
+        self.rounding = RoundingReport(
+            str(self._quantize), len(layers) - len(kept), kept, agreement, divergence, len(self._text)
+        )
         del self._before
 
     def _make_exact(self) -> None:

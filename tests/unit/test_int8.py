@@ -13,9 +13,9 @@ import sakiyomi.kernels.native
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
-from sakiyomi.kernels.int8 import OUTLIER, compare, layer_errors
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.plan import Plan, Segment
+from sakiyomi.kernels.rounding import ROUNDINGS, compare, layer_errors
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -41,7 +41,7 @@ def test_linear_in_8_bits(inner: int, out: int, bias: bool) -> None:
     shift = torch.randn(out, generator=generator) if bias else None
     model = NativeModel.create()
     assert model is not None
-    layer = model.add_linear(weight, shift, int8=True)
+    layer = model.add_linear(weight, shift, bits=8)
     numbers, scale = rounded(weight)
     for rows in (1, 2, 5, 6, 7, 13):
         begin(model, rows)
@@ -58,7 +58,7 @@ def test_extremes_do_not_saturate() -> None:
     weight[8:] = -1.0
     model = NativeModel.create()
     assert model is not None
-    layer = model.add_linear(weight, None, int8=True)
+    layer = model.add_linear(weight, None, bits=8)
     begin(model, 1)
     assert torch.equal(layer(x)[0, 0], torch.tensor([4096.0] * 8 + [-4096.0] * 8))
 
@@ -66,7 +66,7 @@ def test_extremes_do_not_saturate() -> None:
 def test_a_row_of_zeros() -> None:
     model = NativeModel.create()
     assert model is not None
-    layer = model.add_linear(torch.randn(20, 8), torch.ones(20), int8=True)
+    layer = model.add_linear(torch.randn(20, 8), torch.ones(20), bits=8)
     begin(model, 1)
     assert torch.equal(layer(torch.zeros(1, 1, 8)), torch.ones(1, 1, 20))
 
@@ -102,7 +102,7 @@ def test_a_layer_with_outliers_keeps_its_weights() -> None:
         model.model.layers[0].mlp.down_proj.weight[:, 0] = 0.0
     errors, logits = layer_errors(model, torch.tensor([prompt(50)]))
     assert logits.shape == (50, VOCAB)
-    assert errors[id(model.model.layers[0].mlp.down_proj)] > 4 * OUTLIER
+    assert errors[id(model.model.layers[0].mlp.down_proj)]["int8"] > 4 * ROUNDINGS["int8"].most
     llm = LLM((model, TOKENIZER), "none", quantize="int8", compile=False)
     assert llm.target.rounding is not None
     assert "model.layers.0.mlp.down_proj" in llm.target.rounding.kept
@@ -116,7 +116,7 @@ def test_compare() -> None:
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="quantize='int3'; expected None or 'int8'"):
+    with pytest.raises(InputError, match="quantize='int3'; expected None, 'int8' or 'int4'"):
         LLM("tales", quantize="int3")
     monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
     with pytest.raises(UnsupportedError, match="quantize='int8' needs the compiled CPU kernels"):

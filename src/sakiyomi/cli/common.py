@@ -35,7 +35,7 @@ class ModelOptions:
         chunk_size: tokens of a prompt that are read at once.
         dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
-        quantize: int8 rounds the target's weights to 8 bits, on the CPU; says what that changes.
+        quantize: int8 or int4 rounds the target's weights to so many bits; says what that changes.
         compile: auto (compiled graphs once they are ready), true (wait for them) or false.
         max_context: most tokens of prompt and text together; the model's own limit if not given.
         max_batch: requests at once at most.

@@ -1,4 +1,4 @@
-"""Compiles `cpu.cpp` (with `row.h` and `vector.h`) at first use and keeps the result.
+"""Compiles `cpu.cpp` with its headers at first use and keeps the result.
 
 The library is built once for a (source, torch, processor) triple with the system's C++ compiler, put in place by an
 atomic rename, and loaded from the user's cache folder afterwards. Where no compiler works, the caller gets None and
@@ -27,7 +27,7 @@ _int64, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_model": ([], _int64),
     "sk_free": ([_int64], None),
-    "sk_weight": ([_int64, _pointer, _pointer, _pointer, _pointer, _int64, _int64, ctypes.c_int], _int64),
+    "sk_weight": ([_int64, *[_pointer] * 5, _int64, _int64, ctypes.c_int], _int64),
     "sk_siblings": ([_int64, _int64, _pointer], None),
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
@@ -76,7 +76,7 @@ def _command(cxx: str, target: Path) -> list[str]:
 
 def library_path() -> Path:
     """The compiled library's place; its name changes with source, torch version and processor."""
-    sources = (SOURCE.with_name(name).read_text() for name in ("cpu.cpp", "row.h", "vector.h"))
+    sources = (path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
     key = "\0".join((*sources, torch.__version__, _processor(), platform.machine()))
     return cache_folder() / "kernels" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
 

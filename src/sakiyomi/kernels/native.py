@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,10 @@ from sakiyomi.kernels.build import native
 from sakiyomi.kernels.plan import Plan
 
 DTYPES = (torch.float32, torch.bfloat16)
+BLOCK = 32  # output channels side by side, as linear.h reads them
+PIECE = 2048  # output channels that are packed at once; a multiple of BLOCK
+GROUP = 32  # weights of 4 bits that share a scale
+PARTS = ("data", "bias", "scale", "sum", "scales")  # in the order of sk_weight
 
 
 def _register_shapes() -> None:
@@ -28,43 +32,88 @@ def _register_shapes() -> None:
 _registered = False
 
 
-def pack_weight(weight: Tensor) -> Tensor:
-    """A weight `(out, in)` in the order in which the kernel reads it: 16 output channels side by side.
+def pack_weight(weight: Tensor) -> dict[str, Tensor]:
+    """A weight `(out, in)` in the order in which the kernel reads it: 32 output channels side by side.
 
-    bf16 comes as `(out / 16, in / 2, 16, 2)`, fp32 as `(out / 16, in, 16)`; missing channels are zero.
+    Returns:
+        "data", bf16 `(ceil(out / 32), in / 2, 32, 2)` or fp32 `(ceil(out / 32), in, 32, 1)`; missing channels are zero.
     """
-    out, inner = weight.shape
-    blocks = (out + 15) // 16
-    weight = nn.functional.pad(weight, (0, 0, 0, blocks * 16 - out))
-    if weight.dtype == torch.bfloat16:
-        return weight.view(blocks, 16, inner // 2, 2).permute(0, 2, 1, 3).contiguous()
-    return weight.view(blocks, 16, inner).permute(0, 2, 1).contiguous()
+    return {"data": _side_by_side(weight, 2 if weight.dtype == torch.bfloat16 else 1)}
 
 
-def pack_bytes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A weight `(out, in)` in 8 bits: numbers in the kernel's order, the scale and the sum of each output channel.
+def pack_bytes(weight: Tensor) -> dict[str, Tensor]:
+    """A weight `(out, in)` in 8 bits. A channel's largest weight becomes 127.
 
-    A channel's largest weight becomes 127. Numbers come as int8 `(ceil(out / 16), ceil(in / 4), 16, 4)`, scales as
-    float32 `(out)`, sums of the channels' int8 numbers as int32 `(out)`.
+    Returns:
+        "data", int8 `(ceil(out / 32), ceil(in / 4), 32, 4)`; "scale" of each output channel, float32 `(out)`; "sum" of
+        each channel's numbers, int32 `(out)`.
     """
-    out, inner = weight.shape
     wide = weight.float()
     scale = wide.abs().amax(1).clamp_min(1e-12) / 127
-    numbers = (wide / scale[:, None]).round().to(torch.int8)
-    sums = numbers.sum(1, dtype=torch.int32)
-    blocks, fours = (out + 15) // 16, (inner + 3) // 4
-    numbers = nn.functional.pad(numbers, (0, fours * 4 - inner, 0, blocks * 16 - out))
-    return numbers.view(blocks, 16, fours, 4).permute(0, 2, 1, 3).contiguous(), scale, sums
+    numbers = wide.div_(scale[:, None]) if wide is not weight else wide / scale[:, None]
+    numbers = numbers.round_().to(torch.int8)
+    return {"data": _side_by_side(numbers, 4), "scale": scale, "sum": numbers.sum(1, dtype=torch.int32)}
+
+
+def pack_halves(weight: Tensor) -> dict[str, Tensor]:
+    """A weight `(out, in)` in 4 bits, `in` a multiple of 32: 32 neighbours share a scale.
+
+    Of each 32 the largest, whatever its sign, becomes -8 and so is kept exactly (up to the scale's own rounding).
+
+    Returns:
+        "data", uint8 `(ceil(out / 32), in / 4, 16, 4)`, two channels a byte; "scales", bf16 `(ceil(out / 32), in / 32,
+        32)`.
+    """
+    numbers, scales = to_halves(weight)
+    first, second = _side_by_side(numbers, 4).unflatten(2, (2, 16)).unbind(2)
+    return {"data": first | second << 4, "scales": _side_by_side(scales, 1)[..., 0].contiguous()}
+
+
+def to_halves(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers from 0 to 15, uint8 `(out, in)`, and scales, bf16 `(out, in / 32)`: a weight is (number - 8) * scale."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = (largest / -8).to(torch.bfloat16)
+    steps = scales.float()
+    numbers = (groups / torch.where(steps == 0, 1.0, steps)).round_().add_(8).clamp_(0, 15)
+    return numbers.flatten(1).to(torch.uint8), scales[..., 0]
+
+
+def _side_by_side(weight: Tensor, together: int) -> Tensor:
+    """`(out, in)` as `(ceil(out / 32), ceil(in / together), 32, together)`, zeros where there is nothing."""
+    out, inner = weight.shape
+    blocks, groups = -(-out // BLOCK), -(-inner // together)
+    padded = nn.functional.pad(weight, (0, groups * together - inner, 0, blocks * BLOCK - out))
+    return padded.view(blocks, BLOCK, groups, together).permute(0, 2, 1, 3).contiguous()
+
+
+PACKERS: dict[int, Callable[[Tensor], dict[str, Tensor]]] = {16: pack_weight, 8: pack_bytes, 4: pack_halves}
+"""By bits of a weight; 16 stands for "as it is"."""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in the kernel's table; `index` is its number there."""
+    """A linear layer whose weight lies in the kernel's table.
 
-    def __init__(self, index: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+    Attributes:
+        index: its number there.
+        bits: of a weight: 16 (as it was), 8 or 4.
+        in_features, out_features: its sizes.
+        weight: empty; some models ask a layer's weight for its dtype or device.
+    """
+
+    def __init__(
+        self, index: int, in_features: int, out_features: int, dtype: torch.dtype, bits: int, tensors: dict[str, Tensor]
+    ) -> None:
         super().__init__()
-        self.index, self.in_features, self.out_features = index, in_features, out_features
-        # Some models ask a layer's weight for its dtype or device.
+        self.index, self.bits = index, bits
+        self.in_features, self.out_features = in_features, out_features
         self.weight = torch.empty(0, dtype=dtype)
+        for name, tensor in tensors.items():
+            self.register_buffer(f"packed_{name}", tensor, persistent=False)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the kernel reads, by the names of `NativeModel.adopt`."""
+        return {name.removeprefix("packed_"): tensor for name, tensor in self.named_buffers(recurse=False)}
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
@@ -72,7 +121,7 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """For printing the model."""
-        return f"{self.in_features}, {self.out_features}, index={self.index}"
+        return f"{self.in_features}, {self.out_features}, index={self.index}, bits={self.bits}"
 
 
 class NativeModel:
@@ -102,26 +151,31 @@ class NativeModel:
     def __del__(self) -> None:
         self._library.sk_free(self.number)
 
-    def add_linear(self, weight: Tensor, bias: Tensor | None, *, int8: bool = False) -> PackedLinear:
+    def add_linear(self, weight: Tensor, bias: Tensor | None, *, bits: int = 16) -> PackedLinear:
         """Pack a weight `(out, in)` (fp32 or bf16), with a bias or none; the module computes `x @ weight.T + bias`.
 
-        With `int8` weights and rows are rounded to 8 bits, each output channel and each row with a scale of its own.
+        With 8 or 4 `bits` the weights are rounded (`pack_bytes`, `pack_halves`), and each row to 8 bits with a scale of
+        its own.
         """
-        scale = sums = None
-        if int8:
-            packed, scale, sums = pack_bytes(weight.detach())
-        else:
-            packed = pack_weight(weight.detach())
-        shift = None if bias is None else bias.detach().float().contiguous()
-        tensors = (packed, shift, scale, sums)
-        self._held.extend(tensor for tensor in tensors if tensor is not None)
+        # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
+        pieces = [PACKERS[bits](piece) for piece in weight.detach().split(PIECE)]
+        tensors = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        if bias is not None:
+            tensors["bias"] = bias.detach().to(torch.float32, copy=True)
         out, inner = weight.shape
+        return self.adopt(tensors, inner, out, weight.dtype, bits)
+
+    def adopt(
+        self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype, bits: int
+    ) -> PackedLinear:
+        """A layer from tensors that are packed already, named as in `PARTS`, as far as they belong to these bits."""
+        self._held.extend(tensors.values())
         index = self._library.sk_weight(
             self.number,
-            *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-            *(inner, out, int(weight.dtype == torch.bfloat16)),
+            *(tensors[name].data_ptr() if name in tensors else None for name in PARTS),
+            *(in_features, out_features, int(dtype == torch.bfloat16)),
         )
-        return PackedLinear(index, inner, out, weight.dtype)
+        return PackedLinear(index, in_features, out_features, dtype, bits, tensors)
 
     def join(self, layers: Sequence[PackedLinear]) -> None:
         """Layers that read the same input in every pass: the first one called computes all of them."""
@@ -145,6 +199,6 @@ class NativeModel:
         return int(self._library.sk_calls())
 
 
-def can_pack(shapes: Sequence[int], dtype: torch.dtype) -> bool:
+def can_pack(shape: Sequence[int], dtype: torch.dtype, bits: int = 16) -> bool:
     """Whether a weight `(out, in)` of this shape and dtype fits the kernel."""
-    return dtype in DTYPES and shapes[1] % 2 == 0
+    return dtype in DTYPES and shape[1] % (GROUP if bits == 4 else 2) == 0

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from sakiyomi.cache.slots import LayerShape
 from sakiyomi.kernels.native import NativeModel, PackedLinear, can_pack
 
-__all__ = ["PACKED", "Watch", "pack_linears"]
+if TYPE_CHECKING:
+    from sakiyomi.kernels.rounding import RoundingReport
+
+__all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "pack_linears", "present"]
 
 PACKED = (nn.Linear, Conv1D)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known of a model whose linear layers are packed already.
+
+    Attributes:
+        native: tables that hold its weights.
+        shapes: of the cache, a layer each.
+        report: what rounding changed; None where nothing was rounded.
+        siblings: names of layers that are computed together.
+    """
+
+    native: NativeModel
+    shapes: list[LayerShape]
+    report: RoundingReport | None
+    siblings: list[list[str]]
 
 
 class Watch:
@@ -51,18 +75,39 @@ class Watch:
         return [group for group in groups.values() if len(group) > 1]
 
 
+@contextmanager
+def present(layer: nn.Module) -> Iterator[None]:
+    """A layer with its weights in memory, where accelerate keeps them on disk; nothing changes where they are here."""
+    hook = getattr(layer, "_hf_hook", None)
+    if hook is None:
+        yield
+        return
+    hook.pre_forward(layer)
+    try:
+        yield
+    finally:
+        hook.post_forward(layer, None)
+
+
 def pack_linears(
     model: nn.Module,
     native: NativeModel,
     siblings: Sequence[Sequence[nn.Module]] = (),
     *,
     free: bool = False,
-    int8: Collection[int] = (),
+    bits: Mapping[int, int] | None = None,
 ) -> int:
     """Replace plain linear layers on the CPU by packed ones; the number of layers that were replaced.
 
     Only the exact classes are taken: a subclass, a layer with hooks, or quantized or distributed weights stay as they
-    are. Siblings are computed together; layers whose id is in `int8` are rounded to 8 bits.
+    are.
+
+    Args:
+        model: changed in place.
+        native: tables for the weights.
+        siblings: layers that are computed together.
+        free: the weights are not used by anybody else: each is freed when it is packed, or read from the disk for it.
+        bits: of the weights of each layer by its id, where they are to be rounded (see ``NativeModel.add_linear``).
     """
     done: dict[int, PackedLinear] = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -73,17 +118,24 @@ def pack_linears(
                 continue
             if type(child) not in PACKED or type(child.weight) is not nn.Parameter:
                 continue
-            hooked = child._forward_pre_hooks or child._forward_hooks or hasattr(child, "_hf_hook")
-            weight = child.weight if type(child) is nn.Linear else child.weight.T
-            if hooked or weight.device.type != "cpu" or not can_pack(weight.shape, weight.dtype):
+            if child._forward_pre_hooks or child._forward_hooks or (hasattr(child, "_hf_hook") and not free):
                 continue
-            done[id(child)] = native.add_linear(weight, getattr(child, "bias", None), int8=id(child) in int8)
-            setattr(parent, name, done[id(child)])
-            if free and id(child.weight) not in embeddings:
+            with present(child):
+                weight = child.weight if type(child) is nn.Linear else child.weight.T
+                if weight.device.type != "cpu" or not can_pack(weight.shape, weight.dtype):
+                    continue
+                width = (bits or {}).get(id(child), 16)
+                done[id(child)] = native.add_linear(weight, getattr(child, "bias", None), bits=width)
+                setattr(parent, name, done[id(child)])
+            if free and not hasattr(child, "_hf_hook") and id(child.weight) not in embeddings:
                 # Layer by layer, so that a model is never held twice.
                 child.weight.data = child.weight.new_empty(0)
     for group in siblings:
-        packed = [done[id(layer)] for layer in group if id(layer) in done]
-        if len({layer.weight.dtype for layer in packed}) == 1:
-            native.join(packed)
+        join_siblings(native, [done[id(layer)] for layer in group if id(layer) in done])
     return len(done)
+
+
+def join_siblings(native: NativeModel, layers: Sequence[PackedLinear]) -> None:
+    """Have layers that read the same input computed together, if their rows are of one dtype."""
+    if len(layers) > 1 and len({layer.weight.dtype for layer in layers}) == 1:
+        native.join(layers)

@@ -1,9 +1,10 @@
-// Sixteen numbers at a time: loads, sums and exp for fp32 and bf16.
+// Sixteen numbers at a time: loads, stores, sums and exp for fp32 and bf16; rows in groups.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -16,6 +17,9 @@ typedef float f16v __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
 typedef int32_t i16v __attribute__((vector_size(64)));
 typedef uint16_t h16v __attribute__((vector_size(32)));
+
+// Sums in an array stay in registers only if gcc unrolls early; later it also stores each of them to memory at every step.
+#define UNROLL _Pragma("GCC unroll 8")
 
 inline float widen(bf16 x) {
   uint32_t bits = uint32_t(x) << 16;
@@ -48,12 +52,23 @@ inline f16v load16(const float* p) {
 }
 
 inline f16v load16(const bf16* p) {
+#if defined(__AVX512F__)
+  return (f16v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
   h16v h;
   std::memcpy(&h, p, 32);
   return (f16v)(__builtin_convertvector(h, u16v) << 16);
+#endif
 }
 
 inline void store16(float* p, f16v x) { std::memcpy(p, &x, 64); }
+
+// A copy of a length known only at run time is a call, which costs as much as the products of 64 weights: whole vectors go their own way.
+inline void put(float* y, f16v v, int64_t n) { n == 16 ? std::memcpy(y, &v, 64) : std::memcpy(y, &v, 4 * n); }
+inline void put(bf16* y, f16v v, int64_t n) {
+  h16v h = narrow(v);
+  n == 16 ? std::memcpy(y, &h, 32) : std::memcpy(y, &h, 2 * n);
+}
 
 inline float total(f16v x) {  // a fixed tree of additions
   typedef float f8v __attribute__((vector_size(32)));
@@ -67,6 +82,14 @@ inline float total(f16v x) {  // a fixed tree of additions
   std::memcpy(&d, (const char*)&a + 16, 16);
   c += d;
   return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+// Calls f(number of rows as a constant, first row) for groups of so many rows, and for what remains.
+template <int most, typename F>
+inline void in_groups(int64_t rows, F f, int64_t first = 0) {
+  for (; rows >= most; rows -= most, first += most) f(std::integral_constant<int, most>(), first);
+  if constexpr (most > 1)
+    if (rows) in_groups<most - 1>(rows, f, first);
 }
 
 // exp of numbers up to 0 by Cody-Waite reduction and a polynomial of degree 6: relative error about 2e-7 on [-86, 0]; at most

@@ -15,7 +15,7 @@ from typing import Any
 from sakiyomi.errors import LoadError
 from sakiyomi.memory import readable
 
-__all__ = ["Checkpoint", "read_checkpoint", "read_json"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_header", "read_json"]
 
 _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
@@ -50,12 +50,12 @@ class Checkpoint:
         floats = {_FLOATS[name]: count for name, count in self.elements.items() if name in _FLOATS}
         return max(floats, key=floats.__getitem__) if floats else None
 
-    def bytes_as(self, itemsize: int) -> int:
+    def bytes_as(self, itemsize: float) -> int:
         """Bytes when every ordinary float takes ``itemsize`` bytes and packed or integer values stay as stored."""
         if not self.elements:
             return self.stored_bytes
         bits = (count * (8 * itemsize if name in _FLOATS else _BITS[name]) for name, count in self.elements.items())
-        return sum(bits) // 8
+        return int(sum(bits) / 8)
 
 
 def read_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Checkpoint:
@@ -139,8 +139,12 @@ def _summary(headers: list[tuple[Path, dict[str, Any]]]) -> Checkpoint:
     return Checkpoint(tuple(path for path, _ in headers), elements, stored)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """Tensor entries of a safetensors file, checked against the file's size."""
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Tensor entries of a safetensors file, checked against the file's size; where its tensors begin.
+
+    Raises:
+        LoadError: the file cannot be read, is cut off or damaged.
+    """
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -170,7 +174,11 @@ def _header(path: Path) -> dict[str, Any]:
         )
     if size > expected:
         raise _damaged(path, f"{size - expected} bytes follow the last tensor")
-    return entries
+    return entries, 8 + length
+
+
+def _header(path: Path) -> dict[str, Any]:
+    return read_header(path)[0]
 
 
 def _end(entry: dict[str, Any]) -> int:

@@ -6,10 +6,13 @@ files, memory.
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import os
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.embedded import embedded, is_embedded_name
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError
+from sakiyomi.kernels.pack import PACKED, Prepared
 from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.loading.families import check_supported, read_config
+from sakiyomi.loading.fit import check_memory, check_rounded
+from sakiyomi.loading.gguf import read_gguf
 from sakiyomi.loading.hub import fetch, looks_like_hub_id
-from sakiyomi.memory import available_bytes, readable, require_bytes
+from sakiyomi.loading.packed import copy_place, is_packed, read_packed, register, save_packed, source_key
+from sakiyomi.memory import readable, require_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from sakiyomi.model import PackedModel
+
 __all__ = ["Loaded", "load_model"]
 
+logger = logging.getLogger("sakiyomi")
 DTYPES = ("float32", "bfloat16", "float16")
 _LONG = 500_000_000
 """Bytes from which on loading takes seconds, so that a progress display is of use."""
@@ -42,6 +52,8 @@ class Loaded:
         name: what the user called it.
         folder: where it was read from; None for a pair that the user loaded.
         owned: True if we loaded it: then its weights may be repacked and freed. A user's model stays as it is.
+        prepared: where its linear layers are packed already, what is known of them.
+        save: writes the packed copy of a model that was loaded to be rounded; None where there is nothing to write.
     """
 
     model: Any
@@ -49,6 +61,8 @@ class Loaded:
     name: str
     folder: Path | None
     owned: bool
+    prepared: Prepared | None = None
+    save: Callable[[PackedModel], object] | None = None
 
 
 def load_model(
@@ -56,6 +70,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
+    quantize: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Loaded:
@@ -66,6 +81,9 @@ def load_model(
             folder with the name of an embedded model is meant by ``"./tales"``.
         dtype: "auto" (as the checkpoint says), "float32", "bfloat16", "float16" or a torch dtype.
         device: "auto" (the first CUDA device if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+        quantize: "int8" or "int4": the linear layers are to be rounded. On the CPU they come from the packed copy if
+            there is one, else they stay on disk until ``PackedModel`` packs them, one after the other; on a GPU torchao
+            rounds them here.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
 
@@ -90,16 +108,68 @@ def load_model(
         check_supported(config, name)
         return config
 
-    folder = _local_folder(name)
+    gguf = _gguf_file(name)
+    folder = gguf.parent if gguf is not None else _local_folder(name)
+    beside = folder is not None and not is_embedded_name(name)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-    config = config_of(folder)
-    tokenizer = _read_tokenizer(folder, trust_remote_code)
-    checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
+    if gguf is not None:
+        config, tokenizer = read_gguf(gguf)
+        check_supported(config, name)
+        checkpoint = Checkpoint((gguf,), {}, gguf.stat().st_size)
+    else:
+        config = config_of(folder)
+        tokenizer = _read_tokenizer(folder, trust_remote_code)
+        if is_packed(folder):
+            return _from_packed(folder, name, tokenizer, wanted, place, quantize, trust_remote_code)
+        checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
     final = wanted or _stored_dtype(config, checkpoint)
-    _check_memory(name, checkpoint, final, place, quantized=hasattr(config, "quantization_config"))
-    model = _read_weights(folder, name, checkpoint, final, trust_remote_code, allow_pickle)
-    return Loaded(_to_device(model, place, name).eval(), tokenizer, name, folder, owned=True)
+    reader = _Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf)
+    quantized = hasattr(config, "quantization_config")
+    if quantize and quantized:
+        raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
+    if not quantize or place.type != "cpu":
+        check_memory(name, checkpoint, final, place, quantized=quantized, quantize=quantize)
+        model = reader.read(_torchao(quantize)) if quantize else reader.read()
+        return Loaded(_to_device(model, place, name).eval(), tokenizer, name, folder, owned=True)
+    key = source_key(folder, checkpoint)
+    copy = copy_place(gguf or folder, quantize, final, beside=beside and gguf is None)
+    if is_packed(copy):
+        try:
+            return _from_packed(copy, name, tokenizer, wanted, place, None, trust_remote_code, key=key)
+        except LoadError as error:
+            logger.warning("%s; it is made again now", error)
+    model = reader.read() if gguf is not None else reader.read_later()
+    check_rounded(name, model, quantize, final)
+    save = functools.partial(save_packed, place=copy, source=folder, key=key, config=config, tokenizer=tokenizer)
+    return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save)
+
+
+def _from_packed(
+    folder: Path,
+    name: str,
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    quantize: str | None,
+    trust_remote_code: bool,
+    *,
+    key: str | None = None,
+) -> Loaded:
+    if quantize is not None:
+        raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+    if device.type != "cpu":
+        raise InputError(f"device is '{device}' and {name!r} is packed for the CPU; load the model itself instead")
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    require_bytes(size, f"the packed model {name!r}", remedy="free memory, or pack it with quantize='int4'")
+    register()
+    checkpoint = read_checkpoint(folder)
+    stored = _stored_dtype(read_config(folder, trust_remote_code=trust_remote_code), checkpoint)
+    if dtype is not None and dtype != stored:
+        raise InputError(f"dtype is {dtype} and {name!r} is packed in {stored}; leave dtype at 'auto'")
+    reader = _Reader(name, folder, checkpoint, stored, device, trust_remote_code, False)
+    model, prepared = read_packed(folder, reader.read, key=key)
+    return Loaded(model.eval(), tokenizer, name, folder, owned=True, prepared=prepared)
 
 
 def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
@@ -183,11 +253,27 @@ def _local_folder(name: str) -> Path | None:
     if path.is_file():
         raise LoadError(
             f"{name!r} is a file, expected a folder in Hugging Face format (config.json, model.safetensors, "
-            "tokenizer.json); pass the folder" + (", and convert GGUF files first" if path.suffix == ".gguf" else "")
+            "tokenizer.json) or a .gguf file; pass the folder"
         )
     if not looks_like_hub_id(name):
         raise LoadError(f"there is no folder {name!r}; check the path (relative to {Path.cwd()})")
     return None
+
+
+def _gguf_file(name: str) -> Path | None:
+    path = Path(name).expanduser()
+    return path if path.suffix.lower() == ".gguf" and path.is_file() else None
+
+
+def _torchao(quantize: str) -> Any:
+    """Torchao's way of rounding weights on a GPU; rows stay as they are."""
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise LoadError(f"quantize={quantize!r} on a GPU needs torchao; install it with pip install torchao") from error
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig({"int8": Int8WeightOnlyConfig, "int4": Int4WeightOnlyConfig}[quantize]())
 
 
 def _read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
@@ -216,49 +302,79 @@ def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
     return torch.float32
 
 
-def _check_memory(name: str, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, quantized: bool) -> None:
-    def needed(itemsize: int) -> int:
-        return checkpoint.stored_bytes if quantized else checkpoint.bytes_as(itemsize)
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the weights of a folder (or of one GGUF file in it) through transformers."""
 
-    # Weights pass through main memory on their way to a GPU.
-    for where in dict.fromkeys(("cpu", str(device))):
-        room = available_bytes(where)
-        remedy = f"the largest model that fits in {str(dtype).removeprefix('torch.')} has "
-        remedy += f"{room / dtype.itemsize / 1e9:.2g} billion parameters"
-        if dtype.itemsize > 2 and needed(2) <= room:
-            remedy += f"; with dtype='bfloat16' this one needs {readable(needed(2))} and fits"
-        what = f"the model {name!r} in {str(dtype).removeprefix('torch.')}"
-        require_bytes(needed(dtype.itemsize), what, device=where, remedy=remedy)
+    name: str
+    folder: Path
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    trust_remote_code: bool
+    allow_pickle: bool
+    gguf: Path | None = None
 
+    def read(self, quantization: Any = None, **options: Any) -> Any:
+        """The model, in main memory; on its device if torchao is to round it there.
 
-def _read_weights(
-    folder: Path, name: str, checkpoint: Checkpoint, dtype: torch.dtype, trust_remote_code: bool, allow_pickle: bool
-) -> Any:
-    from transformers import AutoModelForCausalLM
+        Raises:
+            LoadError: tensors are missing or cannot be read.
+            MemoryLimitError: memory ran out all the same.
+        """
+        from transformers import AutoModelForCausalLM
 
-    reader: Any = AutoModelForCausalLM  # its signature knows nothing of output_loading_info
-    try:
-        with _quiet(), _progress(name, checkpoint):
-            model, report = reader.from_pretrained(
-                folder,
-                dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                local_files_only=True,
-                use_safetensors=None if allow_pickle else True,
-                output_loading_info=True,
+        if quantization is not None:
+            options |= {"quantization_config": quantization, "device_map": {"": self.device}}
+        if self.gguf is not None:
+            options["gguf_file"] = self.gguf.name
+        else:
+            options["use_safetensors"] = None if self.allow_pickle else True
+        reader: Any = AutoModelForCausalLM  # its signature knows nothing of output_loading_info
+        try:
+            with _quiet(), _progress(self.name, self.checkpoint):
+                model, report = reader.from_pretrained(
+                    self.folder,
+                    dtype=self.dtype,
+                    trust_remote_code=self.trust_remote_code,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **options,
+                )
+        except MemoryError as error:
+            raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
+        except Exception as error:  # every model class and quantizer raises its own kinds
+            raise LoadError(f"the weights in {self.folder} cannot be loaded ({_short(error)})") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            # transformers only warns and leaves these at random.
+            raise LoadError(
+                f"the weights in {self.folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
+                "...): they would be random; the files belong to another kind of model"
             )
-    except MemoryError as error:
-        raise MemoryLimitError(f"memory ran out while {name!r} was read; choose a smaller model or dtype") from error
-    except Exception as error:  # every model class and quantizer raises its own kinds
-        raise LoadError(f"the weights in {folder} cannot be loaded ({_short(error)})") from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        # transformers only warns and leaves these at random.
-        raise LoadError(
-            f"the weights in {folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, ...): "
-            "they would be random; the files belong to another kind of model"
-        )
-    return model
+        return model
+
+    def read_later(self) -> Any:
+        """The model with its linear layers on disk: accelerate's hooks bring each when it is needed.
+
+        So a model can run, and be packed layer by layer, in the memory of its packed copy and one layer.
+        """
+        from accelerate.hooks import remove_hook_from_module
+
+        with tempfile.TemporaryDirectory(prefix="sakiyomi-") as offload:  # stays empty where weights are safetensors
+            model = self.read(device_map={"": "disk"}, offload_folder=offload)
+            if any(Path(offload).iterdir()):  # weights that transformers had to convert; they are gone with the folder
+                return self.read()
+        for module in model.modules():
+            hook = getattr(module, "_hf_hook", None)
+            if hook is None or type(module) in PACKED:
+                continue
+            hook.pre_forward(module)
+            remove_hook_from_module(module)
+            vars(module).pop("forward", None)  # the class's own again, which a compiler and a copy understand
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.clone()  # what was read is the file itself, mapped
+        return model
 
 
 def _to_device(model: Any, device: torch.device, name: str) -> Any:

@@ -1,0 +1,270 @@
+// Tree attention of a few rows of one request: every row over the pairs in the cache and over its own path of the pass.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+struct Layer {
+  char *keys, *values;  // [slots][heads][room][dim]
+  int64_t heads, room, key_dim, value_dim;
+  bool half;
+};
+
+struct Segment {
+  // cache slot, first row in the pass, rows, pairs in the cache before the pass, whether it is a chunk of a prompt (a chain)
+  int32_t slot, row, rows, length, prompt;
+};
+
+struct Paths {
+  const int32_t* start;  // per row of the pass: where its path begins in `rows`, and behind the last row where that ends
+  const int32_t* rows;   // rows (counted from the segment's first) from the tree's root down to the row itself
+};
+
+struct View {  // [1, heads, rows, dim] with any strides but the last
+  const char* data;
+  int64_t head, row;
+};
+
+// Scores are sums over lanes of 32 bits: one number, or two of bf16 where the processor multiplies those in pairs.
+template <typename T>
+struct Lane {
+  using type = float;
+  static constexpr int64_t numbers = 1;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Lane<bf16> {
+  using type = int32_t;
+  static constexpr int64_t numbers = 2;
+};
+#endif
+
+inline f16v lanes_of(const float* from, float) { return load16(from); }
+inline f16v lanes_of(const bf16* from, float) { return load16(from); }
+inline f16v lanes_of(const bf16* from, int32_t) {
+  f16v pairs;
+  std::memcpy(&pairs, from, 64);
+  return pairs;
+}
+
+inline f16v add_products(f16v sum, f16v column, float q) { return sum + column * q; }
+#if defined(__AVX512BF16__)
+inline f16v add_products(f16v sum, f16v column, int32_t q) {
+  return (f16v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)column, (__m512bh)_mm512_set1_epi32(q));
+}
+#endif
+
+// The lane that begins at number d; zeros behind the last number.
+template <typename T>
+inline typename Lane<T>::type lane_at(const T* from, int64_t d, int64_t dim) {
+  typename Lane<T>::type lane = 0;
+  if constexpr (Lane<T>::numbers == 2)
+    std::memcpy(&lane, from + d, sizeof(T) * std::min<int64_t>(2, dim - d));
+  else
+    lane = value_of(from[d]);
+  return lane;
+}
+
+// Memory of one thread, kept between calls.
+template <typename T>
+struct Scratch {
+  std::vector<typename Lane<T>::type> q, block;
+  std::vector<float> scores, y, weight, own;
+};
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SAKIYOMI_SHUFFLE
+#endif
+#endif
+
+// 16 lines of 16 lanes change places with their columns.
+#if defined(SAKIYOMI_SHUFFLE)
+// What stands in lines without and in columns with this bit is exchanged with its mirror image.
+template <int bit, int... t>
+inline void exchange(f16v* m, std::integer_sequence<int, t...>) {
+  for (int r = 0; r < 16; ++r) {
+    if (r & bit) continue;
+    f16v a = m[r], b = m[r + bit];
+    m[r] = __builtin_shufflevector(a, b, (t & bit ? t - bit + 16 : t)...);
+    m[r + bit] = __builtin_shufflevector(a, b, (t & bit ? t + 16 : t + bit)...);
+  }
+}
+
+inline void transpose(f16v* m) {
+  constexpr auto lanes = std::make_integer_sequence<int, 16>();
+  exchange<8>(m, lanes), exchange<4>(m, lanes), exchange<2>(m, lanes), exchange<1>(m, lanes);
+}
+#else
+inline void transpose(f16v* m) {
+  for (int r = 0; r < 16; ++r)
+    for (int t = 0; t < r; ++t) std::swap(((float*)m)[16 * r + t], ((float*)m)[16 * t + r]);
+}
+#endif
+
+// 16 keys, lane by lane: to[i * 16 + t] is lane i of key t. In place of missing keys stands the last one.
+template <typename T>
+void turn(const T* keys, int64_t count, int64_t dim, typename Lane<T>::type* to) {
+  using L = typename Lane<T>::type;
+  constexpr int64_t width = 16 * Lane<T>::numbers;
+  int64_t d = 0;
+  for (; d + width <= dim; d += width, to += 256) {
+    f16v m[16];
+    for (int64_t t = 0; t < 16; ++t) m[t] = lanes_of(keys + std::min(t, count - 1) * dim + d, L());
+    transpose(m);
+    std::memcpy(to, m, sizeof(m));
+  }
+  for (; d < dim; d += Lane<T>::numbers, to += 16)
+    for (int64_t t = 0; t < 16; ++t) to[t] = lane_at(keys + std::min(t, count - 1) * dim, d, dim);
+}
+
+// Scores of R rows against 16 turned keys. Each is a sum over lanes in order, so it is the same number whichever keys or rows
+// stand beside it: a key that was a node of a tree in one pass and lies in the cache in the next has one score.
+template <int R, typename L>
+inline void score(const L* q, int64_t lanes, const L* turned, float* to, int64_t stride) {
+  f16v sum[R];
+  UNROLL for (int r = 0; r < R; ++r) sum[r] = f16v{};
+  for (int64_t i = 0; i < lanes; ++i) {
+    f16v column;
+    std::memcpy(&column, turned + i * 16, 64);
+    UNROLL for (int r = 0; r < R; ++r) sum[r] = add_products(sum[r], column, q[r * lanes + i]);
+  }
+  UNROLL for (int r = 0; r < R; ++r) store16(to + r * stride, sum[r]);
+}
+
+constexpr int64_t value_tile = 64;  // values that stay in the first-level cache while all rows read them
+
+// y += p[t] * values[t] over keys in order, 16 * C numbers of the head at once and R rows at once.
+template <int R, int C, typename T>
+inline void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, const T* values, int64_t count, int64_t dim) {
+  f16v sum[R][C];
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int c = 0; c < C; ++c) sum[r][c] = load16(y + r * y_stride + 16 * c);
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    __builtin_prefetch(values + (t + value_tile) * dim);
+    f16v v[C];
+    UNROLL for (int c = 0; c < C; ++c) v[c] = load16(values + t * dim + 16 * c);
+    UNROLL for (int r = 0; r < R; ++r) {
+      UNROLL for (int c = 0; c < C; ++c) sum[r][c] += v[c] * p[r * p_stride + t];
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r) {
+    UNROLL for (int c = 0; c < C; ++c) store16(y + r * y_stride + 16 * c, sum[r][c]);
+  }
+}
+
+template <int R, typename T>
+void add_values(float* y, int64_t y_stride, const float* p, int64_t p_stride, const T* values, int64_t count, int64_t dim) {
+  int64_t d = 0;
+  for (; d + 32 <= dim; d += 32) add_values<R, 2>(y + d, y_stride, p, p_stride, values + d, count, dim);
+  for (; d + 16 <= dim; d += 16) add_values<R, 1>(y + d, y_stride, p, p_stride, values + d, count, dim);
+  for (; d < dim; ++d)
+    for (int r = 0; r < R; ++r) {
+      float sum = y[r * y_stride + d];
+      for (int64_t t = 0; t < count; ++t) sum = std::fma(value_of(values[t * dim + d]), p[r * p_stride + t], sum);
+      y[r * y_stride + d] = sum;
+    }
+}
+
+// Scores [0, end) to exp(scaling * (score - highest)), the ones before `begin` to 0; their sum. Memory up to the next multiple of 16
+// is used.
+inline float soften(float* score, int64_t begin, int64_t end, float scaling, float softcap) {
+  const int64_t first = begin / 16 * 16;
+  if (softcap > 0) {
+    for (int64_t t = begin; t < end; ++t) score[t] = softcap * std::tanh(score[t] * scaling / softcap);
+    scaling = 1.0f;
+  }
+  std::fill(score, score + first, 0.0f);
+  std::fill(score + first, score + begin, -INFINITY);
+  std::fill(score + end, score + (end + 15) / 16 * 16, -INFINITY);
+  f16v top = f16v{} - INFINITY;
+  for (int64_t t = first; t < end; t += 16) {
+    f16v x = load16(score + t);
+    top = x > top ? x : top;
+  }
+  float highest = top[0];
+  for (int i = 1; i < 16; ++i) highest = std::max(highest, top[i]);
+  f16v sum = {};
+  for (int64_t t = first; t < end; t += 16) {
+    f16v e = exp16((load16(score + t) - highest) * scaling);
+    sum += e;
+    store16(score + t, e);
+  }
+  return total(sum);
+}
+
+// One request, one key head: all its rows and the query heads of its group.
+template <typename T>
+void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, int64_t head, int64_t group, View q, View k, View v, T* out,
+                  int64_t heads, float scaling, float softcap, int64_t window) {
+  using L = typename Lane<T>::type;
+  static thread_local Scratch<T> s;
+  const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group, length = seg.length;
+  const int64_t lanes = (kd + Lane<T>::numbers - 1) / Lane<T>::numbers, padded = (vd + 15) / 16 * 16;
+  const int64_t stride = (length + seg.rows + 47) / 16 * 16, own_stride = (seg.rows + 15) / 16 * 16;
+  T* keys = (T*)layer.keys + (seg.slot * layer.heads + head) * layer.room * kd;
+  T* values = (T*)layer.values + (seg.slot * layer.heads + head) * layer.room * vd;
+  for (int64_t i = 0; i < seg.rows; ++i) {
+    std::memcpy(keys + (length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
+    std::memcpy(values + (length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
+  }
+  s.q.resize(rows * lanes);
+  s.scores.resize(rows * stride);
+  s.own.resize(rows * own_stride);
+  s.y.assign(rows * padded, 0.0f);
+  s.block.resize(lanes * 16);
+  s.weight.resize(rows);
+  for (int64_t r = 0; r < rows; ++r) {
+    const T* from = (const T*)q.data + (head * group + r % group) * q.head + (seg.row + r / group) * q.row;
+    for (int64_t i = 0; i < lanes; ++i) s.q[r * lanes + i] = lane_at(from, i * Lane<T>::numbers, kd);
+  }
+  auto score_columns = [&](int64_t first, int64_t last, float* to, int64_t to_stride) {
+    for (int64_t j = first; j < last; j += 16) {
+      // Memory pages are too short for the processor to see where this goes.
+      for (const T* ahead = keys + (j + 32) * kd; ahead < keys + (j + 48) * kd; ahead += 64 / sizeof(T)) __builtin_prefetch(ahead);
+      turn(keys + j * kd, std::min<int64_t>(16, last - j), kd, s.block.data());
+      in_groups<8>(rows, [&](auto count, int64_t r) {
+        score<count(), L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride + (j - first), to_stride);
+      });
+    }
+  };
+  score_columns(0, length, s.scores.data(), stride);
+  score_columns(length, length + seg.rows, s.own.data(), own_stride);
+  int64_t lowest = length;  // the first key that any row sees
+  for (int64_t r = 0; r < rows; ++r) {
+    const int32_t* start = paths.start + seg.row + r / group;
+    const int32_t* own = paths.rows + start[0];
+    int64_t depth = start[1] - start[0], end = length + depth;
+    float* score = s.scores.data() + r * stride;
+    for (int64_t t = 0; t < depth; ++t) score[length + t] = s.own[r * own_stride + own[t]];
+    int64_t begin = window > 0 ? std::max<int64_t>(0, end - window) : 0;  // the window counts positions, not columns
+    s.weight[r] = 1.0f / soften(score, begin, end, scaling, softcap);
+    lowest = std::min(lowest, begin);
+  }
+  for (int64_t j = lowest / value_tile * value_tile; j < length; j += value_tile) {
+    int64_t count = std::min(length, j + value_tile) - j;
+    in_groups<8>(rows, [&](auto some, int64_t r) {
+      add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, values + j * vd, count, vd);
+    });
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    int64_t row = seg.row + r / group;
+    const int32_t* own = paths.rows + paths.start[row];
+    int64_t depth = paths.start[row + 1] - paths.start[row];
+    float* y = s.y.data() + r * padded;
+    for (int64_t t = 0; t < depth; ++t)
+      add_values<1>(y, padded, s.scores.data() + r * stride + length + t, stride, values + (length + own[t]) * vd, 1, vd);
+    T* to = out + (row * heads + head * group + r % group) * vd;
+    for (int64_t d = 0; d < vd; d += 16) put(to + d, load16(y + d) * s.weight[r], std::min<int64_t>(16, vd - d));
+  }
+}
+
+}  // namespace

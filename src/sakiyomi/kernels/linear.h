@@ -1,0 +1,273 @@
+// Rows x packed weights, for the few rows of a decoding pass: fp32, bf16, or rows rounded to 8 bits and weights to 8 or 4.
+//
+// A weight lies in blocks of 32 output channels side by side, so that a task reads one stream of memory and has two vectors of sums
+// for each of up to 8 rows. Not more: with more than 16 sums at once a Zen 4 core does half of its products (6 rows x 4 vectors 118 G
+// products of bytes a second, 8 x 2 228).
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t block_width = 32;   // output channels of a block
+
+constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
+
+struct Weight {
+  // fp32: [ceil(out/32)][in][32]; bf16: [ceil(out/32)][in/2][32][2]; 8 bits: [ceil(out/32)][ceil(in/4)][32][4]; 4 bits:
+  // [ceil(out/32)][in/4][16][4], each byte a weight of channel i in its lower half and one of channel 16 + i in the upper
+  const void* data;
+  const float* bias;    // or null
+  const float* scale;   // 8 bits: of each output channel; null for the others
+  const int32_t* sum;   // 8 bits: of each output channel's weights
+  const bf16* scales;   // 4 bits: [ceil(out/32)][in/32][32]; null for the others
+  int64_t in, out;
+  bool half;            // rows are bf16
+  std::vector<int64_t> siblings;  // weights that read the same input in every pass, itself included; empty if there are none
+
+  bool rounded() const { return scale || scales; }
+};
+
+template <int R>
+inline void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sum[R][2]) {
+  for (int64_t k = 0; k < in; ++k, w += block_width) {
+    f16v a = load16(w), b = load16(w + 16);
+    UNROLL for (int r = 0; r < R; ++r) {
+      float s = x[r * stride + k];
+      sum[r][0] += a * s;
+      sum[r][1] += b * s;
+    }
+  }
+}
+
+template <int R>
+inline void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v sum[R][2]) {
+#if defined(__AVX512BF16__)
+  __m512 left[R], right[R];
+  UNROLL for (int r = 0; r < R; ++r) left[r] = (__m512)sum[r][0], right[r] = (__m512)sum[r][1];
+  for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
+    __m512bh a = (__m512bh)_mm512_loadu_si512(w), b = (__m512bh)_mm512_loadu_si512(w + 32);
+    UNROLL for (int r = 0; r < R; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, x + r * stride + k, 4);
+      __m512bh s = (__m512bh)_mm512_set1_epi32(pair);
+      left[r] = _mm512_dpbf16_ps(left[r], a, s);
+      right[r] = _mm512_dpbf16_ps(right[r], b, s);
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = (f16v)left[r], sum[r][1] = (f16v)right[r];
+#else
+  for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
+    f16v even[2], odd[2];
+    for (int c = 0; c < 2; ++c) {
+      u16v both;
+      std::memcpy(&both, w + c * 32, 64);
+      even[c] = (f16v)(both << 16);
+      odd[c] = (f16v)(both & 0xffff0000u);
+    }
+    UNROLL for (int r = 0; r < R; ++r) {
+      float s = widen(x[r * stride + k]), t = widen(x[r * stride + k + 1]);
+      for (int c = 0; c < 2; ++c) sum[r][c] += even[c] * s;
+      for (int c = 0; c < 2; ++c) sum[r][c] += odd[c] * t;
+    }
+  }
+#endif
+}
+
+// Sums of products of bytes are whole numbers: exact, in any order. `in` is a multiple of 4, rows have 128 added.
+template <int R>
+inline void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sum[R][2]) {
+  for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
+#if defined(__AVX512VNNI__)
+    __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
+    UNROLL for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, x + r * stride + k, 4);
+      __m512i s = _mm512_set1_epi32(four);
+      sum[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][0], s, a);
+      sum[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][1], s, b);
+    }
+#else
+    for (int c = 0; c < 2; ++c)
+      for (int j = 0; j < 4; ++j) {
+        i16v column;
+        for (int t = 0; t < 16; ++t) column[t] = w[c * 64 + t * 4 + j];
+        UNROLL for (int r = 0; r < R; ++r) sum[r][c] += column * int32_t(x[r * stride + k + j]);
+      }
+#endif
+  }
+}
+
+// The first n of 16 numbers, zeros behind them.
+template <typename V, typename T>
+inline V some(const T* from, int64_t n) {
+  V v = {};
+  if (from) n == 16 ? std::memcpy(&v, from, 64) : std::memcpy(&v, from, 4 * n);
+  return v;
+}
+
+// One block of output channels, R rows.
+template <int R, typename T>
+void block(const Weight& w, const T* x, T* y, int64_t first) {
+  f16v sum[R][2];
+  int64_t n[2];
+  for (int c = 0; c < 2; ++c) {
+    n[c] = std::clamp<int64_t>(w.out - (first + 16 * c), 0, 16);
+    f16v bias = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, n[c]);
+    UNROLL for (int r = 0; r < R; ++r) sum[r][c] = bias;
+  }
+  dot<R>(x, w.in, (const T*)w.data + first * w.in, w.in, sum);
+  UNROLL for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2; ++c) put(y + r * w.out + first + 16 * c, sum[r][c], n[c]);
+}
+
+// Rows in 8 bits: what each is to be multiplied with, and its numbers + 128, which makes them unsigned.
+struct Bytes {
+  std::vector<uint8_t> data;  // [rows][stride]
+  std::vector<float> scale;   // [rows]
+  std::vector<int32_t> sums;  // [rows][in / 32]: of the numbers that meet weights of one scale; filled where weights have 4 bits
+  int64_t stride;
+};
+
+template <int R, typename T>
+void block(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
+  i16v sum[R][2] = {};
+  dot<R>(x.data.data() + row * x.stride, x.stride, (const int8_t*)w.data + first * x.stride, x.stride, sum);
+  for (int c = 0; c < 2; ++c) {
+    int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+    f16v scale = some<f16v>(w.scale + at, n), bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+    i16v offset = 128 * some<i16v>(w.sum + at, n);
+    UNROLL for (int r = 0; r < R; ++r) {
+      f16v product = __builtin_convertvector(sum[r][c] - offset, f16v);
+      put(y + (row + r) * w.out + at, product * (scale * x.scale[row + r]) + bias, n);
+    }
+  }
+}
+
+// The same for 4 bits. A weight is (number - 8) * scale; sums of 32 products are whole numbers, and those are added in order.
+template <int R, typename T>
+void block_of_halves(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
+  const int64_t groups = w.in / group_length;
+  const uint8_t* data = (const uint8_t*)w.data + first * w.in / 2;
+  const bf16* scales = w.scales + first * groups;
+  const uint8_t* rows = x.data.data() + row * x.stride;
+  f16v sum[R][2] = {};
+  for (int64_t g = 0; g < groups; ++g, scales += block_width) {
+    i16v part[R][2] = {};
+    for (int64_t k = g * group_length; k < (g + 1) * group_length; k += 4, data += 64) {
+#if defined(__AVX512VNNI__)
+      __m512i both = _mm512_loadu_si512(data), mask = _mm512_set1_epi8(15);
+      __m512i a = _mm512_and_si512(both, mask), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+      UNROLL for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, rows + r * x.stride + k, 4);
+        __m512i s = _mm512_set1_epi32(four ^ 0x80808080);
+        part[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)part[r][0], a, s);
+        part[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)part[r][1], b, s);
+      }
+#else
+      for (int j = 0; j < 4; ++j) {
+        i16v a, b;
+        for (int t = 0; t < 16; ++t) a[t] = data[4 * t + j] & 15, b[t] = data[4 * t + j] >> 4;
+        UNROLL for (int r = 0; r < R; ++r) {
+          int32_t s = int32_t(rows[r * x.stride + k + j]) - 128;
+          part[r][0] += a * s, part[r][1] += b * s;
+        }
+      }
+#endif
+    }
+    f16v left = load16(scales), right = load16(scales + 16);
+    UNROLL for (int r = 0; r < R; ++r) {
+      int32_t offset = 8 * x.sums[(row + r) * groups + g];
+      sum[r][0] += __builtin_convertvector(part[r][0] - offset, f16v) * left;
+      sum[r][1] += __builtin_convertvector(part[r][1] - offset, f16v) * right;
+    }
+  }
+  for (int c = 0; c < 2; ++c) {
+    int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+    f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+    UNROLL for (int r = 0; r < R; ++r) put(y + (row + r) * w.out + at, sum[r][c] * x.scale[row + r] + bias, n);
+  }
+}
+
+// 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.
+inline void put_bytes(uint8_t* to, f16v x) {
+#if defined(__AVX512F__)
+  __m128i y = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)x));
+  y = _mm_xor_si128(y, _mm_set1_epi8(-128));
+  std::memcpy(to, &y, 16);
+#else
+  for (int t = 0; t < 16; ++t) to[t] = uint8_t(int32_t(std::nearbyint(x[t])) + 128);
+#endif
+}
+
+template <typename T>
+void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
+  const int64_t whole = in / 16 * 16;
+  to.stride = (in + 3) / 4 * 4;
+  to.data.assign(rows * to.stride, 128);
+  to.scale.resize(rows);
+  const int64_t groups = summed ? in / group_length : 0;
+  to.sums.resize(rows * groups);
+  at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* row = x + r * in;
+      f16v tops = {};
+      for (int64_t i = 0; i < whole; i += 16) {
+        f16v y = load16(row + i);
+        y = y < 0.0f ? -y : y;
+        tops = y > tops ? y : tops;
+      }
+      float most = 0;
+      for (int t = 0; t < 16; ++t) most = std::max(most, tops[t]);
+      for (int64_t i = whole; i < in; ++i) most = std::max(most, std::fabs(value_of(row[i])));
+      float inverse = most > 0 ? 127.0f / most : 0.0f;
+      uint8_t* bytes = to.data.data() + r * to.stride;
+      for (int64_t i = 0; i < whole; i += 16) put_bytes(bytes + i, load16(row + i) * inverse);
+      for (int64_t i = whole; i < in; ++i) bytes[i] = uint8_t(int32_t(std::nearbyint(value_of(row[i]) * inverse)) + 128);
+      to.scale[r] = most / 127.0f;
+      for (int64_t g = 0; g < groups; ++g) {
+        int32_t sum = 0;
+        for (int64_t i = g * group_length; i < (g + 1) * group_length; ++i) sum += bytes[i];
+        to.sums[r * groups + g] = sum - 128 * int32_t(group_length);
+      }
+    }
+  });
+}
+
+// Several layers on the same rows: their blocks are shared out among the threads as if they were one layer's.
+template <typename T>
+void multiply(const std::vector<const Weight*>& weights, const T* x, const std::vector<T*>& outs, int64_t rows) {
+  std::vector<int64_t> ends;
+  for (const Weight* w : weights) ends.push_back((ends.empty() ? 0 : ends.back()) + (w->out + block_width - 1) / block_width);
+  static thread_local Bytes bytes;
+  const Bytes* rounded = &bytes;  // this thread's, for all threads
+  auto any = [&](auto which) { return std::any_of(weights.begin(), weights.end(), which); };
+  if (any([](const Weight* w) { return w->rounded(); }))
+    to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scales != nullptr; }), bytes);
+  // Below about 100k multiplications a second thread costs more than it brings.
+  int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * rows));
+  at::parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin, i = 0; t < end; ++t) {
+      while (t >= ends[i]) ++i;
+      const Weight& w = *weights[i];
+      T* y = outs[i];
+      int64_t first = (t - (i ? ends[i - 1] : 0)) * block_width;
+      if (w.scales)  // two sums for each row and vector
+        in_groups<4>(rows, [&](auto count, int64_t row) { block_of_halves<count()>(w, *rounded, row, y, first); });
+      else if (w.scale)
+        in_groups<8>(rows, [&](auto count, int64_t row) { block<count()>(w, *rounded, row, y, first); });
+      else
+        in_groups<8>(rows, [&](auto count, int64_t row) { block<count()>(w, x + row * w.in, y + row * w.out, first); });
+    }
+  });
+}
+
+}  // namespace

@@ -1,0 +1,158 @@
+"""Weights in 8 or 4 bits: what a layer bears, and what the rounding changed.
+
+A weight channel, or 32 neighbours of it in 4 bits, and a row are each divided by a scale of their own. One number that
+is far larger than the others then takes their precision: layers with such outliers keep their weights (Dettmers et al.,
+arXiv 2208.07339, saw them in large models). Which ones do is measured on a text, layer by layer, before anything is
+rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.kernels.native import PIECE, can_pack, to_halves
+from sakiyomi.kernels.pack import PACKED, present
+
+__all__ = ["ROUNDINGS", "Rounding", "RoundingReport", "choose_bits", "compare", "layer_errors"]
+
+EVERY = 4  # of so many rows of the text one is looked at, layer by layer
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A way of rounding a model's linear layers.
+
+    Attributes:
+        bits: of a weight.
+        most: relative error of a layer's output, above which 8 bits take the place of 4, and above which a layer of 8
+            bits keeps its weights. Rounding alone makes about 0.01 in 8 bits and 0.08 in 4.
+        round: a weight (out, in) as it is after rounding.
+    """
+
+    bits: int
+    most: float
+    round: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingReport:
+    """What the rounding changed, on ``tokens`` tokens.
+
+    Attributes:
+        kind: as in ``LLM(quantize=...)``.
+        layers: linear layers that are rounded.
+        kept: names of those that kept their weights, because a few of their inputs or weights outgrow the others.
+        agreement: share of positions with the same most probable token.
+        divergence: mean KL divergence of the rounded model's next-token distribution from the model's own, in nats.
+        tokens: of the text.
+    """
+
+    kind: str
+    layers: int
+    kept: tuple[str, ...]
+    agreement: float
+    divergence: float
+    tokens: int
+
+    def __str__(self) -> str:
+        kept = f", {len(self.kept)} kept as they were ({', '.join(self.kept[:3])}{', ...' * (len(self.kept) > 3)})"
+        return (
+            f"{self.kind}: {self.layers} layers{kept if self.kept else ''}; on {self.tokens} tokens the most probable "
+            f"token is the same {self.agreement:.1%} of the time, mean KL divergence {self.divergence:.4f} nats"
+        )
+
+
+def _to_bytes(values: Tensor) -> Tensor:
+    """Each row to 8 bits and back."""
+    scale = values.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+    return (values / scale).round() * scale
+
+
+def _to_halves(weight: Tensor) -> Tensor:
+    """Each 32 neighbours to 4 bits and back."""
+    numbers, scales = to_halves(weight)
+    groups = numbers.float().sub_(8).unflatten(1, (scales.shape[1], -1))
+    back: Tensor = (groups * scales.float()[..., None]).flatten(1)
+    return back
+
+
+ROUNDINGS = {"int8": Rounding(8, 0.05, _to_bytes), "int4": Rounding(4, 0.2, _to_halves)}
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """A linear layer's weight as (out, in)."""
+    weight: Tensor = layer.weight if type(layer) is nn.Linear else layer.weight.T  # type: ignore[assignment]
+    return weight
+
+
+def layer_errors(
+    model: nn.Module, ids: Tensor, kinds: Collection[str] = ("int8",)
+) -> tuple[dict[int, dict[str, float]], Tensor]:
+    """Relative error that roundings make in each linear layer's output, by the layer's id, and the logits (T, V).
+
+    Args:
+        model: not packed yet, with an attention of transformers' own; its weights may be on disk (see ``present``).
+        ids: (1, T) token ids.
+        kinds: of ``ROUNDINGS``.
+    """
+    errors: dict[int, dict[str, float]] = {}
+
+    def measure(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        with present(layer):
+            weight, bias = weight_of(layer), getattr(layer, "bias", None)
+            own = output.flatten(0, -2)[::EVERY].float()
+            own = own if bias is None else own - bias.float()
+            rows = _to_bytes(inputs[0].flatten(0, -2)[::EVERY].float())
+            found = errors.setdefault(id(layer), {})
+            for kind in kinds:
+                if can_pack(weight.shape, weight.dtype, ROUNDINGS[kind].bits):
+                    pieces = zip(weight.split(PIECE), own.split(PIECE, 1), strict=True)
+                    wrong = sum(
+                        (rows @ ROUNDINGS[kind].round(piece.float()).T - right).square().sum()
+                        for piece, right in pieces
+                    )
+                    error = float(wrong / own.square().sum().clamp_min(1e-24)) ** 0.5
+                    found[kind] = max(error, found.get(kind, 0.0))
+
+    with _hooked([layer for layer in model.modules() if type(layer) in PACKED], measure), torch.no_grad():
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
+    return errors, logits
+
+
+@contextmanager
+def _hooked(layers: list[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    handles = [layer.register_forward_hook(hook) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def choose_bits(kind: str, errors: dict[int, dict[str, float]], head: nn.Module) -> dict[int, int]:
+    """Bits of each measured layer's weights, by its id: 16 where it bears no rounding.
+
+    In 4 bits the head, whose errors are the logits' own, has 8, and so has a layer that bears 8 and not 4.
+    """
+    bits: dict[int, int] = {}
+    for layer, found in errors.items():
+        kinds = ("int8",) if kind == "int8" or layer == id(head) else (kind, "int8")
+        borne = [ROUNDINGS[each].bits for each in kinds if found.get(each, torch.inf) <= ROUNDINGS[each].most]
+        bits[layer] = borne[0] if borne else 16
+    return bits
+
+
+def compare(before: Tensor, after: Tensor) -> tuple[float, float]:
+    """Share of rows, (T, V) each, with the same largest logit; mean KL divergence of ``after`` from ``before``."""
+    same, divergence = 0.0, 0.0
+    for own, other in zip(before.split(64), after.split(64), strict=True):  # a few rows at a time: V may be large
+        same += float((own.argmax(-1) == other.argmax(-1)).sum())
+        p, q = own.float().log_softmax(-1), other.float().log_softmax(-1)
+        divergence += float((p.exp() * (p - q)).sum())
+    return same / len(before), divergence / len(before)
