@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from sakiyomi.errors import InputError
 from sakiyomi.generate import Engine
-from sakiyomi.outputs import Generation, Step
+from sakiyomi.outputs import Generation, Stats, Step
 from sakiyomi.params import SamplingParams, as_params
-from sakiyomi.request import Place
+from sakiyomi.request import Place, Request
 
 __all__ = ["Conversation"]
 
@@ -34,10 +34,16 @@ class Conversation:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._place = engine, Place()
+        self._request: Request | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """Figures of the last request, also of one that was left."""
+        return self._request.stats if self._request is not None else Stats()
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, index: int = 0
-    ) -> Iterator[Step]:
+    ) -> Generator[Step, None, None]:
         """Every round's tokens and text as they come. Leaving the loop early ends the request; what it wrote is kept.
 
         Args:
@@ -52,7 +58,7 @@ class Conversation:
         if params.n > 1:
             raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
         steps: deque[Step] = deque()
-        request = self._engine.submit(prompt, params, key=(index,), outbox=steps, place=self._place)
+        request = self._submit(prompt, params, key=(index,), outbox=steps)
         try:
             while steps or not request.over:
                 if not steps:
@@ -72,12 +78,15 @@ class Conversation:
         params = as_params(params)
         if params.n > 1:
             raise InputError(f"n={params.n} samples are no one reply; use LLM.generate")
-        requests = (self._engine.submit(prompt, params, key=(index,), live=False, place=self._place) for _ in range(1))
-        return self._engine.complete(requests)[0]
+        return self._engine.complete(self._submit(prompt, params, key=(index,), live=False) for _ in range(1))[0]
 
     def close(self) -> None:
         """Free the place. The next prompt, if there is one, is computed as a whole and kept again."""
         self._engine.release(self._place)
+
+    def _submit(self, prompt: str | Sequence[int], params: SamplingParams, **options: Any) -> Request:
+        self._request = request = self._engine.submit(prompt, params, place=self._place, **options)
+        return request
 
     def __enter__(self) -> Self:
         return self
