@@ -14,6 +14,7 @@ from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingParams
 from sakiyomi.drafters import Context
+from sakiyomi.kernels.native import NativeModel
 from sakiyomi.tree import Draft
 from toys import character_tokenizer, tiny_llama
 
@@ -188,6 +189,22 @@ def test_an_interruption_anywhere(place: str, monkeypatch: pytest.MonkeyPatch) -
         assert conversation.generate(tokens, params()).token_ids == reply(tuple(tokens))
     conversation.close()
     assert llm.target.cache.free == llm.target.cache.max_slots
+
+
+def test_kernels_that_are_ready_between_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What plain torch wrote into the cache on a machine's first use is read by the compiled kernels from then on."""
+    if NativeModel.create() is None:
+        pytest.skip("the C++ kernels cannot be compiled here")
+    monkeypatch.setattr("sakiyomi.kernels.graphs.compiler", lambda: None)
+    monkeypatch.setattr(sakiyomi.model, "native_at_hand", lambda: False)
+    llm = LLM((model_of("llama"), TOKENIZER), "none")
+    with llm.conversation() as conversation:
+        conversation.generate(FIRST, params())
+        assert not isinstance(llm.target.state, NativeModel)
+        monkeypatch.setattr(sakiyomi.model, "native_at_hand", lambda: True)
+        out = conversation.generate(second(), params())
+        assert isinstance(llm.target.state, NativeModel)
+        assert (out.stats.reused, out.token_ids) == (22, reply(tuple(second())))
 
 
 def test_drafters_hear_of_every_request() -> None:

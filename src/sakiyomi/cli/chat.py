@@ -84,6 +84,8 @@ def chat(options: ChatOptions, model: ModelOptions, params: SamplingParams, outp
     lines = Lines()
     if dialogue.plain:
         note(f"{model.target} runs without a chat template: what you say and what it writes is one text that goes on")
+    if model.exact:
+        note(f"exact: of earlier prompts whole chunks of {llm.engine.chunk_size} tokens are used again (--chunk-size)")
     if lines.interactive:
         note('/help lists commands, """ begins and ends several lines, Ctrl-C stops a reply, Ctrl-D leaves')
         if options.trace:
@@ -129,7 +131,7 @@ class Chat:
         self.conversation = llm.conversation()
         self.attempt = 0
         self.replies: list[Reply] = []
-        self.over = self.failed = False
+        self.over = self.failed = self._told = False
 
     def run(self) -> None:
         """Answer messages and obey commands until there are no more."""
@@ -204,7 +206,8 @@ class Chat:
         if self.used >= self.llm.max_context:
             full = f"the context of {self.llm.max_context} tokens is full"
             note(f"{full}: /undo takes the last exchange back, /reset begins anew")
-        elif last.finish_reason == "length" and self.lines.interactive:
+        elif last.finish_reason == "length" and self.lines.interactive and not self._told:
+            self._told = True  # once is enough for those who want their replies short
             note(f"cut after {last.stats.tokens} tokens: /set max_new_tokens N for longer replies")
         elif not text.strip() and self.lines.interactive:
             note("an empty reply: the model ended it at once")
