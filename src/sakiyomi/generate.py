@@ -28,7 +28,8 @@ from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
 from sakiyomi.params import SamplingParams, as_params
-from sakiyomi.request import Request
+from sakiyomi.places import Places
+from sakiyomi.request import Place, Request
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft
@@ -75,6 +76,7 @@ class Engine:
         self._settle = settle
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._places = Places(target.cache, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._overhead = 1e-4
@@ -105,6 +107,7 @@ class Engine:
         rounds_trace: bool = False,
         live: bool = True,
         outbox: deque[Step] | None = None,
+        place: Place | None = None,
     ) -> Request:
         """Queue a request and give its state, which stays readable when it is over.
 
@@ -115,9 +118,11 @@ class Engine:
             rounds_trace: keep every round's tree.
             live: text is wanted with every step, not only with the last one.
             outbox: gets the request's steps too.
+            place: of the conversation that it belongs to: what an earlier request left there is not computed again.
 
         Raises:
-            InputError: the prompt is empty, has unknown tokens or is too long, or an option cannot be met.
+            InputError: the prompt is empty, has unknown tokens or is too long, an option cannot be met, or the
+                conversation has a request under way.
             MemoryLimitError: its keys and values would not fit.
         """
         params = as_params(params)
@@ -142,9 +147,13 @@ class Engine:
             keep_rounds=rounds_trace,
             live=live or bool(params.stop),
             outbox=outbox,
+            place=place,
         )
         with self._lock:
-            self._check_memory(request)
+            others = [*self._running, *self._waiting]
+            if place is not None and any(other.place is place for other in others):
+                raise InputError("the conversation has a request under way; wait for its end, or leave its stream")
+            self._places.check_memory([*others, request])
             self._waiting.append(request)
         return request
 
@@ -165,7 +174,7 @@ class Engine:
                 steps += self._round([r for r in decoding if r.graphs == graphs], graphs)
             for request in [r for r in self._running if r.over]:
                 self._running.remove(request)
-                self._free(request)
+                self._places.free(request)
             return steps
 
     def complete(self, requests: Iterable[Request]) -> list[Generation]:
@@ -194,11 +203,18 @@ class Engine:
                 for candidate in list(queue):
                     if candidate.id == request:
                         queue.remove(candidate)
-                        self._free(candidate)
+                        self._places.free(candidate)
                         if not candidate.over:
                             candidate.fail(RemovedError(f"request {request} was removed before its end"))
                         return candidate
             return None
+
+    def release(self, place: Place) -> None:
+        """Free what a conversation keeps; a request of it that is under way ends."""
+        with self._lock:
+            for request in [r for r in (*self._waiting, *self._running) if r.place is place]:
+                self.remove(request.id)
+            self._places.release(place)
 
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""
@@ -323,7 +339,7 @@ class Engine:
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
             request.began = time.perf_counter()  # waiting is not its time
-            request.slot = self.target.cache.take()
+            self._places.seat(request)
             request.graphs = self.target.ready
             self._running.append(request)
 
@@ -361,14 +377,6 @@ class Engine:
                 draft = Draft.empty()
                 steps += self._decide(request, draft, request.rows(logits[i : i + 1], draft))
         return steps
-
-    def _free(self, request: Request) -> None:
-        if request.slot is not None:
-            self.target.cache.release(request.slot)
-            request.slot = None
-        end = getattr(self.drafter, "end", None)
-        if end is not None:
-            end(request.context)
 
     # ------------------------------------------------------------ figures and checks
 
@@ -414,12 +422,6 @@ class Engine:
                 "shorten the prompt"
             )
         return tokens
-
-    def _check_memory(self, request: Request) -> None:
-        """Refuse a request whose keys and values would not fit beside those of the others at their longest."""
-        all_of_them = [*self._running, *self._waiting, request]
-        at_once = min(len(all_of_them), self.target.cache.max_slots)
-        self.target.cache.check(at_once, max(r.last for r in all_of_them))
 
 
 def _with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:

@@ -1,16 +1,16 @@
-"""`LLM`: a target, a drafter and an engine behind three methods."""
+"""`LLM`: a target, a drafter and an engine behind a few methods."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from sakiyomi.conversation import Conversation
 from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
@@ -171,22 +171,19 @@ class LLM:
         Raises:
             InputError, MemoryLimitError: at the first step, before any work is done.
         """
-        params = as_params(params)
-        if params.n > 1:
-            raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
-        steps: deque[Step] = deque()
-        request = self.engine.submit(prompt, params, key=(index,), outbox=steps)
-        try:
-            while steps or not request.over:
-                if not steps:
-                    self.engine.step()
-                while steps:
-                    step = steps.popleft()
-                    if step.error is not None:
-                        raise step.error
-                    yield step
-        finally:
-            self.engine.remove(request.id)
+        with self.conversation() as alone:
+            yield from alone.stream(prompt, params, index=index)
+
+    def conversation(self) -> Conversation:
+        """Requests that follow one another: of each prompt only what is new is computed.
+
+        ::
+
+            with llm.conversation() as conversation:
+                for text in ("Once upon a time", "Once upon a time, in a wood"):
+                    print(conversation.generate(text).text)
+        """
+        return Conversation(self.engine)
 
     # ------------------------------------------------------------ models
 

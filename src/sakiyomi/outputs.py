@@ -98,6 +98,7 @@ class Stats:
         accepted: proposed tokens that were kept.
         rejected: proposed tokens that the verifier looked at and refused. Tokens behind a refused one are neither.
         hit_rounds: rounds with at least one accepted token.
+        reused: prompt tokens that the cache held already, from an earlier request of the conversation.
         seconds: wall clock from the request's start to its last token.
         prefill_seconds: inside forwards over prompts, the target's and the draft's; those of other requests too, for
             which this one stood still.
@@ -112,6 +113,7 @@ class Stats:
     accepted: int = 0
     rejected: int = 0
     hit_rounds: int = 0
+    reused: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

@@ -20,7 +20,31 @@ from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import Rows, Verifier
 
-__all__ = ["Request"]
+__all__ = ["Place", "Request"]
+
+
+@dataclass(eq=False)
+class Place:
+    """What a conversation keeps in the caches between two of its requests; empty while one of them runs.
+
+    Attributes:
+        slot: in the target's cache; None: nothing is kept.
+        held: the tokens whose keys and values lie there.
+        whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
+        context: of the last request, with the drafter's own memory.
+    """
+
+    slot: int | None = None
+    held: list[int] = field(default_factory=list)
+    whole: int = 0
+    context: Context | None = None
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, are held."""
+        for i, (held, token) in enumerate(zip(self.held, tokens, strict=False)):
+            if held != token:
+                return i
+        return min(len(self.held), len(tokens))
 
 
 @dataclass(eq=False)
@@ -36,6 +60,7 @@ class Request:
         keep_rounds: keep every round's tree.
         live: text is wanted as it comes, not only at the end.
         outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
+        place: of the conversation that it belongs to; takes the slot over when the request is over.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target holds.
@@ -52,6 +77,7 @@ class Request:
     keep_rounds: bool = False
     live: bool = True
     outbox: deque[Step] | None = None
+    place: Place | None = None
     slot: int | None = None
     cached: int = 0
     graphs: frozenset[int] = frozenset()

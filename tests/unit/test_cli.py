@@ -59,8 +59,8 @@ def flags_of(*command: str) -> str:
 # ---------------------------------------------------------------- flags
 
 
-@pytest.mark.parametrize("command", ["generate"])
-def test_each_field_is_a_flag_with_its_default(command: str) -> None:
+@pytest.mark.parametrize(("command", "most"), [("generate", 128), ("chat", 512)])
+def test_each_field_is_a_flag_with_its_default(command: str, most: int) -> None:
     text = " ".join(flags_of(command).split())
     for group in (ModelOptions, SamplingParams):
         for field in dataclasses.fields(group):
@@ -69,7 +69,7 @@ def test_each_field_is_a_flag_with_its_default(command: str) -> None:
             flag = "--" + field.name.replace("_", "-")
             assert re.search(rf"{flag}[ /]", text), flag
             assert flag_help(group)[field.name].split(";")[0][:40] in text, flag
-    assert "--max-new-tokens <int> most tokens to generate. [default: 128]" in text
+    assert f"--max-new-tokens <int> most tokens to generate. [default: {most}]" in text
 
 
 def test_model_options_are_the_parameters_of_llm() -> None:

@@ -75,6 +75,11 @@ class SlotCache:
         """Bytes allocated now."""
         return self.pair_bytes * self.slots * self.room
 
+    @property
+    def free(self) -> int:
+        """Slots that nobody has."""
+        return len(self._free)
+
     def take(self) -> int:
         """The lowest free slot, empty."""
         self._free.sort(reverse=True)

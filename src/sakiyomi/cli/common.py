@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -19,7 +20,7 @@ from sakiyomi.errors import InputError
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["JsonOption", "ModelOptions", "command", "flag_help"]
+__all__ = ["JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,25 @@ class JsonOption:
     json: bool = False
 
 
-def command(app: typer.Typer, name: str, *groups: type[Any], help: str) -> Callable[[Callable[..., None]], None]:
+def load(model: ModelOptions) -> LLM:
+    """The engine, and on stderr what a user might not expect of it."""
+    from sakiyomi.cli.output import note, progress, quiet
+
+    with progress(f"loading {model.target}"):
+        quiet()
+        llm = model.load()
+    if llm.target.rounding is not None:
+        note(str(llm.target.rounding))
+    if model.draft == "auto" and llm.draft is None:
+        note(
+            f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
+        )
+    return llm
+
+
+def command(
+    app: typer.Typer, name: str, *groups: type[Any], help: str, defaults: Mapping[str, Any] | None = None
+) -> Callable[[Callable[..., None]], None]:
     """Register a command that is called with one object for each group.
 
     Args:
@@ -93,15 +112,17 @@ def command(app: typer.Typer, name: str, *groups: type[Any], help: str) -> Calla
         name: of the command.
         groups: dataclasses; their fields become the flags, in order.
         help: shown by ``--help``.
+        defaults: of this command, in the place of the fields' own.
     """
 
     def register(run: Callable[..., None]) -> None:
         def body(**given: Any) -> None:
             run(*(_build(group, given) for group in groups))
 
-        parameters = [_parameter(group, field) for group in groups for field in _flags(group)]
-        body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        flags = [(group, field) for group in groups for field in _flags(group)]
+        found = [_parameter(group, field, (defaults or {}).get(field.name, field.default)) for group, field in flags]
+        body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+        body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
         app.command(name, help=help)(body)
 
     return register
@@ -125,9 +146,30 @@ def _flags(group: type[Any]) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(group) if str(field.type) in _KINDS]
 
 
-def _parameter(group: type[Any], field: dataclasses.Field[Any]) -> inspect.Parameter:
+def parameters(group: type[Any]) -> list[str]:
+    """Names of the fields that have a flag."""
+    return [field.name for field in _flags(group)]
+
+
+def parsed(group: type[Any], name: str, text: str) -> Any:
+    """What a field's flag would make of a text: "none" is None or no words, a list is given word by word.
+
+    Raises:
+        InputError: it is no such value.
+    """
+    kind, convert = _KINDS[next(str(field.type) for field in _flags(group) if field.name == name)]
+    inner = next((part for part in get_args(kind) if part is not type(None)), kind)
+    several = get_origin(kind) is list
+    try:
+        words = [] if text == "none" and inner is not kind else shlex.split(text) if several else [text]
+        values = [_truth(word) if inner is bool else inner(word) for word in words]
+    except ValueError:
+        raise InputError(f"{name} is {text!r}; expected {_EXPECTED[inner]}") from None
+    return convert(values) if several else convert(values[0]) if values else None
+
+
+def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) -> inspect.Parameter:
     kind, _ = _KINDS[str(field.type)]
-    default: Any = field.default
     text = flag_help(group)[field.name]
     if isinstance(default, tuple | list) or str(field.type).startswith(("Sequence", "Mapping", "tuple")):
         default = list(default or ())
@@ -153,6 +195,12 @@ def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 def _build(group: type[Any], given: Mapping[str, Any]) -> Any:
     return group(**{field.name: _KINDS[str(field.type)][1](given[field.name]) for field in _flags(group)})
+
+
+def _truth(word: str) -> bool:
+    if word not in ("on", "off", "true", "false"):
+        raise ValueError(word)
+    return word in ("on", "true")
 
 
 def _number_or_word(text: str) -> int | str:
@@ -203,4 +251,5 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "tuple[int, ...]": (list[int], tuple),
     "Mapping[int, float] | None": (list[str], _biases),
 }
+_EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}
 _METAVARS = {"int | str": "N|WORD", "Mapping[int, float] | None": "TOKEN_ID=BIAS"}

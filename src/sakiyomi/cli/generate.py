@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command
+from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.outputs import Generation
 from sakiyomi.params import SamplingParams
@@ -64,18 +64,10 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
     stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
     if output.json and options.stream is None:
         stream = False
-    from sakiyomi.cli.output import emit_json, note, progress, quiet
+    from sakiyomi.cli.output import emit_json, progress
 
-    with progress(f"loading {model.target}"):
-        quiet()
-        llm = model.load()
+    llm = load(model)
     rounding = llm.target.rounding
-    if rounding is not None:
-        note(str(rounding))
-    if model.draft == "auto" and llm.draft is None:
-        note(
-            f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
-        )
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
     else:
@@ -123,22 +115,10 @@ def _flat(results: Any) -> list[Generation]:
 
 
 def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloured: bool) -> Generation:
-    from sakiyomi.cli.output import TokenPainter, stdout, write
+    from sakiyomi.cli.output import printed
     from sakiyomi.outputs import Stats
 
-    console = stdout()
-    painter = TokenPainter(console, llm.tokenizer, params.stop) if coloured else None
-    steps = []
-    for step in llm.stream(prompt, params, index=index):
-        steps.append(step)
-        if painter is not None:
-            painter.add(step.trace)
-        else:
-            write(console, step.text)
-    if painter is not None:
-        painter.finish()
-    else:
-        write(console, "", end="\n")
+    steps = list(printed(llm.stream(prompt, params, index=index), llm.tokenizer, params.stop, coloured))
     return Generation(
         text="".join(step.text for step in steps),
         token_ids=[token for step in steps for token in step.token_ids],

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sakiyomi.outputs import TokenTrace
+    from sakiyomi.outputs import Step, TokenTrace
 
 __all__ = [
     "COLOURS",
@@ -20,6 +20,7 @@ __all__ = [
     "is_coloured",
     "legend",
     "note",
+    "printed",
     "progress",
     "quiet",
     "stdout",
@@ -158,6 +159,29 @@ class TokenPainter:
 
     def _write(self, text: str) -> None:
         write(self._console, text, self._status)
+
+
+def printed(steps: Iterable[Step], tokenizer: Any, stop: Sequence[str], coloured: bool) -> Iterator[Step]:
+    """The same steps, each with its text on stdout when it is given; the line ends behind the last one.
+
+    Args:
+        steps: of one request.
+        tokenizer: of the target.
+        stop: the request's stop strings.
+        coloured: tokens have the colour of their origin.
+    """
+    console = stdout()
+    painter = TokenPainter(console, tokenizer, stop) if coloured else None
+    for step in steps:
+        if painter is not None:
+            painter.add(step.trace)
+        else:
+            write(console, step.text)
+        yield step
+    if painter is not None:
+        painter.finish()
+    else:
+        write(console, "", end="\n")
 
 
 def legend(console: Console) -> None:

@@ -44,7 +44,9 @@ class Drafter(Protocol):
     """Proposes tokens that the target then checks. A wrong proposal costs time, never correctness.
 
     A drafter of one's own needs ``name``, ``kind`` and ``propose``; the other members are looked for and may be
-    missing.
+    missing: ``end(context)`` when a request is over, or, in a conversation, when the next one has begun; before that
+    ``inherit(context, earlier)``, which may take over what it remembers of the one before; ``forward_seconds`` and
+    ``prefill_seconds``.
     """
 
     @property

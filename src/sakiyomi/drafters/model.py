@@ -65,6 +65,13 @@ class ModelDrafter:
         """Seconds inside the draft's forwards so far, those over prompts included."""
         return self.model.forward_seconds
 
+    def inherit(self, context: Context, earlier: Context) -> None:
+        """Take the place of an earlier request of the same conversation over, with the tokens that it holds."""
+        seat: _Seat | None = earlier.memory.pop(self.name, None)
+        if seat is not None:
+            sampler = Sampler(context.params, self._vocab_size)
+            context.memory[self.name] = _Seat(seat.slot, seat.held, sampler)
+
     def end(self, context: Context) -> None:
         """Free the request's place."""
         seat = context.memory.pop(self.name, None)
@@ -89,13 +96,14 @@ class ModelDrafter:
                     active.remove(chain)
                     continue
                 segments.append(Segment(seat.slot, len(seat.held), fresh))
-                seat.held.extend(fresh)
             if not active:
                 break
             logits = self.model.score(segments)
             row = -1
             for chain, segment in zip(active, segments, strict=True):
                 row += len(segment.tokens)
+                # Not before the pass: interrupted, it would leave tokens here whose keys were never written.
+                chain.context.memory[self.name].held.extend(segment.tokens)
                 self._extend(chain, logits[row])
             active = [chain for chain in active if not chain.done]
         return [chains[c.id].draft(self.name) if c.id in chains else Draft.empty() for c in contexts]

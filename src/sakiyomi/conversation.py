@@ -1,0 +1,97 @@
+"""`Conversation`: requests that follow one another and compute what their prompts share only once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from sakiyomi.errors import InputError
+from sakiyomi.generate import Engine
+from sakiyomi.outputs import Generation, Stats, Step
+from sakiyomi.params import SamplingParams, as_params
+from sakiyomi.request import Place, Request
+
+__all__ = ["Conversation"]
+
+
+class Conversation:
+    """Requests one after the other, each with its whole prompt, in one place of the caches; see ``LLM.conversation``.
+
+    Of a prompt only those tokens are computed that stand behind its longest common beginning with what the cache holds:
+    the last prompt and the reply to it, as far as they are the same tokens. So a conversation may go on, be taken back
+    or be edited anywhere; ``Stats.reused`` says how much was there. Greedy or with a seed, the tokens are those that
+    ``LLM.generate`` gives the same prompt: in float32, and, bit for bit, with ``exact=True``. There only whole chunks
+    of earlier prompts (of ``chunk_size`` tokens) are used again: all other rows round otherwise than a fresh request's.
+
+    With a seed the randomness of a reply depends on the seed, on ``index`` and on the places of its tokens, and on
+    nothing that was said before.
+
+    One request at a time. The place is kept until ``close``; when other requests need it, or the memory, it is taken
+    from the conversation that was longest idle, whose next prompt is then computed as a whole.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._place = engine, Place()
+        self._request: Request | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """Figures of the last request, also of one that was left."""
+        return self._request.stats if self._request is not None else Stats()
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, index: int = 0
+    ) -> Generator[Step, None, None]:
+        """Every round's tokens and text as they come. Leaving the loop early ends the request; what it wrote is kept.
+
+        Args:
+            prompt: text or token ids: all of the conversation so far and what is new.
+            params: None for the defaults.
+            index: with a seed the text is that which ``generate`` gives the prompt in this place of a list.
+
+        Raises:
+            InputError, MemoryLimitError: at the first step, before any work is done.
+        """
+        params = as_params(params)
+        if params.n > 1:
+            raise InputError(f"n={params.n} samples cannot be one stream; use generate, or one stream a sample")
+        steps: deque[Step] = deque()
+        request = self._submit(prompt, params, key=(index,), outbox=steps)
+        try:
+            while steps or not request.over:
+                if not steps:
+                    self._engine.step()
+                while steps:
+                    step = steps.popleft()
+                    if step.error is not None:
+                        raise step.error
+                    yield step
+        finally:
+            self._engine.remove(request.id)
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, index: int = 0
+    ) -> Generation:
+        """The whole reply at once; arguments and errors as of ``stream``."""
+        params = as_params(params)
+        if params.n > 1:
+            raise InputError(f"n={params.n} samples are no one reply; use LLM.generate")
+        return self._engine.complete(self._submit(prompt, params, key=(index,), live=False) for _ in range(1))[0]
+
+    def close(self) -> None:
+        """Free the place. The next prompt, if there is one, is computed as a whole and kept again."""
+        self._engine.release(self._place)
+
+    def _submit(self, prompt: str | Sequence[int], params: SamplingParams, **options: Any) -> Request:
+        self._request = request = self._engine.submit(prompt, params, place=self._place, **options)
+        return request
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,188 @@
+"""What was said, and the prompt that it makes: by a chat template, or, where there is none, as one text that goes on.
+
+Knows a tokenizer and files of messages; it knows no model and no engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.errors import InputError, LoadError
+
+__all__ = ["Dialogue", "Exchange", "read_template"]
+
+WORDS = ("auto", "none")
+"""What may stand in the place of a template."""
+Exchange = tuple[str, str]
+"""A message and the reply to it."""
+_OPENING = '"(“'
+
+
+def read_template(name: str) -> str:
+    """The text of a template's file; "auto" and "none" are given back as they are.
+
+    Raises:
+        LoadError: it cannot be read.
+    """
+    if name in WORDS:
+        return name
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(
+            f"the chat template {name!r} cannot be read ({error}); expected auto, none or a Jinja file"
+        ) from None
+
+
+class Dialogue:
+    """A system prompt and the exchanges that followed.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        template: a Jinja text; "auto" for the tokenizer's own, or none where it has none; "none" for plain text.
+        system: what the model is told before everything else; "" for nothing.
+
+    Attributes:
+        exchanges: what was said, the oldest first.
+
+    Raises:
+        InputError: the template does not work, or a system prompt has no place in it.
+    """
+
+    def __init__(self, tokenizer: Any, template: str = "auto", system: str = "") -> None:
+        self._tokenizer = tokenizer
+        own = getattr(tokenizer, "chat_template", None)
+        self.plain = template == "none" or (template == "auto" and not own)
+        self._template = None if template in WORDS else template
+        self.exchanges: list[Exchange] = []
+        self._system = ""
+        if not self.plain:
+            self._rendered(_messages("", [], "Hello"))
+        self.system = system
+
+    @property
+    def system(self) -> str:
+        """The system prompt. Setting it raises InputError where the model would not be told of it."""
+        return self._system
+
+    @system.setter
+    def system(self, text: str) -> None:
+        if text and self.plain:
+            raise InputError(
+                "without a chat template a system prompt has no place; write it at the head of the first message"
+            )
+        if text.strip() not in ("" if self.plain else self._rendered(_messages(text, [], "Hello"))):
+            raise InputError("the chat template leaves system prompts out; write it at the head of the first message")
+        self._system = text
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """Everything that was said, by role."""
+        return _messages(self._system, self.exchanges)
+
+    def prompt(self, message: str, before: Sequence[Exchange]) -> list[int]:
+        """Token ids of a message behind these exchanges, up to where the reply begins.
+
+        Raises:
+            InputError: the template does not take them.
+        """
+        if self.plain:
+            text = ""
+            for said, reply in (*before, (message, "")):
+                text += _joint(text, said) + said + reply
+            return list(self._tokenizer(text)["input_ids"])
+        # The template writes the begin token itself.
+        text = self._rendered(_messages(self._system, before, message))
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def save(self, path: Path) -> None:
+        """Write the messages as JSON, whole or not at all.
+
+        Raises:
+            LoadError: the file cannot be written, or is one of that name that holds no messages.
+        """
+        if path.exists():
+            try:
+                _parse(path)
+            except LoadError:
+                raise LoadError(f"{str(path)!r} is there and holds no messages; choose another name") from None
+        text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            raise LoadError(f"the messages cannot be written to {str(path)!r}: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                beside.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> None:
+        """Take the messages of a file in the place of these.
+
+        Raises:
+            LoadError: it cannot be read, or holds something else.
+            InputError: the template does not take them. Nothing has changed then.
+        """
+        system, exchanges = _parse(path)
+        if not self.plain:
+            self._rendered(_messages(system, exchanges, "Hello"))
+        self.system = system
+        self.exchanges = exchanges
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+                )
+            )
+        except Exception as error:  # a template is a program of somebody else's
+            raise InputError(
+                f"the chat template fails ({type(error).__name__}: {error}); give another one, or none for plain text"
+            ) from None
+
+
+def _messages(system: str, exchanges: Sequence[Exchange], message: str | None = None) -> list[dict[str, str]]:
+    found = [{"role": "system", "content": system}] if system else []
+    for said, reply in exchanges:
+        found += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+    return found if message is None else [*found, {"role": "user", "content": message}]
+
+
+def _joint(before: str, after: str) -> str:
+    """A space where a word typed behind a text would run into its last one."""
+    end, head = before[-1:], after[:1]
+    if not end or not head or end.isspace() or not end.isascii():
+        return ""
+    return " " if (head.isascii() and head.isalnum()) or head in _OPENING else ""
+
+
+def _parse(path: Path) -> tuple[str, list[Exchange]]:
+    """System prompt and exchanges of a file: ``{"messages": [...]}``, or the list alone."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"the messages in {str(path)!r} cannot be read: {error}") from None
+    messages = value.get("messages") if isinstance(value, dict) else value
+    if not isinstance(messages, list):
+        raise LoadError(f'{str(path)!r} holds no messages; expected {{"messages": [{{"role": ..., "content": ...}}]}}')
+    roles, texts = [], []
+    for number, message in enumerate(messages, start=1):
+        role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not isinstance(role, str) or not isinstance(text, str):
+            raise LoadError(f"message {number} of {str(path)!r} is {message!r:.80}; expected a role and its content")
+        roles.append(role)
+        texts.append(text)
+    first = int(roles[:1] == ["system"])
+    if roles[first:] != ["user", "assistant"] * ((len(roles) - first) // 2):
+        raise LoadError(
+            f"the roles in {str(path)!r} are {', '.join(roles):.80}; expected user and assistant by turns, with an "
+            "assistant at the end, perhaps behind one system"
+        )
+    return texts[0] if first else "", list(zip(texts[first::2], texts[first + 1 :: 2], strict=True))

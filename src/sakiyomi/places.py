@@ -1,0 +1,102 @@
+"""Who has which slot of the cache: a running request, or a conversation between two of its requests.
+
+Knows no passes and no tokens' meaning; what may be used again of a slot is decided here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.errors import MemoryLimitError
+from sakiyomi.request import Place, Request
+
+__all__ = ["Places"]
+
+
+class Places:
+    """Gives slots to requests and takes them back.
+
+    A slot that a conversation keeps between its requests is taken from it, the longest unused one first, when another
+    request needs it or its memory: the conversation then reads its next prompt anew.
+
+    Args:
+        cache: the target's.
+        drafter: hears of the end of every request, or of the next one of its conversation.
+        chunk_size: prompt tokens in one pass.
+        exact: only what any request with the same prompt would compute in the same way is used again.
+    """
+
+    def __init__(self, cache: SlotCache, drafter: Drafter | None, chunk_size: int, exact: bool) -> None:
+        self._cache, self._drafter, self._chunk_size, self._exact = cache, drafter, chunk_size, exact
+        self._kept: list[Place] = []  # the longest unused first
+
+    def seat(self, request: Request) -> None:
+        """A slot for a request: that of its conversation, rolled back to what the prompt shares with it, or a free one.
+
+        Not all requests that run at once may be seated already.
+        """
+        place = request.place
+        if place is None or place.slot is None:
+            if not self._cache.free:
+                self.release(self._kept[0])
+            request.slot = self._cache.take()
+            return
+        shared = min(place.shared(request.tokens), request.prompt_tokens - 1)  # the last token's logits are wanted
+        if self._exact:
+            # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
+            shared = min(shared, place.whole) // self._chunk_size * self._chunk_size
+        self._kept.remove(place)
+        request.slot, place.slot = place.slot, None
+        request.cached = request.stats.reused = shared
+        assert place.context is not None
+        inherit = getattr(self._drafter, "inherit", None)
+        if inherit is not None:
+            inherit(request.context, place.context)
+        self._end(place.context)
+
+    def free(self, request: Request) -> None:
+        """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""
+        place, slot, request.slot = request.place, request.slot, None
+        if slot is not None and place is not None and request.error is None:
+            # Of a round's path more may be in the cache than was committed: a stop cut it.
+            place.held = request.tokens[: request.cached]
+            place.whole = min(request.cached, request.prompt_tokens) // self._chunk_size * self._chunk_size
+            place.slot, place.context = slot, request.context
+            self._kept.append(place)
+            return
+        if slot is not None:
+            self._cache.release(slot)
+        self._end(request.context)
+
+    def release(self, place: Place) -> None:
+        """Free what a conversation keeps; nothing if it keeps nothing."""
+        if place.slot is None:
+            return
+        assert place.context is not None
+        self._kept.remove(place)
+        self._cache.release(place.slot)
+        place.slot = None
+        self._end(place.context)
+
+    def check_memory(self, requests: Sequence[Request]) -> None:
+        """Refuse the last of these requests if all of them would not fit at their longest; kept places make way.
+
+        Raises:
+            MemoryLimitError: they would not fit though nothing else were kept.
+        """
+        most, columns = self._cache.max_slots, max(request.last for request in requests)
+        self._cache.check(min(len(requests), most), columns)
+        others = [place for place in self._kept if all(request.place is not place for request in requests)]
+        while others:
+            try:
+                self._cache.check(min(len(requests) + len(others), most), columns)
+                return
+            except MemoryLimitError:
+                self.release(others.pop(0))
+
+    def _end(self, context: Context) -> None:
+        end = getattr(self._drafter, "end", None)
+        if end is not None:
+            end(context)
