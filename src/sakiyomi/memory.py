@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from sakiyomi.errors import MemoryLimitError
 
-__all__ = ["available_bytes", "readable", "require_bytes"]
+__all__ = ["available_bytes", "peak_bytes", "readable", "require_bytes"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUP = Path("/proc/self/cgroup")
@@ -30,6 +31,18 @@ def available_bytes(device: str = "cpu") -> int:
     available = int(psutil.virtual_memory().available)
     group = _group_headroom()
     return available if group is None else min(available, group)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held at once so far (resident, whatever it was for)."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -> None:

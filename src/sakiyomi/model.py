@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ class PackedModel:
 
     Attributes:
         rounding: what the rounding changed; None where nothing was rounded.
+        watchers: told of every pass when it is done: its plan, and its seconds.
 
     Raises:
         UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
@@ -121,6 +122,7 @@ class PackedModel:
         self._text = list(text) if quantize else []
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
+        self.watchers: list[Callable[[Plan, float], None]] = []
         head, weights = model.get_output_embeddings().weight.numel(), sum(p.numel() for p in model.parameters())
         self._small_head = head < SMALL_HEAD * weights
         self._seconds: dict[tuple[int, bool], float] = {}
@@ -170,6 +172,26 @@ class PackedModel:
             self.unsettled = False
             with self.lock:
                 self._take(self._native() or self.state)
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of weights that one pass reads: all but embeddings, of which it reads a few rows.
+
+        None for a mixture of experts, where it depends on the tokens.
+        """
+        if self._has_experts:
+            return None
+        return sum(
+            module.bytes
+            if isinstance(module, PackedLinear)
+            else sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+            for module in self._model.modules()
+            if not isinstance(module, nn.Embedding)
+        )
+
+    @property
+    def _has_experts(self) -> bool:
+        return any(int(getattr(self.config, name, 0) or 0) > 1 for name in EXPERTS)
 
     @property
     def ready(self) -> frozenset[int]:
@@ -325,7 +347,7 @@ class PackedModel:
                 f"exact=True: {type(self._model).__name__} keeps its own attention, whose sums depend on the other "
                 "requests of a pass; use exact=False"
             )
-        if any(int(getattr(self.config, name, 0) or 0) > 1 for name in EXPERTS):
+        if self._has_experts:
             raise UnsupportedError(
                 f"exact=True: {type(self._model).__name__} gathers rows by expert, so that sums depend on the other "
                 "rows of a pass; use exact=False"
@@ -460,6 +482,8 @@ class PackedModel:
                 key = (size, allowed and (graph is not None or self._captured is not None))
                 self._seconds[key] = running_mean(self._seconds.get(key), spent)
             self.forward_seconds += spent
+            for watcher in self.watchers:
+                watcher(plan, spent)
             if not self._proven and plan.rows:
                 self._prove()
             return logits

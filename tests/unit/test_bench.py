@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from sakiyomi.bench import bookkeeping as bookkeeping_row
 from sakiyomi.bench import compiling, suites
 from sakiyomi.bench.config import BenchConfig
+from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.report import Row, condition_line, of_race
@@ -24,9 +25,12 @@ from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cli import app
 from sakiyomi.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.kernels.graphs import Graphs
+from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.llm import LLM
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
+from sakiyomi.memory import peak_bytes
 from sakiyomi.model import SIZES
+from sakiyomi.outputs import Stats
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import STORIES, read_prompts
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -138,6 +142,18 @@ def test_timed_counts_tokens() -> None:
 
 def test_condition_line_leaves_out_what_is_unknown() -> None:
     assert condition_line({"load_average": 0.123456, "commit": None, "gamma": 4}) == "load average 0.123; gamma 4"
+    assert condition_line({"process_peak_bytes": 1_500_000_000}) == "process peak 1.5 GB"
+
+
+def test_tables_have_short_heads_and_all_columns() -> None:
+    """A peer's line has fewer figures than ours; what was found equal stays the last column."""
+    lines = [{"name": "peer", "tokens_per_second": 5.0, "tokens": 8, "equal": True}]
+    lines.append({"name": "own", "tokens_per_second": 9.0, "kv_bytes": 2e6, "tokens": 8, "equal": True})
+    found = Row("x", "title", lines).table()
+    assert found[0] == {"name": "peer", "tok/s": 5.0, "KV MB": None, "equal": True}
+    assert list(found[1].items())[2:] == [("KV MB", 2.0), ("equal", True)]
+    plain_lines = [{"rows": 8, "start_seconds": 0.5}]
+    assert Row("x", "title", plain_lines).table() == plain_lines
 
 
 # ---------------------------------------------------------------- prompts and models
@@ -201,6 +217,45 @@ def test_forwards_are_counted_and_hooks_come_off() -> None:
     assert 0 < clock.seconds < time.perf_counter() - began
     assert not target._forward_hooks
     assert not draft._forward_pre_hooks
+
+
+def test_figures_of_a_round_sum_up() -> None:
+    stats = Stats(rounds=4, committed=10, seconds=1.0, prefill_seconds=0.2, draft_seconds=0.1, score_seconds=0.5)
+    found = round_figures(stats)
+    assert found["tau"] == 2.5
+    assert found["draft_ms"] == pytest.approx(25)
+    assert found["score_ms"] == pytest.approx(125)
+    assert found["overhead_ms"] == pytest.approx(50)
+    assert round_figures(Stats(tokens=1))["draft_ms"] == 0
+
+
+def test_the_meter_counts_what_passes_hold_and_read(pair: BenchConfig) -> None:
+    llm = LLM(pair.target, draft=pair.draft, compile=False)
+    plain = Undrafted(llm)
+    with Meter(plain.engine) as meter:
+        plain.generate([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    # The last pass is over the last but one new token: 3 + 3 and 2 + 3 pairs.
+    assert meter.figures()["kv_bytes"] == 11 * llm.target.cache.pair_bytes
+    assert meter.figures()["bandwidth_share"] > 0
+    assert not llm.target.watchers
+    with Meter(llm.engine) as both:
+        llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
+    assert both.figures()["kv_bytes"] > 6 * llm.target.cache.pair_bytes
+
+
+def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
+    """Embeddings are not read; a packed layer counts as it lies in memory; 8 bits are a quarter of float32."""
+    model = tiny_llama()
+    embedding = model.get_input_embeddings().weight
+    whole = sum(p.nbytes for p in model.parameters()) - embedding.nbytes
+    assert model.get_output_embeddings().weight is not embedding
+    packed = LLM(pair.target, draft="none", compile=False).target
+    linears = [module for module in packed._model.modules() if isinstance(module, PackedLinear)]
+    assert packed.weight_bytes == whole
+    if linears:  # the compiled kernels are here
+        rounded = LLM(pair.target, draft="none", compile=False, quantize="int8").target.weight_bytes
+        assert rounded is not None
+        assert whole / 4 < rounded < whole / 2
 
 
 @pytest.mark.parametrize(
@@ -305,6 +360,10 @@ def test_the_command(pair: BenchConfig) -> None:
     assert [row["row"] for row in value["rows"]] == ["stories"]
     assert {"processor", "threads", "torch"} <= set(value["conditions"])
     assert "sakiyomi plain" in result.stdout
+    assert max(map(len, result.stdout.splitlines()[2:-4])) <= 120
+    assert value["rows"][0]["conditions"]["process_peak_bytes"] > 1e7
+    own = value["rows"][0]["lines"][1]
+    assert {"draft_ms", "score_ms", "overhead_ms", "kv_bytes", "bandwidth_share"} <= set(own)
 
 
 # ---------------------------------------------------------------- machine
@@ -317,6 +376,7 @@ def test_machine_is_described() -> None:
     assert conditions(gamma=4)["gamma"] == 4
     assert all(isinstance(line, str) for line in lacks())
     assert 1e8 < bandwidth() < 1e13
+    assert 1e7 < peak_bytes() < 1e13
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

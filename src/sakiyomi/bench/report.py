@@ -7,8 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sakiyomi.bench.runner import Standing
+from sakiyomi.memory import readable
 
 __all__ = ["Row", "condition_line", "of_race"]
+
+HEADS = {
+    "tokens_per_second": ("tok/s", 1),
+    "acceptance_rate": ("acc", 1),
+    "draft_ms": ("draft ms", 1),
+    "score_ms": ("score ms", 1),
+    "overhead_ms": ("rest ms", 1),
+    "kv_bytes": ("KV MB", 1e-6),
+    "bandwidth_share": ("bw %", 100),
+}
+"""Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
+JSON_ONLY = {"tokens"}
+"""Figures that no table has room for."""
+LAST = ("equal",)
+"""Columns at the end, whichever line has further figures."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +47,12 @@ class Row:
     notes: Sequence[str] = ()
     error: str | None = None
 
+    def table(self) -> list[dict[str, Any]]:
+        """The lines as they are shown: short heads, handy units, the same columns in each."""
+        names = dict.fromkeys(name for line in self.lines for name in line if name not in JSON_ONLY | set(LAST))
+        names |= dict.fromkeys(name for name in LAST if any(name in line for line in self.lines))
+        return [dict(_cell(name, line.get(name)) for name in names) for line in self.lines]
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         return {
@@ -52,12 +74,19 @@ def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: 
     return Row(name, title, lines, conditions | {"laps": len(standings[0].laps)}, notes)
 
 
+def _cell(name: str, value: Any) -> tuple[str, Any]:
+    head, scale = HEADS.get(name, (name, 1))
+    return head, value if value is None or scale == 1 else value * scale
+
+
 def condition_line(conditions: Mapping[str, Any]) -> str:
-    """Conditions in one line; what is not known is left out."""
+    """Conditions in one line, bytes in units that are read easily; what is not known is left out."""
     shown = []
     for key, value in conditions.items():
         if value is None:
             continue
+        if key.endswith("_bytes"):
+            value = readable(value)
         text = f"{value:.3g}" if isinstance(value, float) else str(value)
-        shown.append(f"{key.replace('_', ' ')} {text}")
+        shown.append(f"{key.removesuffix('_bytes').replace('_', ' ')} {text}")
     return "; ".join(shown)

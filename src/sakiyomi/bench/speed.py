@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, Pair, random_llama, random_prompts
 from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.report import Row, of_race
@@ -37,9 +38,9 @@ def our_lap(llm: Any, prompts: Prompts, params: SamplingParams, *, together: boo
                 done.extend(llm.generate([list(prompt)], params))
         return [result.token_ids for result in done]
 
-    lap = timed(work)
-    total = Stats.total(result.stats for result in done)
-    figures = {"tau": total.tau, "acceptance_rate": total.acceptance_rate}
+    with Meter(llm.engine) as meter:
+        lap = timed(work)
+    figures = round_figures(Stats.total(result.stats for result in done)) | meter.figures()
     return Lap(lap.seconds, lap.tokens, lap.outputs, figures)
 
 

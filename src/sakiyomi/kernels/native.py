@@ -58,11 +58,11 @@ def pack_bytes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in the kernel's table; `index` is its number there."""
+    """A linear layer whose weight lies in the kernel's table; `index` is its number there, `bytes` what it takes."""
 
-    def __init__(self, index: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+    def __init__(self, index: int, in_features: int, out_features: int, dtype: torch.dtype, bytes: int) -> None:
         super().__init__()
-        self.index, self.in_features, self.out_features = index, in_features, out_features
+        self.index, self.in_features, self.out_features, self.bytes = index, in_features, out_features, bytes
         # Some models ask a layer's weight for its dtype or device.
         self.weight = torch.empty(0, dtype=dtype)
 
@@ -114,14 +114,15 @@ class NativeModel:
             packed = pack_weight(weight.detach())
         shift = None if bias is None else bias.detach().float().contiguous()
         tensors = (packed, shift, scale, sums)
-        self._held.extend(tensor for tensor in tensors if tensor is not None)
+        held = [tensor for tensor in tensors if tensor is not None]
+        self._held.extend(held)
         out, inner = weight.shape
         index = self._library.sk_weight(
             self.number,
             *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
             *(inner, out, int(weight.dtype == torch.bfloat16)),
         )
-        return PackedLinear(index, inner, out, weight.dtype)
+        return PackedLinear(index, inner, out, weight.dtype, sum(tensor.nbytes for tensor in held))
 
     def join(self, layers: Sequence[PackedLinear]) -> None:
         """Layers that read the same input in every pass: the first one called computes all of them."""
