@@ -19,7 +19,7 @@ from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.report import Row, condition_line, of_race
-from sakiyomi.bench.runner import Agreement, Contender, Lap, race, same_tokens, timed
+from sakiyomi.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cli import app
@@ -103,6 +103,31 @@ def test_explained_differences_keep_their_speed() -> None:
     assert shown["tokens_per_second"] == 3.0
     assert not shown["equal"]
     assert shown["note"] == "a near-tie"
+
+
+def test_what_two_equal_things_show_is_not_claimed() -> None:
+    """Laps of 100, 110 and 99 tokens/s: neighbours are up to 10/9 apart, in either direction."""
+
+    def contender(name: str, seconds: list[float]) -> Contender:
+        return Contender(name, lambda: Lap(seconds.pop(0), 100, TEXT), same_tokens)
+
+    standings = race(
+        [
+            contender("base", [9.0, 1.0, 100 / 110, 100 / 99]),
+            contender("same", [9.0, 1.05, 1.05 * 100 / 110, 1.05 * 100 / 99]),
+            contender("twice", [9.0, 0.5, 0.5, 0.5]),
+        ],
+        repeats=3,
+    )
+    spread = Spread.of(standings[0])
+    assert spread is not None
+    assert (spread.low, spread.high) == pytest.approx((0.9, 10 / 9))
+    assert 0.95 in spread
+    assert 1.2 not in spread
+    row = of_race("x", "title", standings)
+    assert row.conditions["A/A"] == "0.90 to 1.11"
+    assert row.notes == ["no difference from base (two equal things: 0.90 to 1.11): same"]
+    assert Spread.of(race([contender("once", [1.0, 1.0])], repeats=1)[0]) is None
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sakiyomi.bench.runner import Standing
+from sakiyomi.bench.runner import Spread, Standing
 from sakiyomi.memory import readable
 
-__all__ = ["Row", "condition_line", "of_race"]
+__all__ = ["Row", "condition_line", "of_race", "unclaimed"]
 
 HEADS = {
     "tokens_per_second": ("tok/s", 1),
@@ -66,12 +66,22 @@ class Row:
 
 
 def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: Any) -> Row:
-    """A row from contenders that ran side by side; notes move from the table to below it."""
+    """A row from contenders that ran side by side, the baseline first; notes move from the table to below it."""
     lines = [standing.to_dict() for standing in standings]
     notes = [f"{line['name']}: {line['note']}" for line in lines if line["note"]]
     for line in lines:
         del line["note"]
-    return Row(name, title, lines, conditions | {"laps": len(standings[0].laps)}, notes)
+    spread = Spread.of(standings[0])
+    notes += unclaimed(standings, spread)
+    return Row(name, title, lines, conditions | {"laps": len(standings[0].laps), "A/A": spread and str(spread)}, notes)
+
+
+def unclaimed(standings: Sequence[Standing], spread: Spread | None) -> list[str]:
+    """Who is not known to be faster or slower than the baseline; at most one sentence."""
+    if spread is None:
+        return ["one lap: how far apart two equal things are here is not known"]
+    names = [standing.name for standing in standings[1:] if standing.agreement.accepted and standing.ratio in spread]
+    return [f"no difference from {standings[0].name} (two equal things: {spread}): {', '.join(names)}"] if names else []
 
 
 def _cell(name: str, value: Any) -> tuple[str, Any]:

@@ -6,6 +6,7 @@ gets no speed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 from sakiyomi.errors import InputError
 
-__all__ = ["Agreement", "Contender", "Judge", "Lap", "Standing", "race", "same_tokens", "timed"]
+__all__ = ["Agreement", "Contender", "Judge", "Lap", "Spread", "Standing", "race", "same_tokens", "timed"]
 
 Outputs = tuple[tuple[int, ...], ...]
 
@@ -111,6 +112,34 @@ class Standing:
         for name in self.laps[0].figures:
             shown[name] = statistics.median(lap.figures[name] for lap in self.laps)
         return shown | {"tokens": self.laps[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What ratio two equal things show on this machine now (A/A): a ratio within it says nothing.
+
+    Each lap of the baseline is compared with its next one. Two such laps lie further apart in time than the two of a
+    paired ratio, and a median of pairs is steadier than one pair: the range is rather too wide than too narrow, and
+    costs no lap. It reaches as far down as up, since which of two equal things is the baseline is chance.
+
+    Attributes:
+        low, high: of the ratio; 1 / each other.
+    """
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, baseline: Standing) -> Spread | None:
+        """None where there is one lap: nobody knows then."""
+        ratios = [max(a / b, b / a) for a, b in itertools.pairwise(baseline.speeds) if a and b]
+        return cls(1 / max(ratios), max(ratios)) if ratios else None
+
+    def __contains__(self, ratio: float) -> bool:
+        return self.low <= ratio <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
 
 
 def same_tokens(expected: Outputs, got: Outputs) -> Agreement:
