@@ -18,6 +18,7 @@ from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
+from sakiyomi.bench.quality import Quality, own_logits, perplexity, their_logits
 from sakiyomi.bench.report import Row, condition_line, of_race
 from sakiyomi.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.bench.trees import RandomTrees
@@ -32,7 +33,7 @@ from sakiyomi.memory import peak_bytes
 from sakiyomi.model import SIZES
 from sakiyomi.outputs import Stats
 from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import STORIES, read_prompts
+from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)
@@ -204,6 +205,19 @@ def test_prompts_from_files(tmp_path: Path) -> None:
         read_prompts(packed)
 
 
+def test_references_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [{"prompt": "1 + 1 =", "answer": 2}, {"turns": ["a"], "reference": [" b ", "c"]}, {"text": "c"}]
+    file.write_text("\n\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert read_references(file) == ["2", "b", None]
+    assert read_references(file, 1) == ["2"]
+    assert read_text(file) == "1 + 1 =\n\na\n\nc"
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\n\ntwo", encoding="utf-8")
+    assert read_references(plain) == [None, None]
+    assert read_text(plain) == "one\n\ntwo"
+
+
 def test_random_model() -> None:
     model = random_llama(32, 1, 4, 64, 1000, torch.float32)
     prompts = random_prompts(2, 16, 1000)
@@ -283,6 +297,26 @@ def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
         assert whole / 4 < rounded < whole / 2
 
 
+def test_perplexity_of_our_passes_is_that_of_transformers(pair: BenchConfig) -> None:
+    chunks = [[5, 6, 7, 8, 9] * 10, [30, 31, 32]]
+    llm = LLM(pair.target, draft="none", compile=False)
+    expected = perplexity(their_logits(tiny_llama()), chunks)
+    assert perplexity(own_logits(llm.target), chunks) == pytest.approx(expected, rel=1e-4)
+    flat = perplexity(lambda tokens: torch.zeros(len(tokens), 320), chunks)
+    assert flat == pytest.approx(320)
+
+
+def test_right_answers_are_counted(pair: BenchConfig, tmp_path: Path) -> None:
+    """Of four texts, two of each prompt; the second prompt has no reference."""
+    tokenizer = tiny_tokenizer()
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a", "answer": "cat"}\n{"text": "b"}\n', encoding="utf-8")
+    quality = Quality(dataclasses.replace(pair, prompts=str(file)), tokenizer)
+    outputs = [tokenizer(text).input_ids for text in (" cat and dog", "x", "dog", "x")]
+    assert quality.matches(outputs) == {"match": 0.5}
+    assert Quality(pair, tokenizer).matches(outputs) == {}
+
+
 @pytest.mark.parametrize(
     "params", [SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, temperature=1, seed=3)]
 )
@@ -323,6 +357,21 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     assert found.lines[0]["ratio"] == 1.0
     assert {"dtype", "gamma", "prompt_tokens", "laps"} <= set(found.conditions)
     json.dumps(found.to_dict())
+
+
+def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:
+    file = tmp_path / "held-out.txt"
+    file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
+    found = suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+    figures = [line["perplexity"] for line in found.lines]
+    assert figures == pytest.approx([figures[0]] * 4, rel=1e-4)
+    assert found.table()[0]["ppl"] == figures[0]
+    assert "held-out.txt" in found.conditions["perplexity_of"]
+    with pytest.raises(LoadError, match="cannot be read"):
+        suites.run(dataclasses.replace(pair, quality=str(tmp_path / "none.txt")))
+    file.write_text("a", encoding="utf-8")
+    with pytest.raises(InputError, match="longer"):
+        suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sakiyomi.errors import InputError
-from sakiyomi.prompts import STORIES, read_prompts
+from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 
 __all__ = ["BenchConfig", "Note"]
 
@@ -27,6 +27,8 @@ class BenchConfig:
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
         count: prompts that are used at most.
+        quality: held-out text; of rows about a pair the perplexity of each contender's weights on its beginning is
+            shown. Where prompts carry a reference or an answer, so is the share of texts that begin with it.
         peers: measure transformers beside it.
         compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
     """
@@ -41,6 +43,7 @@ class BenchConfig:
     prompt_tokens: int = 64
     prompts: str | None = None
     count: int = 8
+    quality: str | None = None
     peers: bool = True
     compile: bool = True
 
@@ -57,17 +60,27 @@ class BenchConfig:
         """
         return list(STORIES[: self.count]) if self.prompts is None else read_prompts(self.prompts, self.count)
 
+    def references(self) -> list[str | None]:
+        """The right answers to the prompts, None where nobody gave one.
+
+        Raises:
+            LoadError: the file cannot be read.
+        """
+        return [None] * len(self.texts()) if self.prompts is None else read_references(self.prompts, self.count)
+
     def check_pair(self) -> None:
         """Refuse at once what a row about a pair would refuse after others have run.
 
         Raises:
-            InputError, LoadError: the draft is no model, the dtype is not known, or the prompts cannot be read.
+            InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
         """
         from sakiyomi.loading.model import parse_dtype
 
         parse_dtype(self.dtype)
         self.draft_model  # noqa: B018
         self.texts()
+        if self.quality is not None:
+            read_text(self.quality)
 
     @property
     def draft_model(self) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.peers import Transformers, stop_tokens
+from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import Agreement
 from sakiyomi.loading import load_model
 from sakiyomi.referee import Referee
@@ -112,6 +113,12 @@ class Pair:
         """The generation of transformers on the same pair."""
         stop = stop_tokens(self.target.model, self.target.tokenizer)
         return Transformers(self.target.model, self.draft.model if assisted else None, self.config.gamma, stop)
+
+    @cached_property
+    def quality(self) -> Quality:
+        """Measures what the configuration gave to measure with."""
+        limit = getattr(self.target.model.config.get_text_config(), "max_position_embeddings", None)
+        return Quality(self.config, self.target.tokenizer, *([limit] if limit else []))
 
     def judge(self) -> NearTies:
         """Compares outputs for these prompts."""

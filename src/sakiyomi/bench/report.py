@@ -19,11 +19,12 @@ HEADS = {
     "overhead_ms": ("rest ms", 1),
     "kv_bytes": ("KV MB", 1e-6),
     "bandwidth_share": ("bw %", 100),
+    "perplexity": ("ppl", 1),
 }
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
 JSON_ONLY = {"tokens"}
 """Figures that no table has room for."""
-LAST = ("equal",)
+LAST = ("perplexity", "match", "equal")
 """Columns at the end, whichever line has further figures."""
 
 

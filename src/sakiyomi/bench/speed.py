@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, Pair, random_llama, random_prompts
 from sakiyomi.bench.peers import Transformers
+from sakiyomi.bench.quality import own_logits, their_logits
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
 from sakiyomi.bench.undrafted import Undrafted
@@ -89,17 +91,24 @@ def plain(config: BenchConfig, note: Note) -> Row:
     )
 
 
-def everybody(pair: Pair, llm: LLM, *, peers: bool = True) -> list[Contender]:
-    """The same greedy work four ways: transformers plain and assisted, ours plain and speculative."""
+def everybody(pair: Pair, llm: LLM, *, peers: bool = True, auto: bool = False) -> list[Contender]:
+    """The same greedy work: transformers plain and assisted, ours plain, speculative and, with ``auto``, gamma auto."""
     config, judge = pair.config, pair.judge()
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
-    contenders = []
+    contenders: list[Contender] = []
     if peers:
-        for name, assisted in (("transformers plain", False), ("transformers assisted", True)):
-            contenders.append(_theirs(name, pair.peer(assisted=assisted), pair.prompts, params, judge))
-    contenders.append(_ours("sakiyomi plain", Undrafted(llm), pair.prompts, params, judge))
-    contenders.append(_ours("sakiyomi speculative", llm, pair.prompts, params, judge))
-    return contenders
+        theirs = [
+            _theirs(name, pair.peer(assisted=assisted), pair.prompts, params, judge)
+            for name, assisted in (("transformers plain", False), ("transformers assisted", True))
+        ]
+        contenders += pair.quality.grade(theirs, their_logits(pair.target.model))
+    ours = [
+        _ours("sakiyomi plain", Undrafted(llm), pair.prompts, params, judge),
+        _ours("sakiyomi speculative", llm, pair.prompts, params, judge),
+    ]
+    if auto:
+        ours.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, replace(params, gamma="auto"), judge))
+    return contenders + pair.quality.grade(ours, own_logits(llm.target))
 
 
 def speculative(config: BenchConfig, note: Note) -> Row:
@@ -119,10 +128,7 @@ def stories(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("stories: compiling")
     llm = pair.llm()
-    contenders = everybody(pair, llm, peers=False)
-    auto = SamplingParams(max_new_tokens=config.max_new_tokens, gamma="auto")
-    contenders.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, auto, pair.judge()))
-    standings = race(contenders, repeats=config.repeats, note=note)
+    standings = race(everybody(pair, llm, peers=False, auto=True), repeats=config.repeats, note=note)
     return of_race("stories", "greedy against own plain, tokens/s", standings, **pair_conditions(pair, llm))
 
 
@@ -140,6 +146,7 @@ def batch(config: BenchConfig, note: Note) -> Row:
         _ours("batch of 1", llm, prompts, params, judge),
         _ours(f"batch of {BATCH}", llm, prompts, params, judge, together=True),
     ]
+    contenders = pair.quality.grade(contenders, own_logits(llm.target))
     standings = race(contenders, repeats=config.repeats, note=note)
     return of_race("batch", "speculative, total tokens/s", standings, **pair_conditions(pair, llm, prompts))
 
@@ -149,7 +156,7 @@ def pair_conditions(pair: Pair, llm: LLM, prompts: Prompts | None = None) -> dic
     config = pair.config
     names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
     names["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
-    return names | _laps(config, pair.prompts if prompts is None else prompts)
+    return names | _laps(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions
 
 
 def _laps(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:
