@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from sakiyomi.bench import bookkeeping as bookkeeping_row
 from sakiyomi.bench import compiling, suites
+from sakiyomi.bench import sweep as sweep_row
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
@@ -23,8 +24,9 @@ from sakiyomi.bench.report import Row, condition_line, of_race
 from sakiyomi.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
-from sakiyomi.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError
 from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.llm import LLM
@@ -372,6 +374,47 @@ def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> Non
     file.write_text("a", encoding="utf-8")
     with pytest.raises(InputError, match="longer"):
         suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+
+
+def test_sweep_row(pair: BenchConfig) -> None:
+    config = dataclasses.replace(pair, batch_sizes=(4, 1, 2), repeats=2)
+    found = suites.ROWS["sweep"](config, suites.Note())
+    assert [line["batch"] for line in found.lines] == [1, 2, 4]
+    assert all(line["equal"] and line["ratio"] > 0 and line["pays"] for line in found.lines)
+    assert all(0 < line["plain_latency_seconds"] < 60 for line in found.lines)
+    sizes = [line["kv_bytes"] for line in found.lines]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert "speculation" in found.notes[-1]
+    assert len(found.table()[0]) == 12
+    with pytest.raises(InputError, match="batch_sizes"):
+        dataclasses.replace(pair, batch_sizes=(0,))
+
+
+def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(cache: SlotCache, requests: int, columns: int) -> None:
+        if requests > 1:
+            raise MemoryLimitError("the KV cache needs too much")
+
+    monkeypatch.setattr(SlotCache, "check", check)
+    found = suites.ROWS["sweep"](dataclasses.replace(pair, batch_sizes=(1, 2, 4)), suites.Note())
+    assert [line["batch"] for line in found.lines] == [1]
+    assert found.notes[0] == "batch of 2 and above: the KV cache needs too much"
+
+
+@pytest.mark.parametrize(
+    ("pays", "stops", "note"),
+    [
+        (("yes", "yes", "no"), 4, "speculation pays up to a batch of 2 and is slower at 4 (ratio 0.90)"),
+        (("yes", "even", "no"), 4, "speculation pays up to a batch of 1 and is slower at 4 (ratio 0.90)"),
+        (("no", "no", "yes"), 1, "speculation is slower at 1 (ratio 0.90)"),
+        (("yes", None, "yes"), None, "speculation pays up to a batch of 4 and is slower at no size"),
+        ((None, "even", None), None, "speculation is slower at no size"),
+    ],
+)
+def test_where_speculation_stops_paying(pays: tuple[str | None, ...], stops: int | None, note: str) -> None:
+    lines = [{"batch": 2**i, "pays": word, "ratio": 0.9, "stops": False} for i, word in enumerate(pays)]
+    assert sweep_row._mark(lines) == note
+    assert [line["batch"] for line in lines if line["stops"]] == ([stops] if stops else [])
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ class BenchConfig:
 
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, plain, speculative, stories,
-            batch, exact, compiling.
+            batch, sweep, exact, compiling.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto, or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
@@ -27,6 +27,7 @@ class BenchConfig:
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
         count: prompts that are used at most.
+        batch_sizes: requests at once in the row sweep (again for each), up to what memory takes.
         quality: held-out text; of rows about a pair the perplexity of each contender's weights on its beginning is
             shown. Where prompts carry a reference or an answer, so is the share of texts that begin with it.
         peers: measure transformers beside it.
@@ -43,6 +44,7 @@ class BenchConfig:
     prompt_tokens: int = 64
     prompts: str | None = None
     count: int = 8
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     quality: str | None = None
     peers: bool = True
     compile: bool = True
@@ -51,6 +53,8 @@ class BenchConfig:
         for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if min(self.batch_sizes, default=0) < 1:
+            raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
 
     def texts(self) -> list[str]:
         """The prompts.

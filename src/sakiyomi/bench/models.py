@@ -136,7 +136,7 @@ class NearTies:
 
     Args:
         model: a transformers model of the same weights.
-        prompts: of the texts, in order.
+        prompts: of the texts, in order; those behind the last text are not looked at.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
@@ -153,7 +153,7 @@ class NearTies:
             self._measured = True
         found = [
             self._referee.compare(i, prompt, right, text)
-            for i, (prompt, right, text) in enumerate(zip(self._prompts, expected, got, strict=True))
+            for i, (prompt, right, text) in enumerate(zip(self._prompts[: len(expected)], expected, got, strict=True))
         ]
         apart = [divergence for divergence in found if divergence is not None]
         defects = [divergence for divergence in apart if divergence.defect]

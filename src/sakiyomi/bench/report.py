@@ -20,9 +20,13 @@ HEADS = {
     "kv_bytes": ("KV MB", 1e-6),
     "bandwidth_share": ("bw %", 100),
     "perplexity": ("ppl", 1),
+    "plain_tokens_per_second": ("plain tok/s", 1),
+    "speculative_tokens_per_second": ("spec tok/s", 1),
+    "plain_latency_seconds": ("plain s", 1),
+    "speculative_latency_seconds": ("spec s", 1),
 }
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
-JSON_ONLY = {"tokens"}
+JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high"}
 """Figures that no table has room for."""
 LAST = ("perplexity", "match", "equal")
 """Columns at the end, whichever line has further figures."""

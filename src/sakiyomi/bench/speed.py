@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ def our_lap(llm: Any, prompts: Prompts, params: SamplingParams, *, together: boo
     with Meter(llm.engine) as meter:
         lap = timed(work)
     figures = round_figures(Stats.total(result.stats for result in done)) | meter.figures()
+    figures["latency_seconds"] = statistics.median(result.stats.seconds for result in done)
     return Lap(lap.seconds, lap.tokens, lap.outputs, figures)
 
 

@@ -11,6 +11,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.speed import batch, plain, speculative, stories
+from sakiyomi.bench.sweep import sweep
 from sakiyomi.errors import InputError, SakiyomiError
 from sakiyomi.memory import peak_bytes
 
@@ -22,6 +23,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "speculative": speculative,
     "stories": stories,
     "batch": batch,
+    "sweep": sweep,
     "exact": exact,
     "compiling": compiling,
 }
