@@ -28,6 +28,9 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "compiling": compiling,
 }
 
+TABLES = {"bookkeeping", "exact", "compiling"}
+"""Rows of which nothing can be drawn."""
+
 RANDOM = {"bookkeeping", "plain"}
 """Rows that make their own models."""
 
