@@ -27,6 +27,7 @@ from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError
+from sakiyomi.kernels.build import native
 from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.llm import LLM
@@ -34,6 +35,7 @@ from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.memory import peak_bytes
 from sakiyomi.model import SIZES
 from sakiyomi.outputs import Stats
+from sakiyomi.own_referee import OwnReferee
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -95,6 +97,27 @@ def test_unequal_outputs_have_no_speed() -> None:
     row = of_race("x", "title", standings, gamma=4)
     assert row.notes == ["bad: text 0 differs from token 2 on"]
     assert standings[0].to_dict()["tokens_per_second"] == 3.0
+
+
+def test_other_weights_are_compared_among_themselves() -> None:
+    def contender(name: str, text: tuple[tuple[int, ...], ...], against: str | None = None) -> Contender:
+        return Contender(name, lambda: Lap(1.0, 3, text), same_tokens, against)
+
+    rounded = ((7, 8),)
+    standings = race(
+        [
+            contender("base", TEXT),
+            contender("a", rounded, "a"),
+            contender("b", rounded, "a"),
+            contender("c", TEXT, "a"),
+        ],
+        repeats=1,
+    )
+    shown = [standing.to_dict() for standing in standings]
+    assert [line["equal"] for line in shown] == [True, True, True, False]
+    assert [line.get("weights") for line in shown] == [None, "other", "other", "other"]
+    assert shown[3]["tokens_per_second"] is None
+    assert "other weights than base, compared with a: a, b, c" in of_race("x", "title", standings).notes
 
 
 def test_explained_differences_keep_their_speed() -> None:
@@ -415,6 +438,42 @@ def test_where_speculation_stops_paying(pays: tuple[str | None, ...], stops: int
     lines = [{"batch": 2**i, "pays": word, "ratio": 0.9, "stops": False} for i, word in enumerate(pays)]
     assert sweep_row._mark(lines) == note
     assert [line["batch"] for line in lines if line["stops"]] == ([stops] if stops else [])
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_rounded_weights_are_compared_with_themselves(pair: BenchConfig) -> None:
+    """Against transformers there is a speed and no equality; our speculative text has to be our plain one."""
+    rounded = dataclasses.replace(pair, quantize="int8")
+    found = suites.ROWS["speculative"](rounded, suites.Note())
+    assert [line.get("weights") for line in found.lines] == [None, None, "other", "other"]
+    assert all(line["tokens_per_second"] for line in found.lines)
+    assert "other weights than transformers assisted, compared with sakiyomi plain" in " ".join(found.notes)
+    assert str(found.conditions["rounding"]).startswith("int8: ")
+    alone = suites.ROWS["stories"](rounded, suites.Note())
+    assert not any("weights" in line for line in alone.lines)
+    assert all(line["tokens_per_second"] for line in alone.lines)
+    with pytest.raises(InputError, match="int3"):
+        dataclasses.replace(pair, quantize="int3")
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
+    llm = LLM(pair.target, draft="none", compile=False, quantize="int8")
+    prompts = [[5, 6, 7], [8, 9]]
+    texts = tuple(
+        tuple(done.token_ids) for done in llm.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    )
+    judge = NearTies(llm.target, prompts)
+    wrong = (texts[0], (*texts[1][:3], (texts[1][3] + 1) % 320, *texts[1][4:]))
+    found = judge(texts, wrong)
+    assert not found.accepted
+    assert "text 1 at token 3" in found.note
+    referee = OwnReferee(llm.target)
+    row = referee.logits(prompts[0], texts[0][:4])[-1]
+    second = int(row.topk(2).indices[1])
+    near = referee.compare(0, prompts[0], texts[0], (*texts[0][:3], second), limit=1e9)
+    assert near is not None
+    assert near.gap == pytest.approx(near.top2_gap)
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

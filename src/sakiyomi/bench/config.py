@@ -20,6 +20,8 @@ class BenchConfig:
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto, or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
+        quantize: int8 rounds the weights of our own target to 8 bits, on the CPU; row bookkeeping does not use it. Our
+            text then is compared with our own plain text, not with that of others.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.
@@ -38,6 +40,7 @@ class BenchConfig:
     target: str = "tales"
     draft: str = "auto"
     dtype: str = "auto"
+    quantize: str | None = None
     gamma: int = 4
     repeats: int = 5
     max_new_tokens: int = 128
@@ -53,6 +56,8 @@ class BenchConfig:
         for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.quantize not in (None, "int8"):
+            raise InputError(f"quantize is {self.quantize!r}; expected int8, or nothing")
         if min(self.batch_sizes, default=0) < 1:
             raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
 

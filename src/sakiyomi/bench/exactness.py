@@ -43,6 +43,7 @@ def exact(config: BenchConfig, note: Note) -> Row:
     conditions = {
         "target": config.target,
         "draft": config.draft_model,
+        "quantize": config.quantize,
         "gamma": config.gamma,
         "prompts": config.count,
         "max_new_tokens": config.max_new_tokens,

@@ -102,18 +102,15 @@ def _bars(part: Any, row: Row) -> None:
     # From top to bottom, also where the last one has no bar; room for the labels behind the longest.
     axes.set(
         ylim=(len(row.lines) - 0.5, -0.5),
-        xlim=(0, 1.3 * most),
+        xlim=(0, 1.35 * most),
         xlabel="tokens/s, median of laps; lines: lowest and highest lap",
     )
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _label(line: Mapping[str, Any], *, first: bool) -> str:
-    return (
-        f"{line['tokens_per_second']:.0f}, baseline"
-        if first
-        else f"{line['tokens_per_second']:.0f}, {line['ratio']:.2f}x"
-    )
+    place = "baseline" if first else f"{line['ratio']:.2f}x"
+    return f"{line['tokens_per_second']:.0f}, {place}" + (", other weights" if line.get("weights") else "")
 
 
 def _curves(part: Any, row: Row) -> None:

@@ -28,7 +28,7 @@ HEADS = {
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
 JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high"}
 """Figures that no table has room for."""
-LAST = ("perplexity", "match", "equal")
+LAST = ("perplexity", "match", "weights", "equal")
 """Columns at the end, whichever line has further figures."""
 
 
@@ -76,6 +76,9 @@ def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: 
     notes = [f"{line['name']}: {line['note']}" for line in lines if line["note"]]
     for line in lines:
         del line["note"]
+    others = [standing.name for standing in standings if standing.against is not None]
+    if others:
+        notes.append(f"other weights than {standings[0].name}, compared with {others[0]}: {', '.join(others)}")
     spread = Spread.of(standings[0])
     notes += unclaimed(standings, spread)
     return Row(name, title, lines, conditions | {"laps": len(standings[0].laps), "A/A": spread and str(spread)}, notes)

@@ -70,11 +70,14 @@ class Contender:
         name: shown in tables.
         run: does one lap.
         judge: compares its outputs with the baseline's; None: its outputs are its own (sampled text).
+        against: name of the contender whose outputs are expected instead, because it has other weights than the
+            baseline: its own name, or that of one with the same weights.
     """
 
     name: str
     run: Callable[[], Lap]
     judge: Judge | None = None
+    against: str | None = None
 
 
 @dataclass(frozen=True)
@@ -85,13 +88,15 @@ class Standing:
         name: of the contender.
         laps: without the warm-up.
         ratio: median over laps of its speed / the baseline's in the same lap.
-        agreement: with the baseline's outputs.
+        agreement: with the baseline's outputs, or with those of another.
+        against: the other, which has the same weights; None: it was the baseline.
     """
 
     name: str
     laps: tuple[Lap, ...]
     ratio: float
     agreement: Agreement
+    against: str | None = None
 
     @property
     def speeds(self) -> list[float]:
@@ -111,6 +116,8 @@ class Standing:
             shown = dict.fromkeys(shown, None) | {"name": self.name}
         for name in self.laps[0].figures:
             shown[name] = statistics.median(lap.figures[name] for lap in self.laps)
+        if self.against is not None:
+            shown["weights"] = "other"
         return shown | {"tokens": self.laps[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
 
 
@@ -193,7 +200,8 @@ def race(
             contender.name,
             tuple(laps[contender.name][1:]),
             _ratio(laps[contender.name][1:], baseline[1:]),
-            _agreement(contender, laps[contender.name], baseline[0].outputs),
+            _agreement(contender, laps[contender.name], laps[contender.against or names[0]][0].outputs),
+            contender.against,
         )
         for contender in contenders
     ]

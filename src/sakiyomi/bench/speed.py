@@ -70,16 +70,19 @@ def plain(config: BenchConfig, note: Note) -> Row:
     model = random_llama(768, 12, 12, 2048, 32000, dtype)
     prompts = random_prompts(1, config.prompt_tokens, 32000)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
-    judge = NearTies(model, prompts)
     pair = (model, Numbers())
-    contenders = [_ours("sakiyomi eager", LLM(pair, draft="none", compile=False), prompts, params, judge)]
+    eager = LLM(pair, draft="none", compile=False, quantize=config.quantize)
+    judge = NearTies(model if eager.target.rounding is None else eager.target, prompts)
+    contenders = [_ours("sakiyomi eager", eager, prompts, params, judge)]
     if config.compile:
         note("plain: compiling")
-        compiled = LLM(pair, draft="none", compile=True)
+        compiled = LLM(pair, draft="none", compile=True, quantize=config.quantize)
         if compiled.compiled():
             contenders.insert(0, _ours("sakiyomi compiled", compiled, prompts, params, judge))
     if config.peers:
-        contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, judge))
+        if eager.target.rounding is not None:
+            contenders = _among_themselves(contenders)
+        contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, NearTies(model, prompts)))
     standings = race(contenders, repeats=config.repeats, note=note)
     size = sum(parameter.numel() for parameter in model.parameters())
     return of_race(
@@ -88,19 +91,25 @@ def plain(config: BenchConfig, note: Note) -> Row:
         standings,
         model=f"random Llama, {size / 1e6:.0f}M parameters, 12 layers, dim 768, vocabulary 32000",
         dtype="bfloat16",
+        rounding=eager.target.rounding and str(eager.target.rounding),
         graphs="compiled and eager" if config.compile and compiled.compiled() else "eager",
         **_laps(config, prompts),
     )
 
 
+def _among_themselves(contenders: Sequence[Contender]) -> list[Contender]:
+    """Contenders of one set of weights beside a baseline of another: each is compared with the first of them."""
+    return [replace(contender, against=contenders[0].name) for contender in contenders]
+
+
 def everybody(pair: Pair, llm: LLM, *, peers: bool = True, auto: bool = False) -> list[Contender]:
     """The same greedy work: transformers plain and assisted, ours plain, speculative and, with ``auto``, gamma auto."""
-    config, judge = pair.config, pair.judge()
+    config, judge = pair.config, pair.judge(llm)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
     contenders: list[Contender] = []
     if peers:
         theirs = [
-            _theirs(name, pair.peer(assisted=assisted), pair.prompts, params, judge)
+            _theirs(name, pair.peer(assisted=assisted), pair.prompts, params, pair.judge())
             for name, assisted in (("transformers plain", False), ("transformers assisted", True))
         ]
         contenders += pair.quality.grade(theirs, their_logits(pair.target.model))
@@ -110,6 +119,8 @@ def everybody(pair: Pair, llm: LLM, *, peers: bool = True, auto: bool = False) -
     ]
     if auto:
         ours.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, replace(params, gamma="auto"), judge))
+    if peers and llm.target.rounding is not None:
+        ours = _among_themselves(ours)
     return contenders + pair.quality.grade(ours, own_logits(llm.target))
 
 
@@ -142,8 +153,8 @@ def batch(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
     prompts = (pair.prompts * (3 * BATCH))[: 3 * BATCH]
-    judge = NearTies(pair.target.model, prompts)
     llm = pair.llm(max_batch=BATCH)
+    judge = pair.judge(llm, prompts)
     contenders = [
         _ours("batch of 1", llm, prompts, params, judge),
         _ours(f"batch of {BATCH}", llm, prompts, params, judge, together=True),
@@ -157,6 +168,7 @@ def pair_conditions(pair: Pair, llm: LLM, prompts: Prompts | None = None) -> dic
     """What has to be known of a row about a pair, after its laps; ``prompts``: others than the pair's."""
     config = pair.config
     names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
+    names["rounding"] = llm.target.rounding and str(llm.target.rounding)
     names["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
     return names | _laps(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions
 

@@ -10,7 +10,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from sakiyomi.bench.config import BenchConfig, Note
-from sakiyomi.bench.models import NearTies, Pair
+from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
@@ -33,7 +33,7 @@ def sweep(config: BenchConfig, note: Note) -> Row:
     ways = {"plain": Undrafted(llm), "speculative": llm}
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
     everyone = list(islice(cycle(pair.prompts), sizes[-1]))
-    judge = NearTies(pair.target.model, everyone)
+    judge = pair.judge(llm, everyone)
 
     def run(size: int) -> list[Standing]:
         contenders = [
@@ -55,6 +55,7 @@ def sweep(config: BenchConfig, note: Note) -> Row:
         notes += [f"batch of {size}: {found.agreement.note}" for found in standings if found.agreement.note]
     notes.append(_mark(lines))
     conditions = pair_conditions(pair, llm) | {"graphs_up_to_rows": llm.target.sizes[-1], "laps": config.repeats}
+    conditions.pop("perplexity_of", None)  # the same at every size: not measured here
     return Row("sweep", "total tokens/s and seconds a request, by requests at once", lines, conditions, notes)
 
 
