@@ -145,7 +145,7 @@ def test_what_two_equal_things_show_is_not_claimed() -> None:
         ],
         repeats=3,
     )
-    spread = Spread.of(standings[0])
+    spread = Spread.of(standings)
     assert spread is not None
     assert (spread.low, spread.high) == pytest.approx((0.9, 10 / 9))
     assert 0.95 in spread
@@ -153,7 +153,9 @@ def test_what_two_equal_things_show_is_not_claimed() -> None:
     row = of_race("x", "title", standings)
     assert row.conditions["A/A"] == "0.90 to 1.11"
     assert row.notes == ["no difference from base (two equal things: 0.90 to 1.11): same"]
-    assert Spread.of(race([contender("once", [1.0, 1.0])], repeats=1)[0]) is None
+    assert Spread.of(race([contender("once", [1.0, 1.0])], repeats=1)) is None
+    unsteady = race([contender("base", [9.0, 1.0, 1.0]), contender("other", [9.0, 1.0, 2.0])], repeats=2)
+    assert str(Spread.of(unsteady)) == "0.50 to 2.00"  # though the baseline looks steady
 
 
 @pytest.mark.parametrize(

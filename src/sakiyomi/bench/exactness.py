@@ -38,7 +38,7 @@ def exact(config: BenchConfig, note: Note) -> Row:
         note(f"exact: comparing texts in {dtype}")
         equal, different = _word_kept(pair, bound)
         lines.append(_line(dtype, standings, bound.target.sizes, equal, different))
-        notes += [f"{dtype}: {text}" for text in unclaimed(standings, Spread.of(standings[0]))]
+        notes += [f"{dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
         del free, bound
     conditions = {
         "target": config.target,

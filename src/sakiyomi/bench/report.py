@@ -79,7 +79,7 @@ def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: 
     others = [standing.name for standing in standings if standing.against is not None]
     if others:
         notes.append(f"other weights than {standings[0].name}, compared with {others[0]}: {', '.join(others)}")
-    spread = Spread.of(standings[0])
+    spread = Spread.of(standings)
     notes += unclaimed(standings, spread)
     return Row(name, title, lines, conditions | {"laps": len(standings[0].laps), "A/A": spread and str(spread)}, notes)
 

@@ -125,9 +125,10 @@ class Standing:
 class Spread:
     """What ratio two equal things show on this machine now (A/A): a ratio within it says nothing.
 
-    Each lap of the baseline is compared with its next one. Two such laps lie further apart in time than the two of a
-    paired ratio, and a median of pairs is steadier than one pair: the range is rather too wide than too narrow, and
-    costs no lap. It reaches as far down as up, since which of two equal things is the baseline is chance.
+    Each lap of a contender is compared with its own next one, and the widest ratio of any contender counts: with few
+    laps one contender alone may look steady by luck. Two such laps lie further apart in time than the two of a paired
+    ratio, and a median of pairs is steadier than one pair: the range is rather too wide than too narrow, and costs no
+    lap. It reaches as far down as up, since which of two equal things is the baseline is chance.
 
     Attributes:
         low, high: of the ratio; 1 / each other.
@@ -137,9 +138,10 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, baseline: Standing) -> Spread | None:
-        """None where there is one lap: nobody knows then."""
-        ratios = [max(a / b, b / a) for a, b in itertools.pairwise(baseline.speeds) if a and b]
+    def of(cls, standings: Sequence[Standing]) -> Spread | None:
+        """Of one race. None where there is one lap: nobody knows then."""
+        pairs = [pair for standing in standings for pair in itertools.pairwise(standing.speeds)]
+        ratios = [max(a / b, b / a) for a, b in pairs if a and b]
         return cls(1 / max(ratios), max(ratios)) if ratios else None
 
     def __contains__(self, ratio: float) -> bool:

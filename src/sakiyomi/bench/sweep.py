@@ -64,7 +64,7 @@ def _line(size: int, standings: Sequence[Standing]) -> dict[str, Any]:
     line: dict[str, Any] = {"batch": size}
     for figure in ("tokens_per_second", "low", "high", "latency_seconds"):
         line |= {f"plain_{figure}": plain[figure], f"speculative_{figure}": speculative[figure]}
-    spread, ratio = Spread.of(standings[0]), speculative["ratio"]
+    spread, ratio = Spread.of(standings), speculative["ratio"]
     pays = None
     if ratio is not None:
         pays = "even" if spread is not None and ratio in spread else "yes" if ratio > 1 else "no"
