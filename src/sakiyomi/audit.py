@@ -3,7 +3,8 @@
 Under greedy search our tokens have to be those of transformers' ``generate``. Under the coupled rule sampled text
 depends on the seed alone, so that drafted and plain text have to be equal too. Where they are not, the difference is
 explained (see ``referee``) or it is a defect. With ``exact=True`` our own texts have to be equal to the last token,
-near-ties included. This module prints nothing.
+near-ties included. Weights that were rounded to 8 bits are in no transformers model: there the reference is the text
+that the same engine writes plainly, and its own passes are the judge. This module prints nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from sakiyomi.audit_report import AuditConfig, AuditReport, Check, Texts
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.errors import InputError
+from sakiyomi.own_referee import OwnReferee
 from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence, Referee, Scores, coupled_scores, greedy_scores
 
@@ -37,7 +39,7 @@ def audit(
         target, draft: as ``LLM`` takes them.
         prompts: texts to continue.
         config: how much is checked.
-        options: other arguments of ``LLM``: dtype, exact, compile and so on.
+        options: other arguments of ``LLM``: dtype, exact, quantize and so on.
         note: is told what is going on.
 
     Raises:
@@ -47,33 +49,41 @@ def audit(
     from sakiyomi.loading import load_model
 
     config, options = config or AuditConfig(), dict(options or {})
-    if options.get("quantize"):
-        raise InputError(
-            f"quantize is {options['quantize']!r}; audit compares with transformers, whose weights are not rounded: "
-            "leave quantize out"
-        )
-    note("loading the model with transformers")
-    known = ("dtype", "device", "trust_remote_code", "allow_pickle")
-    loaded = load_model(target, **{name: options[name] for name in known if name in options})
-    ids = [loaded.tokenizer(text).input_ids[: config.prompt_tokens] for text in prompts]
     note("loading the engine")
     engine = LLM(target, draft=draft, **options)
+    ids = [engine.tokenizer(text).input_ids[: config.prompt_tokens] for text in prompts]
     longest = max(map(len, ids))
     if longest + config.max_new_tokens > engine.max_context:
         raise InputError(
             f"max_new_tokens is {config.max_new_tokens}; behind prompts of up to {longest} tokens the context of "
             f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
         )
-    reference = Transformers(loaded.model, stop=stop_tokens(loaded.model, loaded.tokenizer))
-    note("writing with transformers")
-    expected = [reference.generate(prompt, config.greedy()) for prompt in ids]
-    referee = Referee(loaded.model)
+    referee: Referee
+    if engine.target.rounding is not None:
+        reference, referee = "own plain", OwnReferee(engine.target)
+        note("writing plainly")
+        plainly = Undrafted(engine)
+        expected = [list(plainly.generate([prompt], config.greedy())[0].token_ids) for prompt in ids]
+    else:
+        note("loading the model with transformers")
+        known = ("dtype", "device", "trust_remote_code", "allow_pickle")
+        loaded = load_model(target, **{name: options[name] for name in known if name in options})
+        reference, referee = "transformers", Referee(loaded.model)
+        writer = Transformers(loaded.model, stop=stop_tokens(loaded.model, loaded.tokenizer))
+        note("writing with transformers")
+        expected = [writer.generate(prompt, config.greedy()) for prompt in ids]
     note("measuring the noise of other pass shapes")
     for prompt, text in zip(ids, expected, strict=True):
         referee.measure(prompt, text)
 
     report = AuditReport(
-        referee.noise, str(loaded.model.dtype).removeprefix("torch."), bool(options.get("exact")), None, ids
+        referee.noise,
+        str(engine.target.dtype).removeprefix("torch."),
+        bool(options.get("exact")),
+        None,
+        ids,
+        reference=reference,
+        rounding=engine.target.rounding,
     )
     auditor = _Auditor(report, referee, config, note)
     note("checking plain text")
@@ -93,7 +103,7 @@ class _Auditor:
     def plain(self, llm: Any, expected: Texts) -> dict[int | None, Texts]:
         """Check plain text; it comes back by seed, None for the greedy one."""
         found: dict[int | None, Texts] = {None: self._write(llm, self.config.greedy())}
-        self._compare("plain", "transformers", expected, found[None])
+        self._compare("plain", self.report.reference, expected, found[None])
         together = self._write(llm, self.config.greedy(), batched=True)
         self._compare("plain", "plain", found[None], together, batch=len(together))
         for seed in self.config.seeds:
@@ -106,7 +116,7 @@ class _Auditor:
         for gamma in self.config.gammas:
             self.note(f"checking gamma {gamma}")
             texts = self._write(llm, self.config.greedy(gamma))
-            self._compare("drafted", "transformers", expected, texts, gamma)
+            self._compare("drafted", self.report.reference, expected, texts, gamma)
             if self.report.exact:
                 self._compare("drafted", "plain", plain[None], texts, gamma)
             together = self._write(llm, self.config.greedy(gamma), batched=True)

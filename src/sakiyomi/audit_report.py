@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.errors import InputError
 from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence
+
+if TYPE_CHECKING:
+    from sakiyomi.kernels.int8 import Int8Report
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "Texts"]
 
@@ -67,7 +70,7 @@ class Check:
     Attributes:
         rule: "greedy" or "coupled".
         what: "plain" or "drafted".
-        against: "transformers", "plain", or "logits": each token by itself, by transformers' logits.
+        against: the report's reference, "plain", or "logits": each token by itself, by the reference's logits.
         gamma: None for plain text.
         seed: None for greedy text.
         batch: texts at once.
@@ -102,11 +105,14 @@ class AuditReport:
 
     Attributes:
         checks: in the order they were made.
-        noise: shape noise of transformers itself, in logits.
+        noise: shape noise of the reference itself, in logits.
         dtype: of the target.
         exact: whether our own texts had to be equal to the last token.
         drafter: name of the drafter; None if there was none, and then nothing was drafted.
         prompts: token ids.
+        reference: whose greedy texts and logits are right: "transformers", or "own plain" where the weights were
+            rounded and only our own engine computes with them.
+        rounding: what the rounding changed.
     """
 
     noise: float
@@ -114,6 +120,8 @@ class AuditReport:
     exact: bool
     drafter: str | None
     prompts: Texts
+    reference: str = "transformers"
+    rounding: Int8Report | None = None
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -135,5 +143,7 @@ class AuditReport:
             "dtype": self.dtype,
             "exact": self.exact,
             "drafter": self.drafter,
+            "reference": self.reference,
+            "rounding": asdict(self.rounding) if self.rounding is not None else None,
             "checks": [check.to_dict() for check in self.checks],
         }

@@ -80,14 +80,21 @@ def lacks() -> list[str]:
     return found
 
 
-def bandwidth(threads: int | None = None) -> float:
-    """Bytes per second that all threads together read from memory: it bounds plain decoding."""
+def bandwidth(threads: int | None = None, device: str = "cpu") -> float:
+    """Bytes per second that a device reads from its memory: it bounds plain decoding.
+
+    Args:
+        threads: that read together, on the CPU; None: torch's.
+        device: "cpu", "cuda" or "cuda:N".
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        size = min(_PROBE_BYTES, available_bytes("cpu") // 4)
-        block = torch.ones(max(size // 8, 1), dtype=torch.int64)
-        seconds = min(_timed(block.sum) for _ in range(6))
+        # An accelerator reads so fast that a small block would time the call.
+        size = min(_PROBE_BYTES if device == "cpu" else 8 * _PROBE_BYTES, available_bytes(device) // 4)
+        block = torch.ones(max(size // 8, 1), dtype=torch.int64, device=device)
+        # The sum is read back, which waits for it.
+        seconds = min(_timed(lambda: int(block.sum())) for _ in range(6))
         return block.numel() * 8 / seconds
     finally:
         torch.set_num_threads(before)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sakiyomi.errors import MemoryLimitError
 
-__all__ = ["available_bytes", "readable", "require_bytes", "returned_when_freed"]
+__all__ = ["available_bytes", "peak_bytes", "readable", "require_bytes", "returned_when_freed"]
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -35,6 +35,18 @@ def available_bytes(device: str = "cpu") -> int:
     available = int(psutil.virtual_memory().available)
     group = _group_headroom()
     return available if group is None else min(available, group)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has held at once so far (resident, whatever it was for)."""
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -> None:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,7 @@ class PackedModel:
     Attributes:
         rounding: what the rounding changed; None where nothing was rounded.
         siblings: names of linear layers that are computed together.
+        watchers: told of every pass when it is done: its plan, and its seconds.
 
     Raises:
         UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
@@ -135,6 +136,7 @@ class PackedModel:
         self._text = list(text) if quantize else []
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
+        self.watchers: list[Callable[[Plan, float], None]] = []
         self._small_head = _weights(head) < SMALL_HEAD * sum(map(_weights, model.modules()))
         self._seconds: dict[tuple[int, bool], float] = {}
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
@@ -190,6 +192,25 @@ class PackedModel:
             self.unsettled = False
             with self.lock:
                 self._take(self._native() or self.state)
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """Bytes of weights that one pass reads: all but embeddings, of which it reads a few rows.
+
+        None for a mixture of experts, where it depends on the tokens.
+        """
+        if self._has_experts:
+            return None
+        modules = [module for module in self._model.modules() if not isinstance(module, nn.Embedding)]
+        packed = [
+            tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
+        ]
+        others = [weight for module in modules for weight in module.parameters(recurse=False)]
+        return sum(tensor.nbytes for tensor in (*packed, *others))
+
+    @property
+    def _has_experts(self) -> bool:
+        return any(int(getattr(self.config, name, 0) or 0) > 1 for name in EXPERTS)
 
     @property
     def ready(self) -> frozenset[int]:
@@ -353,7 +374,7 @@ class PackedModel:
                 f"exact=True: {type(self._model).__name__} keeps its own attention, whose sums depend on the other "
                 "requests of a pass; use exact=False"
             )
-        if any(int(getattr(self.config, name, 0) or 0) > 1 for name in EXPERTS):
+        if self._has_experts:
             raise UnsupportedError(
                 f"exact=True: {type(self._model).__name__} gathers rows by expert, so that sums depend on the other "
                 "rows of a pass; use exact=False"
@@ -488,6 +509,8 @@ class PackedModel:
                 key = (size, allowed and (graph is not None or self._captured is not None))
                 self._seconds[key] = running_mean(self._seconds.get(key), spent)
             self.forward_seconds += spent
+            for watcher in self.watchers:
+                watcher(plan, spent)
             if not self._proven and plan.rows:
                 self._prove()
             return logits

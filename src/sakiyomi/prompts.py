@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.errors import InputError, LoadError
 
-__all__ = ["STORIES", "read_prompts"]
+__all__ = ["STORIES", "read_prompts", "read_references", "read_text"]
 
 STORIES = (
     "Once upon a time, there was a little fox who lived under an old oak tree. Every morning the fox ran down to the "
@@ -53,31 +55,70 @@ def read_prompts(path: str | Path, count: int | None = None) -> list[str]:
         LoadError: the file cannot be read, or a line is not what it should be.
         InputError: it holds no prompt.
     """
-    path = Path(path)
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise LoadError(
-            f"the prompts in {str(path)!r} cannot be read ({error}); expected a text or .jsonl file"
-        ) from None
-    is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
-    found: list[str] = []
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
-        if line.strip():
-            found.append(_of_json(line, path, number) if is_json else line)
-        if len(found) == count:
-            break
+    path, found = Path(path), []
+    for number, value in _lines(path, count):
+        found.append(_prompt(value, path, number) if _is_json(path) else value)
     if not found:
         raise InputError(f"there is no prompt in {str(path)!r}; expected one a line")
     return found
 
 
-def _of_json(line: str, path: Path, number: int) -> str:
+def read_references(path: str | Path, count: int | None = None) -> list[str | None]:
+    """The right answers to a file's prompts, in order: ``reference`` or ``answer`` of a .jsonl, of a list the first.
+
+    None where a prompt has none.
+
+    Raises:
+        LoadError: the file cannot be read.
+    """
+    path = Path(path)
+    return [_reference(value) if _is_json(path) else None for _, value in _lines(path, count)]
+
+
+def read_text(path: str | Path) -> str:
+    """A text file, or the texts of a .jsonl one after the other (see ``read_prompts``).
+
+    Raises:
+        LoadError, InputError: it cannot be read.
+    """
+    path = Path(path)
+    return "\n\n".join(read_prompts(path)) if _is_json(path) else _read(path)
+
+
+def _read(path: Path) -> str:
     try:
-        value: Any = json.loads(line)
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise LoadError(f"{str(path)!r} cannot be read ({error}); expected a text or .jsonl file") from None
+
+
+def _is_json(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
+
+
+def _lines(path: Path, count: int | None) -> Iterator[tuple[int, Any]]:
+    """Lines with something in them, by number; of a .jsonl their value, None where it is no JSON."""
+    lines = enumerate(_read(path).replace("\r\n", "\n").split("\n"), start=1)
+    for number, line in itertools.islice(((n, line) for n, line in lines if line.strip()), count):
+        yield number, _value(line) if _is_json(path) else line
+
+
+def _value(line: str) -> Any:
+    try:
+        return json.loads(line)
     except ValueError:
-        value = None
+        return None
+
+
+def _reference(value: Any) -> str | None:
+    found = value.get("reference", value.get("answer")) if isinstance(value, dict) else None
+    if isinstance(found, list) and found:
+        found = found[0]
+    return str(found).strip() or None if isinstance(found, str | int | float) else None
+
+
+def _prompt(value: Any, path: Path, number: int) -> str:
     if isinstance(value, dict):
         value = value.get("text", value.get("prompt", value.get("turns")))
     if isinstance(value, list) and value:

@@ -14,6 +14,7 @@ from sakiyomi.audit import AuditConfig, AuditReport, audit
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.cli import app
 from sakiyomi.errors import InputError
+from sakiyomi.kernels.build import native
 from sakiyomi.noise import RequestNoise
 from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Referee, coupled_scores, greedy_scores
@@ -104,6 +105,32 @@ def test_the_command(models: Path) -> None:
     assert value["ok"]
     assert value["defects"] == 0
     assert "no defect" in result.stdout
+
+
+needs_kernels = pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+
+
+@needs_kernels
+@pytest.mark.parametrize("exact", [False, True])
+def test_rounded_weights_are_their_own_reference(models: Path, exact: bool) -> None:
+    report = run(models, quantize="int8", exact=exact)
+    assert report.reference == "own plain"
+    assert report.rounding is not None
+    assert report.noise > 0
+    assert report.ok, report.to_dict()
+    assert {check.against for check in report.checks} == {"own plain", "plain", "logits"}
+
+
+@needs_kernels
+@pytest.mark.parametrize("rule", ["greedy", "coupled"])
+def test_a_broken_rule_is_found_on_rounded_weights(models: Path, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    monkeypatch.setitem(VERIFIERS, rule, AlwaysAccept(rule))
+    result = CliRunner().invoke(app, [*arguments(models), "--quantize", "int8", "--json"])
+    assert result.exit_code == 1, result.output
+    value = json.loads(result.stdout.splitlines()[-1])
+    assert {check["rule"] for check in value["checks"] if check["defects"]} == {rule}
+    assert value["rounding"]["layers"] > 0
+    assert "judge is the same rounded target" in result.stdout
 
 
 # ---------------------------------------------------------------- broken engines

@@ -14,21 +14,30 @@ from typer.testing import CliRunner
 
 from sakiyomi.bench import bookkeeping as bookkeeping_row
 from sakiyomi.bench import compiling, suites
+from sakiyomi.bench import sweep as sweep_row
 from sakiyomi.bench.config import BenchConfig
+from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
+from sakiyomi.bench.quality import Quality, own_logits, perplexity, their_logits
 from sakiyomi.bench.report import Row, condition_line, of_race
-from sakiyomi.bench.runner import Agreement, Contender, Lap, race, same_tokens, timed
+from sakiyomi.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
-from sakiyomi.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError
+from sakiyomi.kernels.build import native
 from sakiyomi.kernels.graphs import Graphs
+from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.llm import LLM
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
+from sakiyomi.memory import peak_bytes
 from sakiyomi.model import SIZES
+from sakiyomi.outputs import Stats
+from sakiyomi.own_referee import OwnReferee
 from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import STORIES, read_prompts
+from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)
@@ -90,6 +99,27 @@ def test_unequal_outputs_have_no_speed() -> None:
     assert standings[0].to_dict()["tokens_per_second"] == 3.0
 
 
+def test_other_weights_are_compared_among_themselves() -> None:
+    def contender(name: str, text: tuple[tuple[int, ...], ...], against: str | None = None) -> Contender:
+        return Contender(name, lambda: Lap(1.0, 3, text), same_tokens, against)
+
+    rounded = ((7, 8),)
+    standings = race(
+        [
+            contender("base", TEXT),
+            contender("a", rounded, "a"),
+            contender("b", rounded, "a"),
+            contender("c", TEXT, "a"),
+        ],
+        repeats=1,
+    )
+    shown = [standing.to_dict() for standing in standings]
+    assert [line["equal"] for line in shown] == [True, True, True, False]
+    assert [line.get("weights") for line in shown] == [None, "other", "other", "other"]
+    assert shown[3]["tokens_per_second"] is None
+    assert "other weights than base, compared with a: a, b, c" in of_race("x", "title", standings).notes
+
+
 def test_explained_differences_keep_their_speed() -> None:
     judge = lambda expected, got: Agreement(False, True, "a near-tie")  # noqa: E731
     standings = race(
@@ -99,6 +129,33 @@ def test_explained_differences_keep_their_speed() -> None:
     assert shown["tokens_per_second"] == 3.0
     assert not shown["equal"]
     assert shown["note"] == "a near-tie"
+
+
+def test_what_two_equal_things_show_is_not_claimed() -> None:
+    """Laps of 100, 110 and 99 tokens/s: neighbours are up to 10/9 apart, in either direction."""
+
+    def contender(name: str, seconds: list[float]) -> Contender:
+        return Contender(name, lambda: Lap(seconds.pop(0), 100, TEXT), same_tokens)
+
+    standings = race(
+        [
+            contender("base", [9.0, 1.0, 100 / 110, 100 / 99]),
+            contender("same", [9.0, 1.05, 1.05 * 100 / 110, 1.05 * 100 / 99]),
+            contender("twice", [9.0, 0.5, 0.5, 0.5]),
+        ],
+        repeats=3,
+    )
+    spread = Spread.of(standings)
+    assert spread is not None
+    assert (spread.low, spread.high) == pytest.approx((0.9, 10 / 9))
+    assert 0.95 in spread
+    assert 1.2 not in spread
+    row = of_race("x", "title", standings)
+    assert row.conditions["A/A"] == "0.90 to 1.11"
+    assert row.notes == ["no difference from base (two equal things: 0.90 to 1.11): same"]
+    assert Spread.of(race([contender("once", [1.0, 1.0])], repeats=1)) is None
+    unsteady = race([contender("base", [9.0, 1.0, 1.0]), contender("other", [9.0, 1.0, 2.0])], repeats=2)
+    assert str(Spread.of(unsteady)) == "0.50 to 2.00"  # though the baseline looks steady
 
 
 @pytest.mark.parametrize(
@@ -138,6 +195,18 @@ def test_timed_counts_tokens() -> None:
 
 def test_condition_line_leaves_out_what_is_unknown() -> None:
     assert condition_line({"load_average": 0.123456, "commit": None, "gamma": 4}) == "load average 0.123; gamma 4"
+    assert condition_line({"process_peak_bytes": 1_500_000_000}) == "process peak 1.5 GB"
+
+
+def test_tables_have_short_heads_and_all_columns() -> None:
+    """A peer's line has fewer figures than ours; what was found equal stays the last column."""
+    lines = [{"name": "peer", "tokens_per_second": 5.0, "tokens": 8, "equal": True}]
+    lines.append({"name": "own", "tokens_per_second": 9.0, "kv_bytes": 2e6, "tokens": 8, "equal": True})
+    found = Row("x", "title", lines).table()
+    assert found[0] == {"name": "peer", "tok/s": 5.0, "KV MB": None, "equal": True}
+    assert list(found[1].items())[2:] == [("KV MB", 2.0), ("equal", True)]
+    plain_lines = [{"rows": 8, "start_seconds": 0.5}]
+    assert Row("x", "title", plain_lines).table() == plain_lines
 
 
 # ---------------------------------------------------------------- prompts and models
@@ -161,6 +230,19 @@ def test_prompts_from_files(tmp_path: Path) -> None:
     packed.write_bytes(b"no gzip at all")
     with pytest.raises(LoadError, match="cannot be read"):
         read_prompts(packed)
+
+
+def test_references_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [{"prompt": "1 + 1 =", "answer": 2}, {"turns": ["a"], "reference": [" b ", "c"]}, {"text": "c"}]
+    file.write_text("\n\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert read_references(file) == ["2", "b", None]
+    assert read_references(file, 1) == ["2"]
+    assert read_text(file) == "1 + 1 =\n\na\n\nc"
+    plain = tmp_path / "a.txt"
+    plain.write_text("one\n\ntwo", encoding="utf-8")
+    assert read_references(plain) == [None, None]
+    assert read_text(plain) == "one\n\ntwo"
 
 
 def test_random_model() -> None:
@@ -203,6 +285,65 @@ def test_forwards_are_counted_and_hooks_come_off() -> None:
     assert not draft._forward_pre_hooks
 
 
+def test_figures_of_a_round_sum_up() -> None:
+    stats = Stats(rounds=4, committed=10, seconds=1.0, prefill_seconds=0.2, draft_seconds=0.1, score_seconds=0.5)
+    found = round_figures(stats)
+    assert found["tau"] == 2.5
+    assert found["draft_ms"] == pytest.approx(25)
+    assert found["score_ms"] == pytest.approx(125)
+    assert found["overhead_ms"] == pytest.approx(50)
+    assert round_figures(Stats(tokens=1))["draft_ms"] == 0
+
+
+def test_the_meter_counts_what_passes_hold_and_read(pair: BenchConfig) -> None:
+    llm = LLM(pair.target, draft=pair.draft, compile=False)
+    plain = Undrafted(llm)
+    with Meter(plain.engine) as meter:
+        plain.generate([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    # The last pass is over the last but one new token: 3 + 3 and 2 + 3 pairs.
+    assert meter.figures()["kv_bytes"] == 11 * llm.target.cache.pair_bytes
+    assert meter.figures()["bandwidth_share"] > 0
+    assert not llm.target.watchers
+    with Meter(llm.engine) as both:
+        llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
+    assert both.figures()["kv_bytes"] > 6 * llm.target.cache.pair_bytes
+
+
+def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
+    """Embeddings are not read; a packed layer counts as it lies in memory; 8 bits are a quarter of float32."""
+    model = tiny_llama()
+    embedding = model.get_input_embeddings().weight
+    whole = sum(p.nbytes for p in model.parameters()) - embedding.nbytes
+    assert model.get_output_embeddings().weight is not embedding
+    packed = LLM(pair.target, draft="none", compile=False).target
+    linears = [module for module in packed._model.modules() if isinstance(module, PackedLinear)]
+    assert packed.weight_bytes == whole
+    if linears:  # the compiled kernels are here
+        rounded = LLM(pair.target, draft="none", compile=False, quantize="int8").target.weight_bytes
+        assert rounded is not None
+        assert whole / 4 < rounded < whole / 2
+
+
+def test_perplexity_of_our_passes_is_that_of_transformers(pair: BenchConfig) -> None:
+    chunks = [[5, 6, 7, 8, 9] * 10, [30, 31, 32]]
+    llm = LLM(pair.target, draft="none", compile=False)
+    expected = perplexity(their_logits(tiny_llama()), chunks)
+    assert perplexity(own_logits(llm.target), chunks) == pytest.approx(expected, rel=1e-4)
+    flat = perplexity(lambda tokens: torch.zeros(len(tokens), 320), chunks)
+    assert flat == pytest.approx(320)
+
+
+def test_right_answers_are_counted(pair: BenchConfig, tmp_path: Path) -> None:
+    """Of four texts, two of each prompt; the second prompt has no reference."""
+    tokenizer = tiny_tokenizer()
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a", "answer": "cat"}\n{"text": "b"}\n', encoding="utf-8")
+    quality = Quality(dataclasses.replace(pair, prompts=str(file)), tokenizer)
+    outputs = [tokenizer(text).input_ids for text in (" cat and dog", "x", "dog", "x")]
+    assert quality.matches(outputs) == {"match": 0.5}
+    assert Quality(pair, tokenizer).matches(outputs) == {}
+
+
 @pytest.mark.parametrize(
     "params", [SamplingParams(max_new_tokens=8), SamplingParams(max_new_tokens=8, temperature=1, seed=3)]
 )
@@ -243,6 +384,98 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     assert found.lines[0]["ratio"] == 1.0
     assert {"dtype", "gamma", "prompt_tokens", "laps"} <= set(found.conditions)
     json.dumps(found.to_dict())
+
+
+def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:
+    file = tmp_path / "held-out.txt"
+    file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
+    found = suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+    figures = [line["perplexity"] for line in found.lines]
+    assert figures == pytest.approx([figures[0]] * 4, rel=1e-4)
+    assert found.table()[0]["ppl"] == figures[0]
+    assert "held-out.txt" in found.conditions["perplexity_of"]
+    with pytest.raises(LoadError, match="cannot be read"):
+        suites.run(dataclasses.replace(pair, quality=str(tmp_path / "none.txt")))
+    file.write_text("a", encoding="utf-8")
+    with pytest.raises(InputError, match="longer"):
+        suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+
+
+def test_sweep_row(pair: BenchConfig) -> None:
+    config = dataclasses.replace(pair, batch_sizes=(4, 1, 2), repeats=2)
+    found = suites.ROWS["sweep"](config, suites.Note())
+    assert [line["batch"] for line in found.lines] == [1, 2, 4]
+    assert all(line["equal"] and line["ratio"] > 0 and line["pays"] for line in found.lines)
+    assert all(0 < line["plain_latency_seconds"] < 60 for line in found.lines)
+    sizes = [line["kv_bytes"] for line in found.lines]
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert "speculation" in found.notes[-1]
+    assert len(found.table()[0]) == 12
+    with pytest.raises(InputError, match="batch_sizes"):
+        dataclasses.replace(pair, batch_sizes=(0,))
+
+
+def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(cache: SlotCache, requests: int, columns: int) -> None:
+        if requests > 1:
+            raise MemoryLimitError("the KV cache needs too much")
+
+    monkeypatch.setattr(SlotCache, "check", check)
+    found = suites.ROWS["sweep"](dataclasses.replace(pair, batch_sizes=(1, 2, 4)), suites.Note())
+    assert [line["batch"] for line in found.lines] == [1]
+    assert found.notes[0] == "batch of 2 and above: the KV cache needs too much"
+
+
+@pytest.mark.parametrize(
+    ("pays", "stops", "note"),
+    [
+        (("yes", "yes", "no"), 4, "speculation pays up to a batch of 2 and is slower at 4 (ratio 0.90)"),
+        (("yes", "even", "no"), 4, "speculation pays up to a batch of 1 and is slower at 4 (ratio 0.90)"),
+        (("no", "no", "yes"), 1, "speculation is slower at 1 (ratio 0.90)"),
+        (("yes", None, "yes"), None, "speculation pays up to a batch of 4 and is slower at no size"),
+        ((None, "even", None), None, "speculation is slower at no size"),
+    ],
+)
+def test_where_speculation_stops_paying(pays: tuple[str | None, ...], stops: int | None, note: str) -> None:
+    lines = [{"batch": 2**i, "pays": word, "ratio": 0.9, "stops": False} for i, word in enumerate(pays)]
+    assert sweep_row._mark(lines) == note
+    assert [line["batch"] for line in lines if line["stops"]] == ([stops] if stops else [])
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_rounded_weights_are_compared_with_themselves(pair: BenchConfig) -> None:
+    """Against transformers there is a speed and no equality; our speculative text has to be our plain one."""
+    rounded = dataclasses.replace(pair, quantize="int8")
+    found = suites.ROWS["speculative"](rounded, suites.Note())
+    assert [line.get("weights") for line in found.lines] == [None, None, "other", "other"]
+    assert all(line["tokens_per_second"] for line in found.lines)
+    assert "other weights than transformers assisted, compared with sakiyomi plain" in " ".join(found.notes)
+    assert str(found.conditions["rounding"]).startswith("int8: ")
+    alone = suites.ROWS["stories"](rounded, suites.Note())
+    assert not any("weights" in line for line in alone.lines)
+    assert all(line["tokens_per_second"] for line in alone.lines)
+    with pytest.raises(InputError, match="int3"):
+        dataclasses.replace(pair, quantize="int3")
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
+    llm = LLM(pair.target, draft="none", compile=False, quantize="int8")
+    prompts = [[5, 6, 7], [8, 9]]
+    texts = tuple(
+        tuple(done.token_ids) for done in llm.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    )
+    judge = NearTies(llm.target, prompts)
+    wrong = (texts[0], (*texts[1][:3], (texts[1][3] + 1) % 320, *texts[1][4:]))
+    found = judge(texts, wrong)
+    assert not found.accepted
+    assert "text 1 at token 3" in found.note
+    referee = OwnReferee(llm.target)
+    row = referee.logits(prompts[0], texts[0][:4])[-1]
+    second = int(row.topk(2).indices[1])
+    near = referee.compare(0, prompts[0], texts[0], (*texts[0][:3], second), limit=1e9)
+    assert near is not None
+    assert near.gap == pytest.approx(near.top2_gap)
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,6 +538,10 @@ def test_the_command(pair: BenchConfig) -> None:
     assert [row["row"] for row in value["rows"]] == ["stories"]
     assert {"processor", "threads", "torch"} <= set(value["conditions"])
     assert "sakiyomi plain" in result.stdout
+    assert max(map(len, result.stdout.splitlines()[2:-4])) <= 120
+    assert value["rows"][0]["conditions"]["process_peak_bytes"] > 1e7
+    own = value["rows"][0]["lines"][1]
+    assert {"draft_ms", "score_ms", "overhead_ms", "kv_bytes", "bandwidth_share"} <= set(own)
 
 
 # ---------------------------------------------------------------- machine
@@ -317,6 +554,7 @@ def test_machine_is_described() -> None:
     assert conditions(gamma=4)["gamma"] == 4
     assert all(isinstance(line, str) for line in lacks())
     assert 1e8 < bandwidth() < 1e13
+    assert 1e7 < peak_bytes() < 1e13
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

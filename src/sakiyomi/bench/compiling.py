@@ -63,8 +63,9 @@ def compiling(config: BenchConfig, note: Note) -> Row:
         "target": config.target,
         "draft": config.draft_model,
         "dtype": pair.dtypes["dtype"],
+        "quantize": config.quantize,
         "batches": f"{runs} runs: 1 to 8 requests x prompts of 5 to 91 tokens x gamma 1, 2, 4",
-        "new_process": "target only; its graphs come one after the other",
+        "new_process": "target only, its weights as they are; its graphs come one after the other",
         "load_seconds": found["load_seconds"],
         "compiler_import_seconds": found["import_seconds"],
     }

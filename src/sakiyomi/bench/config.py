@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sakiyomi.errors import InputError
-from sakiyomi.prompts import STORIES, read_prompts
+from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 
 __all__ = ["BenchConfig", "Note"]
 
@@ -16,10 +16,12 @@ class BenchConfig:
 
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, plain, speculative, stories,
-            batch, exact, compiling.
+            batch, sweep, exact, compiling.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto, or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
+        quantize: int8 rounds the weights of our own target to 8 bits, on the CPU; row bookkeeping does not use it. Our
+            text then is compared with our own plain text, not with that of others.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.
@@ -27,6 +29,9 @@ class BenchConfig:
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
         count: prompts that are used at most.
+        batch_sizes: requests at once in the row sweep (again for each), up to what memory takes.
+        quality: held-out text; of rows about a pair the perplexity of each contender's weights on its beginning is
+            shown. Where prompts carry a reference or an answer, so is the share of texts that begin with it.
         peers: measure transformers beside it.
         compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
     """
@@ -35,12 +40,15 @@ class BenchConfig:
     target: str = "tales"
     draft: str = "auto"
     dtype: str = "auto"
+    quantize: str | None = None
     gamma: int = 4
     repeats: int = 5
     max_new_tokens: int = 128
     prompt_tokens: int = 64
     prompts: str | None = None
     count: int = 8
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    quality: str | None = None
     peers: bool = True
     compile: bool = True
 
@@ -48,6 +56,10 @@ class BenchConfig:
         for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.quantize not in (None, "int8"):
+            raise InputError(f"quantize is {self.quantize!r}; expected int8, or nothing")
+        if min(self.batch_sizes, default=0) < 1:
+            raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
 
     def texts(self) -> list[str]:
         """The prompts.
@@ -57,17 +69,27 @@ class BenchConfig:
         """
         return list(STORIES[: self.count]) if self.prompts is None else read_prompts(self.prompts, self.count)
 
+    def references(self) -> list[str | None]:
+        """The right answers to the prompts, None where nobody gave one.
+
+        Raises:
+            LoadError: the file cannot be read.
+        """
+        return [None] * len(self.texts()) if self.prompts is None else read_references(self.prompts, self.count)
+
     def check_pair(self) -> None:
         """Refuse at once what a row about a pair would refuse after others have run.
 
         Raises:
-            InputError, LoadError: the draft is no model, the dtype is not known, or the prompts cannot be read.
+            InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
         """
         from sakiyomi.loading.model import parse_dtype
 
         parse_dtype(self.dtype)
         self.draft_model  # noqa: B018
         self.texts()
+        if self.quality is not None:
+            read_text(self.quality)
 
     @property
     def draft_model(self) -> str:

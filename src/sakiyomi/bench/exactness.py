@@ -9,8 +9,8 @@ from typing import Any
 
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import Pair
-from sakiyomi.bench.report import Row
-from sakiyomi.bench.runner import Contender, Standing, race
+from sakiyomi.bench.report import Row, unclaimed
+from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap
 from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16")
 
 def exact(config: BenchConfig, note: Note) -> Row:
     """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
-    lines = []
+    lines, notes = [], []
     for dtype in DTYPES:
         pair = Pair(dataclasses.replace(config, dtype=dtype))
         params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
@@ -38,17 +38,19 @@ def exact(config: BenchConfig, note: Note) -> Row:
         note(f"exact: comparing texts in {dtype}")
         equal, different = _word_kept(pair, bound)
         lines.append(_line(dtype, standings, bound.target.sizes, equal, different))
+        notes += [f"{dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
         del free, bound
     conditions = {
         "target": config.target,
         "draft": config.draft_model,
+        "quantize": config.quantize,
         "gamma": config.gamma,
         "prompts": config.count,
         "max_new_tokens": config.max_new_tokens,
         "repeats": config.repeats,
         "compared": "no draft, the draft model and random trees; gamma 1, 2, 4 and 7; batch 1 and all; greedy, coupled",
     }
-    return Row("exact", "exact=True against exact=False, speculative, tokens/s", lines, conditions)
+    return Row("exact", "exact=True against exact=False, speculative, tokens/s", lines, conditions, notes)
 
 
 def _line(

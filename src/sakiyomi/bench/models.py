@@ -11,8 +11,11 @@ import torch
 
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.peers import Transformers, stop_tokens
+from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import Agreement
 from sakiyomi.loading import load_model
+from sakiyomi.model import PackedModel
+from sakiyomi.own_referee import OwnReferee
 from sakiyomi.referee import Referee
 
 if TYPE_CHECKING:
@@ -105,7 +108,8 @@ class Pair:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
         from sakiyomi.llm import LLM
 
-        options = {"dtype": self.config.dtype, "compile": self.config.compile, **options}
+        own = {"dtype": self.config.dtype, "quantize": self.config.quantize, "compile": self.config.compile}
+        options = own | options
         return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
 
     def peer(self, *, assisted: bool) -> Transformers:
@@ -113,9 +117,22 @@ class Pair:
         stop = stop_tokens(self.target.model, self.target.tokenizer)
         return Transformers(self.target.model, self.draft.model if assisted else None, self.config.gamma, stop)
 
-    def judge(self) -> NearTies:
-        """Compares outputs for these prompts."""
-        return NearTies(self.target.model, self.prompts)
+    @cached_property
+    def quality(self) -> Quality:
+        """Measures what the configuration gave to measure with."""
+        limit = getattr(self.target.model.config.get_text_config(), "max_position_embeddings", None)
+        return Quality(self.config, self.target.tokenizer, *([limit] if limit else []))
+
+    def judge(self, llm: LLM | None = None, prompts: Sequence[Sequence[int]] | None = None) -> NearTies:
+        """Compares outputs for these prompts: by transformers' logits, or by an engine's own if it rounds its weights.
+
+        Args:
+            llm: the engine; None: outputs are transformers'.
+            prompts: others than the pair's.
+        """
+        rounded = llm is not None and llm.target.rounding is not None
+        model = llm.target if llm is not None and rounded else self.target.model
+        return NearTies(model, self.prompts if prompts is None else prompts)
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -128,12 +145,13 @@ class NearTies:
     """Accepts outputs that are equal, or that part only where rounding decides (see ``referee``).
 
     Args:
-        model: a transformers model of the same weights.
-        prompts: of the texts, in order.
+        model: a transformers model of the same weights, or a packed one where transformers has none.
+        prompts: of the texts, in order; those behind the last text are not looked at.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
-        self._referee, self._prompts = Referee(model), prompts
+        self._referee = OwnReferee(model) if isinstance(model, PackedModel) else Referee(model)
+        self._prompts = prompts
         self._measured = False
 
     def __call__(self, expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Agreement:
@@ -146,7 +164,7 @@ class NearTies:
             self._measured = True
         found = [
             self._referee.compare(i, prompt, right, text)
-            for i, (prompt, right, text) in enumerate(zip(self._prompts, expected, got, strict=True))
+            for i, (prompt, right, text) in enumerate(zip(self._prompts[: len(expected)], expected, got, strict=True))
         ]
         apart = [divergence for divergence in found if divergence is not None]
         defects = [divergence for divergence in apart if divergence.defect]
@@ -154,6 +172,6 @@ class NearTies:
         what = "no near-tie" if defects else "near-ties"
         note = (
             f"{len(apart)} of {len(found)} texts part ({what}): text {worst.text} at token {worst.position}, gap "
-            f"{worst.gap:.2g}, explained up to {worst.limit:.2g}"
+            f"{worst.gap:.2g} (top-2 gap {worst.top2_gap:.2g}), explained up to {worst.limit:.2g}"
         )
         return Agreement(False, not defects, note)

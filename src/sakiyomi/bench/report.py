@@ -6,9 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sakiyomi.bench.runner import Standing
+from sakiyomi.bench.runner import Spread, Standing
+from sakiyomi.memory import readable
 
-__all__ = ["Row", "condition_line", "of_race"]
+__all__ = ["Row", "condition_line", "of_race", "unclaimed"]
+
+HEADS = {
+    "tokens_per_second": ("tok/s", 1),
+    "acceptance_rate": ("acc", 1),
+    "draft_ms": ("draft ms", 1),
+    "score_ms": ("score ms", 1),
+    "overhead_ms": ("rest ms", 1),
+    "kv_bytes": ("KV MB", 1e-6),
+    "bandwidth_share": ("bw %", 100),
+    "perplexity": ("ppl", 1),
+    "plain_tokens_per_second": ("plain tok/s", 1),
+    "speculative_tokens_per_second": ("spec tok/s", 1),
+    "plain_latency_seconds": ("plain s", 1),
+    "speculative_latency_seconds": ("spec s", 1),
+}
+"""Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
+JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high"}
+"""Figures that no table has room for."""
+LAST = ("perplexity", "match", "weights", "equal")
+"""Columns at the end, whichever line has further figures."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +52,12 @@ class Row:
     notes: Sequence[str] = ()
     error: str | None = None
 
+    def table(self) -> list[dict[str, Any]]:
+        """The lines as they are shown: short heads, handy units, the same columns in each."""
+        names = dict.fromkeys(name for line in self.lines for name in line if name not in JSON_ONLY | set(LAST))
+        names |= dict.fromkeys(name for name in LAST if any(name in line for line in self.lines))
+        return [dict(_cell(name, line.get(name)) for name in names) for line in self.lines]
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         return {
@@ -44,20 +71,40 @@ class Row:
 
 
 def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: Any) -> Row:
-    """A row from contenders that ran side by side; notes move from the table to below it."""
+    """A row from contenders that ran side by side, the baseline first; notes move from the table to below it."""
     lines = [standing.to_dict() for standing in standings]
     notes = [f"{line['name']}: {line['note']}" for line in lines if line["note"]]
     for line in lines:
         del line["note"]
-    return Row(name, title, lines, conditions | {"laps": len(standings[0].laps)}, notes)
+    others = [standing.name for standing in standings if standing.against is not None]
+    if others:
+        notes.append(f"other weights than {standings[0].name}, compared with {others[0]}: {', '.join(others)}")
+    spread = Spread.of(standings)
+    notes += unclaimed(standings, spread)
+    return Row(name, title, lines, conditions | {"laps": len(standings[0].laps), "A/A": spread and str(spread)}, notes)
+
+
+def unclaimed(standings: Sequence[Standing], spread: Spread | None) -> list[str]:
+    """Who is not known to be faster or slower than the baseline; at most one sentence."""
+    if spread is None:
+        return ["one lap: how far apart two equal things are here is not known"]
+    names = [standing.name for standing in standings[1:] if standing.agreement.accepted and standing.ratio in spread]
+    return [f"no difference from {standings[0].name} (two equal things: {spread}): {', '.join(names)}"] if names else []
+
+
+def _cell(name: str, value: Any) -> tuple[str, Any]:
+    head, scale = HEADS.get(name, (name, 1))
+    return head, value if value is None or scale == 1 else value * scale
 
 
 def condition_line(conditions: Mapping[str, Any]) -> str:
-    """Conditions in one line; what is not known is left out."""
+    """Conditions in one line, bytes in units that are read easily; what is not known is left out."""
     shown = []
     for key, value in conditions.items():
         if value is None:
             continue
+        if key.endswith("_bytes"):
+            value = readable(value)
         text = f"{value:.3g}" if isinstance(value, float) else str(value)
-        shown.append(f"{key.replace('_', ' ')} {text}")
+        shown.append(f"{key.removesuffix('_bytes').replace('_', ' ')} {text}")
     return "; ".join(shown)

@@ -6,6 +6,7 @@ gets no speed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 from sakiyomi.errors import InputError
 
-__all__ = ["Agreement", "Contender", "Judge", "Lap", "Standing", "race", "same_tokens", "timed"]
+__all__ = ["Agreement", "Contender", "Judge", "Lap", "Spread", "Standing", "race", "same_tokens", "timed"]
 
 Outputs = tuple[tuple[int, ...], ...]
 
@@ -69,11 +70,14 @@ class Contender:
         name: shown in tables.
         run: does one lap.
         judge: compares its outputs with the baseline's; None: its outputs are its own (sampled text).
+        against: name of the contender whose outputs are expected instead, because it has other weights than the
+            baseline: its own name, or that of one with the same weights.
     """
 
     name: str
     run: Callable[[], Lap]
     judge: Judge | None = None
+    against: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,15 @@ class Standing:
         name: of the contender.
         laps: without the warm-up.
         ratio: median over laps of its speed / the baseline's in the same lap.
-        agreement: with the baseline's outputs.
+        agreement: with the baseline's outputs, or with those of another.
+        against: the other, which has the same weights; None: it was the baseline.
     """
 
     name: str
     laps: tuple[Lap, ...]
     ratio: float
     agreement: Agreement
+    against: str | None = None
 
     @property
     def speeds(self) -> list[float]:
@@ -110,7 +116,39 @@ class Standing:
             shown = dict.fromkeys(shown, None) | {"name": self.name}
         for name in self.laps[0].figures:
             shown[name] = statistics.median(lap.figures[name] for lap in self.laps)
+        if self.against is not None:
+            shown["weights"] = "other"
         return shown | {"tokens": self.laps[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What ratio two equal things show on this machine now (A/A): a ratio within it says nothing.
+
+    Each lap of a contender is compared with its own next one, and the widest ratio of any contender counts: with few
+    laps one contender alone may look steady by luck. Two such laps lie further apart in time than the two of a paired
+    ratio, and a median of pairs is steadier than one pair: the range is rather too wide than too narrow, and costs no
+    lap. It reaches as far down as up, since which of two equal things is the baseline is chance.
+
+    Attributes:
+        low, high: of the ratio; 1 / each other.
+    """
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, standings: Sequence[Standing]) -> Spread | None:
+        """Of one race. None where there is one lap: nobody knows then."""
+        pairs = [pair for standing in standings for pair in itertools.pairwise(standing.speeds)]
+        ratios = [max(a / b, b / a) for a, b in pairs if a and b]
+        return cls(1 / max(ratios), max(ratios)) if ratios else None
+
+    def __contains__(self, ratio: float) -> bool:
+        return self.low <= ratio <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.low:.2f} to {self.high:.2f}"
 
 
 def same_tokens(expected: Outputs, got: Outputs) -> Agreement:
@@ -164,7 +202,8 @@ def race(
             contender.name,
             tuple(laps[contender.name][1:]),
             _ratio(laps[contender.name][1:], baseline[1:]),
-            _agreement(contender, laps[contender.name], baseline[0].outputs),
+            _agreement(contender, laps[contender.name], laps[contender.against or names[0]][0].outputs),
+            contender.against,
         )
         for contender in contenders
     ]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, Pair, random_llama, random_prompts
 from sakiyomi.bench.peers import Transformers
+from sakiyomi.bench.quality import own_logits, their_logits
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
 from sakiyomi.bench.undrafted import Undrafted
@@ -37,9 +41,10 @@ def our_lap(llm: Any, prompts: Prompts, params: SamplingParams, *, together: boo
                 done.extend(llm.generate([list(prompt)], params))
         return [result.token_ids for result in done]
 
-    lap = timed(work)
-    total = Stats.total(result.stats for result in done)
-    figures = {"tau": total.tau, "acceptance_rate": total.acceptance_rate}
+    with Meter(llm.engine) as meter:
+        lap = timed(work)
+    figures = round_figures(Stats.total(result.stats for result in done)) | meter.figures()
+    figures["latency_seconds"] = statistics.median(result.stats.seconds for result in done)
     return Lap(lap.seconds, lap.tokens, lap.outputs, figures)
 
 
@@ -65,16 +70,19 @@ def plain(config: BenchConfig, note: Note) -> Row:
     model = random_llama(768, 12, 12, 2048, 32000, dtype)
     prompts = random_prompts(1, config.prompt_tokens, 32000)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
-    judge = NearTies(model, prompts)
     pair = (model, Numbers())
-    contenders = [_ours("sakiyomi eager", LLM(pair, draft="none", compile=False), prompts, params, judge)]
+    eager = LLM(pair, draft="none", compile=False, quantize=config.quantize)
+    judge = NearTies(model if eager.target.rounding is None else eager.target, prompts)
+    contenders = [_ours("sakiyomi eager", eager, prompts, params, judge)]
     if config.compile:
         note("plain: compiling")
-        compiled = LLM(pair, draft="none", compile=True)
+        compiled = LLM(pair, draft="none", compile=True, quantize=config.quantize)
         if compiled.compiled():
             contenders.insert(0, _ours("sakiyomi compiled", compiled, prompts, params, judge))
     if config.peers:
-        contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, judge))
+        if eager.target.rounding is not None:
+            contenders = _among_themselves(contenders)
+        contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, NearTies(model, prompts)))
     standings = race(contenders, repeats=config.repeats, note=note)
     size = sum(parameter.numel() for parameter in model.parameters())
     return of_race(
@@ -83,22 +91,37 @@ def plain(config: BenchConfig, note: Note) -> Row:
         standings,
         model=f"random Llama, {size / 1e6:.0f}M parameters, 12 layers, dim 768, vocabulary 32000",
         dtype="bfloat16",
+        rounding=eager.target.rounding and str(eager.target.rounding),
         graphs="compiled and eager" if config.compile and compiled.compiled() else "eager",
         **_laps(config, prompts),
     )
 
 
-def everybody(pair: Pair, llm: LLM, *, peers: bool = True) -> list[Contender]:
-    """The same greedy work four ways: transformers plain and assisted, ours plain and speculative."""
-    config, judge = pair.config, pair.judge()
+def _among_themselves(contenders: Sequence[Contender]) -> list[Contender]:
+    """Contenders of one set of weights beside a baseline of another: each is compared with the first of them."""
+    return [replace(contender, against=contenders[0].name) for contender in contenders]
+
+
+def everybody(pair: Pair, llm: LLM, *, peers: bool = True, auto: bool = False) -> list[Contender]:
+    """The same greedy work: transformers plain and assisted, ours plain, speculative and, with ``auto``, gamma auto."""
+    config, judge = pair.config, pair.judge(llm)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
-    contenders = []
+    contenders: list[Contender] = []
     if peers:
-        for name, assisted in (("transformers plain", False), ("transformers assisted", True)):
-            contenders.append(_theirs(name, pair.peer(assisted=assisted), pair.prompts, params, judge))
-    contenders.append(_ours("sakiyomi plain", Undrafted(llm), pair.prompts, params, judge))
-    contenders.append(_ours("sakiyomi speculative", llm, pair.prompts, params, judge))
-    return contenders
+        theirs = [
+            _theirs(name, pair.peer(assisted=assisted), pair.prompts, params, pair.judge())
+            for name, assisted in (("transformers plain", False), ("transformers assisted", True))
+        ]
+        contenders += pair.quality.grade(theirs, their_logits(pair.target.model))
+    ours = [
+        _ours("sakiyomi plain", Undrafted(llm), pair.prompts, params, judge),
+        _ours("sakiyomi speculative", llm, pair.prompts, params, judge),
+    ]
+    if auto:
+        ours.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, replace(params, gamma="auto"), judge))
+    if peers and llm.target.rounding is not None:
+        ours = _among_themselves(ours)
+    return contenders + pair.quality.grade(ours, own_logits(llm.target))
 
 
 def speculative(config: BenchConfig, note: Note) -> Row:
@@ -118,10 +141,7 @@ def stories(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("stories: compiling")
     llm = pair.llm()
-    contenders = everybody(pair, llm, peers=False)
-    auto = SamplingParams(max_new_tokens=config.max_new_tokens, gamma="auto")
-    contenders.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, auto, pair.judge()))
-    standings = race(contenders, repeats=config.repeats, note=note)
+    standings = race(everybody(pair, llm, peers=False, auto=True), repeats=config.repeats, note=note)
     return of_race("stories", "greedy against own plain, tokens/s", standings, **pair_conditions(pair, llm))
 
 
@@ -133,12 +153,13 @@ def batch(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
     prompts = (pair.prompts * (3 * BATCH))[: 3 * BATCH]
-    judge = NearTies(pair.target.model, prompts)
     llm = pair.llm(max_batch=BATCH)
+    judge = pair.judge(llm, prompts)
     contenders = [
         _ours("batch of 1", llm, prompts, params, judge),
         _ours(f"batch of {BATCH}", llm, prompts, params, judge, together=True),
     ]
+    contenders = pair.quality.grade(contenders, own_logits(llm.target))
     standings = race(contenders, repeats=config.repeats, note=note)
     return of_race("batch", "speculative, total tokens/s", standings, **pair_conditions(pair, llm, prompts))
 
@@ -147,8 +168,9 @@ def pair_conditions(pair: Pair, llm: LLM, prompts: Prompts | None = None) -> dic
     """What has to be known of a row about a pair, after its laps; ``prompts``: others than the pair's."""
     config = pair.config
     names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
+    names["rounding"] = llm.target.rounding and str(llm.target.rounding)
     names["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
-    return names | _laps(config, pair.prompts if prompts is None else prompts)
+    return names | _laps(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions
 
 
 def _laps(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:

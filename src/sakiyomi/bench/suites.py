@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from sakiyomi.bench.bookkeeping import bookkeeping
 from sakiyomi.bench.compiling import compiling
@@ -10,7 +11,9 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.speed import batch, plain, speculative, stories
+from sakiyomi.bench.sweep import sweep
 from sakiyomi.errors import InputError, SakiyomiError
+from sakiyomi.memory import peak_bytes
 
 __all__ = ["ROWS", "run"]
 
@@ -20,9 +23,13 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "speculative": speculative,
     "stories": stories,
     "batch": batch,
+    "sweep": sweep,
     "exact": exact,
     "compiling": compiling,
 }
+
+TABLES = {"bookkeeping", "exact", "compiling"}
+"""Rows of which nothing can be drawn."""
 
 RANDOM = {"bookkeeping", "plain"}
 """Rows that make their own models."""
@@ -46,7 +53,9 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     def rows() -> Iterator[Row]:
         for name in wanted:
             try:
-                yield ROWS[name](config, note or Note())
+                row = ROWS[name](config, note or Note())
+                # Of the whole process so far: transformers' copies and the rows before are in it.
+                yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
             except SakiyomiError as error:
                 yield Row(name, "failed", [], error=str(error))
 

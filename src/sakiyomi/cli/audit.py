@@ -49,7 +49,8 @@ def register(app: typer.Typer) -> None:
         AuditOptions,
         JsonOption,
         help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
-        "plain; under the coupled rule sampled text too. Exit code 1 if a defect was found.",
+        "plain; under the coupled rule sampled text too. With quantize everything against plain text of the rounded "
+        "target. Exit code 1 if a defect was found.",
     )(audit)
 
 
@@ -100,9 +101,12 @@ def _show(model: ModelOptions, report: AuditReport, words: Any) -> None:
     console = stdout()
     console.out(
         f"target {model.target} in {report.dtype}, draft {model.draft}, exact {'yes' if report.exact else 'no'}; "
-        f"noise of transformers between pass shapes: {report.noise:.2g} logits; gaps are explained up to 4 times that",
+        f"noise of {report.reference} between pass shapes: {report.noise:.2g} logits; gaps are explained up to 4 times "
+        "that",
         highlight=False,
     )
+    if report.rounding is not None:
+        console.out(f"{report.rounding}; the judge is the same rounded target, run plainly", highlight=False)
     table(
         [
             {

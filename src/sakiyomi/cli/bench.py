@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import typer
 
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.errors import InputError
+
+
+@dataclass(frozen=True)
+class PlotOption:
+    """Where the picture goes.
+
+    Attributes:
+        plot: draw the rows into this .png or .svg: bars of tokens/s, curves of the sweep (needs matplotlib).
+    """
+
+    plot: str | None = None
 
 
 def register(app: typer.Typer) -> None:
@@ -14,23 +28,30 @@ def register(app: typer.Typer) -> None:
         app,
         "bench",
         BenchConfig,
+        PlotOption,
         JsonOption,
-        help="Measure speed side by side.\n\nInterleaved laps, medians, equal outputs checked in the same run.",
+        help="Measure speed side by side.\n\nInterleaved laps, medians, equal outputs checked in the same run. Of our "
+        "own contenders: draft, score and rest in ms a round; KV, keys and values of the largest pass; bw, what "
+        "decoding passes of the target read, as a share of the memory's measured speed.",
     )(bench)
 
 
-def bench(config: BenchConfig, output: JsonOption) -> None:
+def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Run the command."""
     from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
 
     with progress("loading") as status:
         from sakiyomi import machine
-        from sakiyomi.bench import report, suites
+        from sakiyomi.bench import plot, report, suites
 
         class Shown(Note):
             def __call__(self, text: str) -> None:
                 status.update(text)
 
+        if picture.plot is not None:
+            if config.rows and suites.TABLES.issuperset(config.rows):
+                raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
+            plot.check(picture.plot)
         quiet()
         rows = suites.run(config, Shown())
         conditions = machine.conditions()
@@ -44,7 +65,7 @@ def bench(config: BenchConfig, output: JsonOption) -> None:
             # The spinner and the table may share a screen.
             status.stop()
             console.out()
-            table(row.lines, title=f"{row.name}: {row.title}")
+            table(row.table(), title=f"{row.name}: {row.title}")
             if row.error is not None:
                 console.out(f"  {row.error}", highlight=False)
             for note in row.notes:
@@ -53,5 +74,7 @@ def bench(config: BenchConfig, output: JsonOption) -> None:
             status.start()
     if output.json:
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
+    if picture.plot is not None:
+        plot.draw(done, picture.plot, conditions)
     if any(row.error is not None for row in done):
         raise typer.Exit(1)

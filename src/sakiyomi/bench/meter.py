@@ -1,0 +1,88 @@
+"""What the passes of a lap read and hold, and the share of the memory's speed that they reach."""
+
+from __future__ import annotations
+
+import functools
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from sakiyomi.machine import bandwidth
+from sakiyomi.outputs import Stats
+
+if TYPE_CHECKING:
+    from sakiyomi.generate import Engine
+    from sakiyomi.kernels.plan import Plan
+
+__all__ = ["Meter", "round_figures"]
+
+
+def round_figures(total: Stats) -> dict[str, float]:
+    """Of a sum over requests: tau, acceptance, and milliseconds a round in draft, score and everything else.
+
+    Of requests that ran together a round counts as often as requests took part in it.
+    """
+    milliseconds = 1000 / max(total.rounds, 1)
+    return {
+        "tau": total.tau,
+        "acceptance_rate": total.acceptance_rate,
+        "draft_ms": milliseconds * total.draft_seconds,
+        "score_ms": milliseconds * total.score_seconds,
+        "overhead_ms": milliseconds * total.overhead_seconds,
+    }
+
+
+class Meter:
+    """Watches the passes of an engine's target and draft while the ``with`` block runs.
+
+    Args:
+        engine: whose models are watched.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._target = engine.target
+        draft = getattr(engine.drafter, "model", None)
+        self._counts = {model: _Passes() for model in (engine.target, draft) if model is not None}
+
+    def __enter__(self) -> Meter:
+        for model, passes in self._counts.items():
+            model.watchers.append(passes.add)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for model, passes in self._counts.items():
+            model.watchers.remove(passes.add)
+
+    def figures(self) -> dict[str, float]:
+        """Bytes of keys and values in the largest pass, of target and draft; share of the memory's speed.
+
+        The share is what the target's decoding passes read, weights and keys and values, by their seconds, as a share
+        of what a plain read of a large block reaches (``machine.bandwidth``). It passes 1 where weights stay in a
+        processor's own caches, and is missing where nobody knows which weights a pass reads.
+        """
+        found = {"kv_bytes": float(sum(model.cache.pair_bytes * seen.most for model, seen in self._counts.items()))}
+        passes, weights = self._counts[self._target], self._target.weight_bytes
+        if weights is not None and passes.seconds:
+            read = passes.count * weights + passes.pairs * self._target.cache.pair_bytes
+            found["bandwidth_share"] = read / passes.seconds / _ceiling(str(self._target.device))
+        return found
+
+
+class _Passes:
+    """Of one model: decoding passes, their seconds, KV pairs that they read, and the most pairs of any pass."""
+
+    def __init__(self) -> None:
+        self.count = self.pairs = self.most = 0
+        self.seconds = 0.0
+
+    def add(self, plan: Plan, seconds: float) -> None:
+        pairs = sum(part.length + len(part.tokens) for part in plan.parts)
+        self.most = max(self.most, pairs)
+        # A prompt's pass computes more than it reads, and an empty one was only timed.
+        if plan.parts and not any(part.prompt for part in plan.parts):
+            self.count, self.pairs, self.seconds = self.count + 1, self.pairs + pairs, self.seconds + seconds
+
+
+@functools.cache
+def _ceiling(device: str) -> float:
+    """Measured once a process."""
+    return bandwidth(device=device)

@@ -1,0 +1,59 @@
+"""The judge of weights that nobody but our engine computes (8 bits): its own passes, of other shapes than the text's.
+
+It cannot tell whether the rounded weights are good ones, nor find an error that all passes share: perplexity and
+``PackedModel.rounding`` are for that. It tells whether a drafted text is the one that the same weights write plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sakiyomi.kernels.plan import Segment
+from sakiyomi.referee import Referee
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+
+__all__ = ["OwnReferee"]
+
+
+class OwnReferee(Referee):
+    """Judges texts by the logits of a packed model.
+
+    Args:
+        model: its cache lends a slot: no request may hold all of them.
+    """
+
+    model: PackedModel
+
+    def __init__(self, model: PackedModel) -> None:
+        super().__init__(model)
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """(len(tokens), V) float32: row i predicts ``tokens[i]``; one pass, as over a prompt."""
+        ids = [*prompt, *tokens[:-1]]
+        with self._slot(len(ids)) as slot:
+            return self.model.score([Segment(slot, 0, ids, prompt=True)])[len(prompt) - 1 :].float()
+
+    def _stepped(self, prompt: Sequence[int], tokens: Sequence[int], step: int) -> Tensor:
+        ids = [*prompt, *tokens[:-1]]
+        with self._slot(len(ids)) as slot:
+            rows = [self.model.score([Segment(slot, 0, list(prompt), prompt=True)], last=True).clone()]
+            for start in range(len(prompt), len(ids), step):
+                rows.append(self.model.score([Segment(slot, start, ids[start : start + step])]).clone())
+        return torch.cat(rows).float()
+
+    @contextmanager
+    def _slot(self, columns: int) -> Iterator[int]:
+        slot = self.model.cache.take()
+        try:
+            self.model.cache.reserve(slot, columns)
+            yield slot
+        finally:
+            self.model.cache.release(slot)
