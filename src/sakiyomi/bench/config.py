@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sakiyomi.errors import InputError
 from sakiyomi.prompts import STORIES, read_prompts
 
-__all__ = ["BenchConfig", "Note"]
+__all__ = ["BenchConfig", "InflateConfig", "Note"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,21 @@ class BenchConfig:
         if kind != "model" or not name:
             raise InputError(f"draft is {self.draft!r}; here it has to be a draft model: model:FOLDER")
         return name
+
+
+@dataclass(frozen=True)
+class InflateConfig:
+    """A model to be made larger without a change of what it computes.
+
+    Attributes:
+        out: folder of the new model; it must not exist, or be empty.
+        params: about so many parameters: 134M, 500M, 1.5B.
+        target: the model to start from, a Llama: embedded name, folder or hub id. Its vocabulary stays as it is.
+    """
+
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+    params: str
+    target: str = "tales"
 
 
 class Note:

@@ -40,8 +40,7 @@ def exact(config: BenchConfig, note: Note) -> Row:
         lines.append(_line(dtype, standings, bound.target.sizes, equal, different))
         del free, bound
     conditions = {
-        "target": config.target,
-        "draft": config.draft_model,
+        **pair.names,
         "gamma": config.gamma,
         "prompts": config.count,
         "max_new_tokens": config.max_new_tokens,

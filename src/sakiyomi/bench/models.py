@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.bench.config import BenchConfig
+from sakiyomi.bench.inflate import inflated
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.runner import Agreement
 from sakiyomi.loading import load_model
@@ -116,6 +117,12 @@ class Pair:
     def judge(self) -> NearTies:
         """Compares outputs for these prompts."""
         return NearTies(self.target.model, self.prompts)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """For the conditions: who it is, and whether somebody is larger than it was trained."""
+        note = inflated(self.target.model.config, self.draft.model.config)
+        return {"target": self.config.target, "draft": self.config.draft_model, "inflated": note}
 
     @property
     def dtypes(self) -> dict[str, str]:

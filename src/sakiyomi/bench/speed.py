@@ -146,9 +146,9 @@ def batch(config: BenchConfig, note: Note) -> Row:
 def pair_conditions(pair: Pair, llm: LLM, prompts: Prompts | None = None) -> dict[str, Any]:
     """What has to be known of a row about a pair, after its laps; ``prompts``: others than the pair's."""
     config = pair.config
-    names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
-    names["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
-    return names | _laps(config, pair.prompts if prompts is None else prompts)
+    found: dict[str, Any] = {**pair.names, **pair.dtypes, "gamma": config.gamma}
+    found["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
+    return found | _laps(config, pair.prompts if prompts is None else prompts)
 
 
 def _laps(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:

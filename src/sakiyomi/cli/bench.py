@@ -1,22 +1,32 @@
-"""``sakiyomi bench``: side-by-side measurements on this machine."""
+"""``sakiyomi bench``: side-by-side measurements on this machine, and models to measure on."""
 
 from __future__ import annotations
 
 import typer
 
-from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.config import BenchConfig, InflateConfig, Note
 from sakiyomi.cli.common import JsonOption, command
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command, and the one below it."""
+    own = typer.Typer(rich_markup_mode=None)
     command(
-        app,
-        "bench",
+        own,
+        None,
         BenchConfig,
         JsonOption,
         help="Measure speed side by side.\n\nInterleaved laps, medians, equal outputs checked in the same run.",
     )(bench)
+    command(
+        own,
+        "inflate",
+        InflateConfig,
+        JsonOption,
+        help="Write a larger model that computes what a small one does.\n\nReal acceptance at a real size: new layers, "
+        "heads and units are random inside and add nothing. It is checked before it is there.",
+    )(inflate)
+    app.add_typer(own, name="bench")
 
 
 def bench(config: BenchConfig, output: JsonOption) -> None:
@@ -55,3 +65,33 @@ def bench(config: BenchConfig, output: JsonOption) -> None:
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
     if any(row.error is not None for row in done):
         raise typer.Exit(1)
+
+
+def inflate(config: InflateConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    with progress("loading") as status:
+        from sakiyomi.bench.inflate import inflate as run
+        from sakiyomi.memory import readable
+
+        class Shown(Note):
+            def __call__(self, text: str) -> None:
+                status.update(text)
+
+        quiet()
+        found = run(config, Shown())
+    console = stdout()
+    lines = [
+        f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
+        f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
+        f"  {found['layers']} layers, hidden size {found['hidden_size']}, {found['heads']} heads, {found['kv_heads']} "
+        f"key heads, {found['intermediate_size']} MLP units",
+        f"  checked in float32: logits differ by {found['largest_logit_difference']:.2g} at most, "
+        f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
+        f"reach {found['random_to_real_activations']:.2f} of the real ones",
+    ]
+    for line in lines:
+        console.out(line, highlight=False)
+    if output.json:
+        emit_json(found)

@@ -85,24 +85,31 @@ class JsonOption:
     json: bool = False
 
 
-def command(app: typer.Typer, name: str, *groups: type[Any], help: str) -> Callable[[Callable[..., None]], None]:
+def command(app: typer.Typer, name: str | None, *groups: type[Any], help: str) -> Callable[[Callable[..., None]], None]:
     """Register a command that is called with one object for each group.
 
     Args:
         app: takes the command.
-        name: of the command.
+        name: of the command; None: it is what ``app`` does where none of its own commands is named.
         groups: dataclasses; their fields become the flags, in order.
         help: shown by ``--help``.
     """
 
     def register(run: Callable[..., None]) -> None:
-        def body(**given: Any) -> None:
-            run(*(_build(group, given) for group in groups))
+        def body(ctx: typer.Context, **given: Any) -> None:
+            if ctx.invoked_subcommand is None:
+                run(*(_build(group, given) for group in groups))
+            else:
+                _refuse_flags(ctx, given)
 
         parameters = [_parameter(group, field) for group in groups for field in _flags(group)]
+        parameters.append(_keyword("ctx", inspect.Parameter.empty, typer.Context))
         body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(name, help=help)(body)
+        if name is None:
+            app.callback(invoke_without_command=True, help=help)(body)
+        else:
+            app.command(name, help=help)(body)
 
     return register
 
@@ -129,7 +136,9 @@ def _parameter(group: type[Any], field: dataclasses.Field[Any]) -> inspect.Param
     kind, _ = _KINDS[str(field.type)]
     default: Any = field.default
     text = flag_help(group)[field.name]
-    if isinstance(default, tuple | list) or str(field.type).startswith(("Sequence", "Mapping", "tuple")):
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    elif isinstance(default, tuple | list) or str(field.type).startswith(("Sequence", "Mapping", "tuple")):
         default = list(default or ())
     if field.metadata.get("argument"):
         return _keyword(
@@ -145,6 +154,17 @@ def _parameter(group: type[Any], field: dataclasses.Field[Any]) -> inspect.Param
         show_default=default not in (None, []) and default is not False,
     )
     return _keyword(field.name, default, Annotated[kind, option])
+
+
+def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """A flag before the name of a command would be ignored."""
+    for name in given:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(
+                f"--{name.replace('_', '-')} stands before {context.invoked_subcommand!r}, which would ignore it; "
+                "flags go after the command they belong to"
+            )
 
 
 def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
