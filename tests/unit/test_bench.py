@@ -115,6 +115,22 @@ def test_same_tokens(got: tuple[tuple[int, ...], ...], note: str) -> None:
     assert note in found.note
 
 
+def test_a_contender_may_have_a_reference_of_its_own() -> None:
+    """What has other weights has other texts: it is compared with itself run another way, or not at all."""
+    other = ((4, 5),)
+    standings = race(
+        [
+            Contender("first", lambda: Lap(1.0, 3, TEXT)),
+            Contender("rounded", lambda: Lap(1.0, 2, other)),
+            Contender("rounded, drafted", lambda: Lap(1.0, 2, other), same_tokens, reference="rounded"),
+        ],
+        repeats=1,
+    )
+    shown = [standing.to_dict() for standing in standings]
+    assert [line["equal"] for line in shown] == [None, None, True]
+    assert all(line["tokens_per_second"] for line in shown)
+
+
 def test_no_lap_begins_after_the_deadline() -> None:
     calls: list[int] = []
     contender = Contender("a", lambda: calls.append(1) or Lap(1.0, 1))  # type: ignore[func-returns-value]
@@ -242,6 +258,8 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in found.lines)
     assert found.lines[0]["ratio"] == 1.0
     assert {"dtype", "gamma", "prompt_tokens", "laps"} <= set(found.conditions)
+    others = ["transformers assisted", "transformers plain", "transformers prompt lookup"]
+    assert [line["name"] for line in found.lines if "transf" in line["name"]] == others * (row == "speculative")
     json.dumps(found.to_dict())
 
 

@@ -19,7 +19,10 @@ from sakiyomi.referee import Referee
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
+__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
+
+WAYS = ("plain", "assisted", "prompt lookup")
+"""How transformers generates: alone, with a draft model, with drafts from the text itself."""
 
 
 class Numbers:
@@ -109,10 +112,15 @@ class Pair:
         options = {"dtype": self.config.dtype, "compile": self.config.compile, **options}
         return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
 
-    def peer(self, *, assisted: bool) -> Transformers:
-        """The generation of transformers on the same pair."""
-        stop = stop_tokens(self.target.model, self.target.tokenizer)
-        return Transformers(self.target.model, self.draft.model if assisted else None, self.config.gamma, stop)
+    def peer(self, way: str) -> Transformers:
+        """The generation of transformers on the same pair; ``way`` is one of ``WAYS``."""
+        draft = self.draft.model if way == "assisted" else None
+        return Transformers(self.target.model, draft, self.config.gamma, self.stop, lookup=way == "prompt lookup")
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """End tokens."""
+        return stop_tokens(self.target.model, self.target.tokenizer)
 
     def judge(self) -> NearTies:
         """Compares outputs for these prompts."""

@@ -47,12 +47,12 @@ class Agreement:
     """Whether two outputs are the same.
 
     Attributes:
-        equal: to the last token.
+        equal: to the last token; None: they were not compared.
         accepted: equal, or different in a way that is explained.
         note: where and by how much they differ.
     """
 
-    equal: bool
+    equal: bool | None
     accepted: bool
     note: str = ""
 
@@ -68,12 +68,14 @@ class Contender:
     Attributes:
         name: shown in tables.
         run: does one lap.
-        judge: compares its outputs with the baseline's; None: its outputs are its own (sampled text).
+        judge: compares its outputs with those of the reference; None: its outputs are its own (sampled text).
+        reference: name of another contender; None: the first one.
     """
 
     name: str
     run: Callable[[], Lap]
     judge: Judge | None = None
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Standing:
         name: of the contender.
         laps: without the warm-up.
         ratio: median over laps of its speed / the baseline's in the same lap.
-        agreement: with the baseline's outputs.
+        agreement: with the outputs of its reference.
     """
 
     name: str
@@ -164,7 +166,7 @@ def race(
             contender.name,
             tuple(laps[contender.name][1:]),
             _ratio(laps[contender.name][1:], baseline[1:]),
-            _agreement(contender, laps[contender.name], baseline[0].outputs),
+            _agreement(contender, laps[contender.name], laps[contender.reference or names[0]][0].outputs),
         )
         for contender in contenders
     ]
@@ -186,7 +188,7 @@ def _ratio(laps: Sequence[Lap], baseline: Sequence[Lap]) -> float:
 
 def _agreement(contender: Contender, laps: Sequence[Lap], expected: Outputs) -> Agreement:
     if contender.judge is None:
-        return Agreement(True, True)
+        return Agreement(None, True)
     different = list(dict.fromkeys(lap.outputs for lap in laps))
     found = [contender.judge(expected, outputs) for outputs in different]
     return min(found, key=lambda agreement: (agreement.accepted, agreement.equal))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.bench.config import BenchConfig, Note
-from sakiyomi.bench.models import NearTies, Numbers, Pair, random_llama, random_prompts
+from sakiyomi.bench.models import WAYS, NearTies, Numbers, Pair, random_llama, random_prompts
 from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
@@ -88,14 +88,11 @@ def plain(config: BenchConfig, note: Note) -> Row:
     )
 
 
-def everybody(pair: Pair, llm: LLM, *, peers: bool = True) -> list[Contender]:
-    """The same greedy work four ways: transformers plain and assisted, ours plain and speculative."""
+def everybody(pair: Pair, llm: LLM, *, peers: Sequence[str] = WAYS[:2]) -> list[Contender]:
+    """The same greedy work: transformers in the ways of ``WAYS`` that are named, ours plain and speculative."""
     config, judge = pair.config, pair.judge()
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
-    contenders = []
-    if peers:
-        for name, assisted in (("transformers plain", False), ("transformers assisted", True)):
-            contenders.append(_theirs(name, pair.peer(assisted=assisted), pair.prompts, params, judge))
+    contenders = [_theirs(f"transformers {way}", pair.peer(way), pair.prompts, params, judge) for way in peers]
     contenders.append(_ours("sakiyomi plain", Undrafted(llm), pair.prompts, params, judge))
     contenders.append(_ours("sakiyomi speculative", llm, pair.prompts, params, judge))
     return contenders
@@ -106,7 +103,7 @@ def speculative(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("speculative: compiling")
     llm = pair.llm()
-    contenders = everybody(pair, llm, peers=config.peers)
+    contenders = everybody(pair, llm, peers=WAYS if config.peers else ())
     # The baseline is what the row is about: assisted generation, if peers are measured.
     contenders.sort(key=lambda contender: contender.name != "transformers assisted")
     standings = race(contenders, repeats=config.repeats, note=note)
@@ -118,7 +115,7 @@ def stories(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("stories: compiling")
     llm = pair.llm()
-    contenders = everybody(pair, llm, peers=False)
+    contenders = everybody(pair, llm, peers=())
     auto = SamplingParams(max_new_tokens=config.max_new_tokens, gamma="auto")
     contenders.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, auto, pair.judge()))
     standings = race(contenders, repeats=config.repeats, note=note)
