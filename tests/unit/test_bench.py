@@ -13,8 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from sakiyomi.bench import bookkeeping as bookkeeping_row
-from sakiyomi.bench import compiling, suites
+from sakiyomi.bench import compiling, llamacpp, suites
 from sakiyomi.bench.config import BenchConfig
+from sakiyomi.bench.llamacpp import missing
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.report import Row, condition_line, of_race
@@ -261,6 +262,40 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     others = ["transformers assisted", "transformers plain", "transformers prompt lookup"]
     assert [line["name"] for line in found.lines if "transf" in line["name"]] == others * (row == "speculative")
     json.dumps(found.to_dict())
+
+
+def test_row_of_peers(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(llamacpp, "cache_folder", lambda: tmp_path)
+    found = suites.ROWS["peers"](pair, suites.Note())
+    names = [line["name"] for line in found.lines]
+    assert names[:5] == [
+        "transformers plain",
+        "transformers assisted",
+        "transformers prompt lookup",
+        "sakiyomi plain",
+        "sakiyomi speculative",
+    ]
+    if missing() is None:
+        assert names[5:8] == [
+            "llama.cpp f32 plain",
+            "llama.cpp q8_0 plain (other weights)",
+            "llama.cpp q4_0 plain (other weights)",
+        ]
+        drafted = next(line for line in found.lines if line["name"].startswith("llama.cpp q8_0 with its draft"))
+        assert 1 <= drafted["tau"] <= 3
+    compared = {line["name"]: line["equal"] for line in found.lines}
+    assert compared.pop("sakiyomi speculative, int8 (other weights)", True)
+    assert all(equal is (None if "other weights" in name else True) for name, equal in compared.items())
+    assert all(line["tokens_per_second"] > 0 for line in found.lines)
+
+
+def test_row_of_peers_says_who_is_left_out(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
+    monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
+    found = suites.ROWS["peers"](pair, suites.Note())
+    assert len(found.lines) == 5
+    assert found.notes[-2].startswith("llama.cpp is left out: gguf and llama-cpp-python not installed; pip install")
+    assert found.notes[-1].startswith("int8 is left out: quantize='int8' needs")
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

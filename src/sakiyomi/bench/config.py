@@ -16,7 +16,7 @@ class BenchConfig:
 
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, plain, speculative, stories,
-            batch, exact, compiling.
+            batch, exact, compiling, peers.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto, or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
@@ -27,7 +27,7 @@ class BenchConfig:
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
         count: prompts that are used at most.
-        peers: measure transformers beside it.
+        peers: measure others beside it: transformers, and in row peers llama.cpp.
         compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
     """
 
