@@ -11,7 +11,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.llamacpp import KINDS, LlamaCpp, gguf_file
 from sakiyomi.bench.models import WAYS, Pair
 from sakiyomi.bench.report import Row, of_race
-from sakiyomi.bench.runner import Contender, Judge, Lap, race, same_tokens, timed
+from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
 from sakiyomi.bench.speed import everybody, our_lap, pair_conditions
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.errors import MemoryLimitError, UnsupportedError
@@ -21,7 +21,7 @@ __all__ = ["peers"]
 
 OTHER = " (other weights)"
 """After the name of a contender whose weights are rounded: its texts are its own."""
-COMPARED = "equal: to the first line; speculative, int8 to plain, int8; other weights are not compared"
+COMPARED = "with the first line; speculative, int8 with plain, int8; others of other weights with nobody"
 ROUNDED = ("Q8_0", "Q4_0")
 
 
@@ -83,7 +83,10 @@ def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams
 
 
 def _int8(pair: Pair, note: Note) -> list[Contender]:
-    """Ourselves with weights of 8 bits: the drafted text has to be the plain one."""
+    """Ourselves with weights of 8 bits: the drafted text has to be the plain one.
+
+    Where they part, the weights before rounding say whether it is a near-tie: transformers has no others.
+    """
     note("peers: int8")
     llm = pair.llm(quantize="int8")
     params, plain = _params(pair.config), "sakiyomi plain, int8" + OTHER
@@ -92,7 +95,7 @@ def _int8(pair: Pair, note: Note) -> list[Contender]:
         Contender(
             "sakiyomi speculative, int8" + OTHER,
             partial(our_lap, llm, pair.prompts, params),
-            same_tokens,
+            pair.judge(),
             reference=plain,
         ),
     ]
