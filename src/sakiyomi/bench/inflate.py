@@ -29,7 +29,7 @@ from sakiyomi.bench.config import InflateConfig, Note
 from sakiyomi.bench.peers import Transformers
 from sakiyomi.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.loading import load_model
-from sakiyomi.memory import readable, require_bytes
+from sakiyomi.memory import available_bytes, readable, require_bytes
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import STORIES
 
@@ -71,8 +71,12 @@ def inflate(config: InflateConfig, note: Note) -> dict[str, Any]:
     shape = wider(loaded.model.config, wanted)
     parameters = _count(shape)
     shape.sakiyomi_inflated = {"from": loaded.name, "params": parameters}
-    needed = 4 * (_count(loaded.model.config) + parameters)
-    require_bytes(needed, f"a model of {config.params} parameters", remedy="choose a smaller --params")
+    largest = available_bytes() // 4 - _count(loaded.model.config)
+    require_bytes(
+        4 * (_count(loaded.model.config) + parameters),
+        f"a model of {config.params} parameters",
+        remedy=f"the largest that can be made has {largest / 1e6:.0f}M parameters",
+    )
     text = _text(loaded.tokenizer, loaded.model.config)
     with _fresh_folder(out, 2 * parameters) as folder:
         note(f"building {parameters / 1e6:.0f}M parameters")
