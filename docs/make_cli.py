@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 
 from sakiyomi.cli import app
 
-COMMANDS = ("", "demo", "generate", "chat", "audit", "info", "bench", "train", "train target", "train draft")
+COMMANDS = (
+    *("", "demo", "generate", "chat", "audit", "info", "bench", "bench inflate", "train", "train target"),
+    "train draft",
+)
 PAGE = Path(__file__).with_name("cli.md")
 HEAD = """# Command line
 

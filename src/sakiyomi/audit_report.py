@@ -10,7 +10,7 @@ from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence
 
 if TYPE_CHECKING:
-    from sakiyomi.kernels.int8 import Int8Report
+    from sakiyomi.kernels.rounding import RoundingReport
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "Texts"]
 
@@ -121,7 +121,7 @@ class AuditReport:
     drafter: str | None
     prompts: Texts
     reference: str = "transformers"
-    rounding: Int8Report | None = None
+    rounding: RoundingReport | None = None
     checks: list[Check] = field(default_factory=list)
 
     @property

@@ -206,7 +206,8 @@ class PackedModel:
             tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
         ]
         others = [weight for module in modules for weight in module.parameters(recurse=False)]
-        return sum(tensor.nbytes for tensor in (*packed, *others))
+        size: int = sum(tensor.nbytes for tensor in (*packed, *others))
+        return size
 
     @property
     def _has_experts(self) -> bool:

@@ -137,6 +137,7 @@ def test_the_page_of_commands_is_current() -> None:
         (["bench", "--dtype", "int3"], 2, "dtype is 'int3'"),
         (["bench", "--prompts", "/nowhere/prompts.txt"], 1, "/nowhere/prompts.txt"),
         (["bench", "--rows", "compiling", "--no-compile"], 2, "compile is off"),
+        (["bench", "--rows", "peers", "--no-peers"], 2, "peers is off"),
         (["audit", "--count", "0"], 2, "count is 0"),
         (["demo", "--gamma", "0"], 2, "gamma is 0"),
         (["demo", "--draft", "none"], 2, "draft model"),

@@ -60,8 +60,7 @@ def compiling(config: BenchConfig, note: Note) -> Row:
     after = {"new_graphs": recompiles, "passes_without_graph": len(eager)}
     lines.append({"rows": "all batch sizes and lengths", "start_seconds": None, **after})
     conditions = {
-        "target": config.target,
-        "draft": config.draft_model,
+        **pair.names,
         "dtype": pair.dtypes["dtype"],
         "quantize": config.quantize,
         "batches": f"{runs} runs: 1 to 8 requests x prompts of 5 to 91 tokens x gamma 1, 2, 4",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sakiyomi.errors import InputError
 from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 
-__all__ = ["BenchConfig", "Note"]
+__all__ = ["BenchConfig", "InflateConfig", "Note"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class BenchConfig:
 
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, plain, speculative, stories,
-            batch, sweep, exact, compiling.
+            batch, sweep, exact, compiling, peers.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto, or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
@@ -32,7 +32,7 @@ class BenchConfig:
         batch_sizes: requests at once in the row sweep (again for each), up to what memory takes.
         quality: held-out text; of rows about a pair the perplexity of each contender's weights on its beginning is
             shown. Where prompts carry a reference or an answer, so is the share of texts that begin with it.
-        peers: measure transformers beside it.
+        peers: measure others beside it: transformers, and in row peers llama.cpp.
         compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
     """
 
@@ -104,6 +104,21 @@ class BenchConfig:
         if kind != "model" or not name:
             raise InputError(f"draft is {self.draft!r}; here it has to be a draft model: model:FOLDER")
         return name
+
+
+@dataclass(frozen=True)
+class InflateConfig:
+    """A model to be made larger without a change of what it computes.
+
+    Attributes:
+        out: folder of the new model; it must not exist, or be empty.
+        params: about so many parameters: 134M, 500M, 1.5B.
+        target: the model to start from, a Llama: embedded name, folder or hub id. Its vocabulary stays as it is.
+    """
+
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+    params: str
+    target: str = "tales"
 
 
 class Note:

@@ -41,8 +41,7 @@ def exact(config: BenchConfig, note: Note) -> Row:
         notes += [f"{dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
         del free, bound
     conditions = {
-        "target": config.target,
-        "draft": config.draft_model,
+        **pair.names,
         "quantize": config.quantize,
         "gamma": config.gamma,
         "prompts": config.count,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.bench.config import BenchConfig
+from sakiyomi.bench.inflate import inflated
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import Agreement
@@ -21,7 +22,10 @@ from sakiyomi.referee import Referee
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
+__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
+
+WAYS = ("plain", "assisted", "prompt lookup")
+"""How transformers generates: alone, with a draft model, with drafts from the text itself."""
 
 
 class Numbers:
@@ -112,10 +116,15 @@ class Pair:
         options = own | options
         return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
 
-    def peer(self, *, assisted: bool) -> Transformers:
-        """The generation of transformers on the same pair."""
-        stop = stop_tokens(self.target.model, self.target.tokenizer)
-        return Transformers(self.target.model, self.draft.model if assisted else None, self.config.gamma, stop)
+    def peer(self, way: str) -> Transformers:
+        """The generation of transformers on the same pair; ``way`` is one of ``WAYS``."""
+        draft = self.draft.model if way == "assisted" else None
+        return Transformers(self.target.model, draft, self.config.gamma, self.stop, lookup=way == "prompt lookup")
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """End tokens."""
+        return stop_tokens(self.target.model, self.target.tokenizer)
 
     @cached_property
     def quality(self) -> Quality:
@@ -133,6 +142,12 @@ class Pair:
         rounded = llm is not None and llm.target.rounding is not None
         model = llm.target if llm is not None and rounded else self.target.model
         return NearTies(model, self.prompts if prompts is None else prompts)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """For the conditions: who it is, and whether somebody is larger than it was trained."""
+        note = inflated(self.target.model.config, self.draft.model.config)
+        return {"target": self.config.target, "draft": self.config.draft_model, "inflated": note}
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""transformers' own ``generate``, plain and assisted, as the reference of tokens and of speed."""
+"""transformers' own ``generate``, plain and with drafts, as the reference of tokens and of speed."""
 
 from __future__ import annotations
 
@@ -25,19 +25,28 @@ class Transformers:
         assistant: a draft model of the same tokenizer; None: plain.
         gamma: draft tokens a round, constant, with no confidence threshold: what our ``gamma=<number>`` is.
         stop: end tokens; the model's own if not given.
+        lookup: instead of a draft model: draft tokens are what followed the last tokens where they stood before.
     """
 
     def __init__(
-        self, model: Any, assistant: Any | None = None, gamma: int = 4, stop: Sequence[int] | None = None
+        self,
+        model: Any,
+        assistant: Any | None = None,
+        gamma: int = 4,
+        stop: Sequence[int] | None = None,
+        *,
+        lookup: bool = False,
     ) -> None:
-        self.model, self.assistant, self.gamma = model, assistant, gamma
+        self.model, self.assistant, self.gamma, self.lookup = model, assistant, gamma, lookup
         self.stop = list(stop_tokens(model) if stop is None else stop)
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """New tokens of one prompt; of ``params`` length, temperature, top_k, top_p, seed and ignore_eos are read."""
         ids = torch.tensor([list(prompt)], device=self.model.device)
         with ExitStack() as stack:
-            stack.enter_context(_settings(self.model, self._config(self.model, params)))
+            own = self._config(self.model, params)
+            own.prompt_lookup_num_tokens = self.gamma if self.lookup else None
+            stack.enter_context(_settings(self.model, own))
             extra = {}
             if self.assistant is not None:
                 config = self._config(self.assistant, params)

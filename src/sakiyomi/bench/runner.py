@@ -48,12 +48,12 @@ class Agreement:
     """Whether two outputs are the same.
 
     Attributes:
-        equal: to the last token.
+        equal: to the last token; None: they were not compared.
         accepted: equal, or different in a way that is explained.
         note: where and by how much they differ.
     """
 
-    equal: bool
+    equal: bool | None
     accepted: bool
     note: str = ""
 
@@ -225,7 +225,7 @@ def _ratio(laps: Sequence[Lap], baseline: Sequence[Lap]) -> float:
 
 def _agreement(contender: Contender, laps: Sequence[Lap], expected: Outputs) -> Agreement:
     if contender.judge is None:
-        return Agreement(True, True)
+        return Agreement(None, True)
     different = list(dict.fromkeys(lap.outputs for lap in laps))
     found = [contender.judge(expected, outputs) for outputs in different]
     return min(found, key=lambda agreement: (agreement.accepted, agreement.equal))

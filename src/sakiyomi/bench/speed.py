@@ -11,7 +11,7 @@ import torch
 
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.meter import Meter, round_figures
-from sakiyomi.bench.models import NearTies, Numbers, Pair, random_llama, random_prompts
+from sakiyomi.bench.models import WAYS, NearTies, Numbers, Pair, random_llama, random_prompts
 from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.quality import own_logits, their_logits
 from sakiyomi.bench.report import Row, of_race
@@ -102,16 +102,16 @@ def _among_themselves(contenders: Sequence[Contender]) -> list[Contender]:
     return [replace(contender, against=contenders[0].name) for contender in contenders]
 
 
-def everybody(pair: Pair, llm: LLM, *, peers: bool = True, auto: bool = False) -> list[Contender]:
-    """The same greedy work: transformers plain and assisted, ours plain, speculative and, with ``auto``, gamma auto."""
+def everybody(pair: Pair, llm: LLM, *, peers: Sequence[str] = (), auto: bool = False) -> list[Contender]:
+    """The same greedy work: transformers in some of its ``WAYS``, ours plain and speculative.
+
+    With ``auto`` also ours with gamma "auto".
+    """
     config, judge = pair.config, pair.judge(llm)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
     contenders: list[Contender] = []
     if peers:
-        theirs = [
-            _theirs(name, pair.peer(assisted=assisted), pair.prompts, params, pair.judge())
-            for name, assisted in (("transformers plain", False), ("transformers assisted", True))
-        ]
+        theirs = [_theirs(f"transformers {way}", pair.peer(way), pair.prompts, params, pair.judge()) for way in peers]
         contenders += pair.quality.grade(theirs, their_logits(pair.target.model))
     ours = [
         _ours("sakiyomi plain", Undrafted(llm), pair.prompts, params, judge),
@@ -129,7 +129,7 @@ def speculative(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("speculative: compiling")
     llm = pair.llm()
-    contenders = everybody(pair, llm, peers=config.peers)
+    contenders = everybody(pair, llm, peers=WAYS if config.peers else ())
     # The baseline is what the row is about: assisted generation, if peers are measured.
     contenders.sort(key=lambda contender: contender.name != "transformers assisted")
     standings = race(contenders, repeats=config.repeats, note=note)
@@ -141,7 +141,7 @@ def stories(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("stories: compiling")
     llm = pair.llm()
-    standings = race(everybody(pair, llm, peers=False, auto=True), repeats=config.repeats, note=note)
+    standings = race(everybody(pair, llm, auto=True), repeats=config.repeats, note=note)
     return of_race("stories", "greedy against own plain, tokens/s", standings, **pair_conditions(pair, llm))
 
 
@@ -167,10 +167,10 @@ def batch(config: BenchConfig, note: Note) -> Row:
 def pair_conditions(pair: Pair, llm: LLM, prompts: Prompts | None = None) -> dict[str, Any]:
     """What has to be known of a row about a pair, after its laps; ``prompts``: others than the pair's."""
     config = pair.config
-    names = {"target": config.target, "draft": config.draft_model, **pair.dtypes, "gamma": config.gamma}
-    names["rounding"] = llm.target.rounding and str(llm.target.rounding)
-    names["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
-    return names | _laps(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions
+    found: dict[str, Any] = {**pair.names, **pair.dtypes, "gamma": config.gamma}
+    found["rounding"] = llm.target.rounding and str(llm.target.rounding)
+    found["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
+    return found | _laps(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions
 
 
 def _laps(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:

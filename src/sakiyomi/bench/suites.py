@@ -8,6 +8,7 @@ from dataclasses import replace
 from sakiyomi.bench.bookkeeping import bookkeeping
 from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.speed import batch, plain, speculative, stories
@@ -26,6 +27,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "sweep": sweep,
     "exact": exact,
     "compiling": compiling,
+    "peers": peers,
 }
 
 TABLES = {"bookkeeping", "exact", "compiling"}
@@ -47,6 +49,8 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     wanted = config.rows or tuple(ROWS)
     if "compiling" in config.rows and not config.compile:
         raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
+    if "peers" in config.rows and not config.peers:
+        raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
     if set(wanted) - RANDOM:
         config.check_pair()
 

@@ -1,4 +1,4 @@
-"""``sakiyomi bench``: side-by-side measurements on this machine."""
+"""``sakiyomi bench``: side-by-side measurements on this machine, and models to measure on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import typer
 
-from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.config import BenchConfig, InflateConfig, Note
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.errors import InputError
 
@@ -23,10 +23,11 @@ class PlotOption:
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command, and the one below it."""
+    own = typer.Typer(rich_markup_mode=None)
     command(
-        app,
-        "bench",
+        own,
+        None,
         BenchConfig,
         PlotOption,
         JsonOption,
@@ -34,6 +35,15 @@ def register(app: typer.Typer) -> None:
         "own contenders: draft, score and rest in ms a round; KV, keys and values of the largest pass; bw, what "
         "decoding passes of the target read, as a share of the memory's measured speed.",
     )(bench)
+    command(
+        own,
+        "inflate",
+        InflateConfig,
+        JsonOption,
+        help="Write a larger model that computes what a small one does.\n\nReal acceptance at a real size: new layers, "
+        "heads and units are random inside and add nothing. It is checked before it is there.",
+    )(inflate)
+    app.add_typer(own, name="bench")
 
 
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
@@ -78,3 +88,33 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
         plot.draw(done, picture.plot, conditions)
     if any(row.error is not None for row in done):
         raise typer.Exit(1)
+
+
+def inflate(config: InflateConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    with progress("loading") as status:
+        from sakiyomi.bench.inflate import inflate as run
+        from sakiyomi.memory import readable
+
+        class Shown(Note):
+            def __call__(self, text: str) -> None:
+                status.update(text)
+
+        quiet()
+        found = run(config, Shown())
+    console = stdout()
+    lines = [
+        f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
+        f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
+        f"  {found['layers']} layers, hidden size {found['hidden_size']}, {found['heads']} heads, {found['kv_heads']} "
+        f"key heads, {found['intermediate_size']} MLP units",
+        f"  checked in float32: logits differ by {found['largest_logit_difference']:.2g} at most, "
+        f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
+        f"reach {found['random_to_real_activations']:.2f} of the real ones",
+    ]
+    for line in lines:
+        console.out(line, highlight=False)
+    if output.json:
+        emit_json(found)

@@ -103,27 +103,34 @@ def load(model: ModelOptions) -> LLM:
 
 
 def command(
-    app: typer.Typer, name: str, *groups: type[Any], help: str, defaults: Mapping[str, Any] | None = None
+    app: typer.Typer, name: str | None, *groups: type[Any], help: str, defaults: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., None]], None]:
     """Register a command that is called with one object for each group.
 
     Args:
         app: takes the command.
-        name: of the command.
+        name: of the command; None: it is what ``app`` does where none of its own commands is named.
         groups: dataclasses; their fields become the flags, in order.
         help: shown by ``--help``.
         defaults: of this command, in the place of the fields' own.
     """
 
     def register(run: Callable[..., None]) -> None:
-        def body(**given: Any) -> None:
-            run(*(_build(group, given) for group in groups))
+        def body(ctx: typer.Context, **given: Any) -> None:
+            if ctx.invoked_subcommand is None:
+                run(*(_build(group, given) for group in groups))
+            else:
+                _refuse_flags(ctx, given)
 
         flags = [(group, field) for group in groups for field in _flags(group)]
         found = [_parameter(group, field, (defaults or {}).get(field.name, field.default)) for group, field in flags]
+        found.append(_keyword("ctx", inspect.Parameter.empty, typer.Context))
         body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
         body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
-        app.command(name, help=help)(body)
+        if name is None:
+            app.callback(invoke_without_command=True, help=help)(body)
+        else:
+            app.command(name, help=help)(body)
 
     return register
 
@@ -171,7 +178,9 @@ def parsed(group: type[Any], name: str, text: str) -> Any:
 def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) -> inspect.Parameter:
     kind, _ = _KINDS[str(field.type)]
     text = flag_help(group)[field.name]
-    if isinstance(default, tuple | list) or str(field.type).startswith(("Sequence", "Mapping", "tuple")):
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
+    elif isinstance(default, tuple | list) or str(field.type).startswith(("Sequence", "Mapping", "tuple")):
         default = list(default or ())
     if field.metadata.get("argument"):
         return _keyword(
@@ -187,6 +196,17 @@ def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) ->
         show_default=default not in (None, []) and default is not False,
     )
     return _keyword(field.name, default, Annotated[kind, option])
+
+
+def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:
+    """A flag before the name of a command would be ignored."""
+    for name in given:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(
+                f"--{name.replace('_', '-')} stands before {context.invoked_subcommand!r}, which would ignore it; "
+                "flags go after the command they belong to"
+            )
 
 
 def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:

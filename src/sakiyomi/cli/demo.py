@@ -154,7 +154,7 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
 
 
 def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:
-    from sakiyomi.bench.models import Pair
+    from sakiyomi.bench.models import WAYS, Pair
     from sakiyomi.bench.report import of_race
     from sakiyomi.bench.runner import race
     from sakiyomi.bench.speed import everybody, pair_conditions
@@ -162,5 +162,7 @@ def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], 
     note("loading the pair with transformers")
     pair = Pair(config)
     left = TABLE_UNTIL - (time.time() - began)
-    standings = race(everybody(pair, llm), repeats=config.repeats, until=time.perf_counter() + left, note=note)
+    standings = race(
+        everybody(pair, llm, peers=WAYS[:2]), repeats=config.repeats, until=time.perf_counter() + left, note=note
+    )
     return of_race("demo", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair, llm))

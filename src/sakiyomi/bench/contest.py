@@ -1,0 +1,83 @@
+"""Everybody on one pair: transformers, llama.cpp and ourselves, in the pair's dtype and with rounded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from sakiyomi.bench import llamacpp
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.llamacpp import KINDS, LlamaCpp, gguf_file
+from sakiyomi.bench.models import WAYS, Pair
+from sakiyomi.bench.report import Row, of_race
+from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
+from sakiyomi.bench.speed import everybody, pair_conditions
+from sakiyomi.errors import MemoryLimitError, UnsupportedError
+from sakiyomi.kernels.rounding import ROUNDINGS
+from sakiyomi.params import SamplingParams
+
+__all__ = ["peers"]
+
+ROUNDED = ("Q8_0", "Q4_0")
+
+
+def peers(config: BenchConfig, note: Note) -> Row:
+    """Greedy text, one prompt at a time: whoever can run the pair, plain and with drafts.
+
+    What cannot run here, for a package or for memory, is left out with a note.
+    """
+    pair = Pair(config)
+    note("peers: compiling")
+    llm = pair.llm(quantize=None)
+    contenders = everybody(pair, llm, peers=WAYS if config.peers else ())
+    more: dict[str, Callable[[Pair, Note], list[Contender]]] = {"llama.cpp": _llamacpp} if config.peers else {}
+    more |= {kind: partial(_rounded, kind) for kind in ROUNDINGS}
+    left_out = []
+    for name, make in more.items():
+        try:
+            contenders += make(pair, note)
+        except (UnsupportedError, MemoryLimitError) as error:
+            left_out.append(f"{name} is left out: {error}")
+    standings = race(contenders, repeats=config.repeats, note=note)
+    found = of_race("peers", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair, llm))
+    return replace(found, notes=[*found.notes, *left_out])
+
+
+def _llamacpp(pair: Pair, note: Note) -> list[Contender]:
+    """llama.cpp in the pair's dtype, with its two common roundings, and with its own draft model."""
+    absent = llamacpp.missing()
+    if absent:
+        raise UnsupportedError(absent)
+    config, dtype = pair.config, pair.dtypes["dtype"]
+    context = max(map(len, pair.prompts)) + config.max_new_tokens
+    open_ = partial(LlamaCpp, context=context, stop=pair.stop, wide=dtype == "float32")
+
+    def contender(name: str, run: LlamaCpp, judge: Judge | None = None) -> Contender:
+        params = SamplingParams(max_new_tokens=config.max_new_tokens)
+        return Contender(name, partial(_lap, run, pair.prompts, params), judge, against=None if judge else name)
+
+    found = []
+    for kind in (KINDS[dtype], *ROUNDED):
+        note(f"peers: llama.cpp {kind}")
+        run, name = open_(gguf_file(pair.target, kind)), f"llama.cpp {kind.lower()} plain"
+        found.append(contender(name, run, None if kind in ROUNDED else pair.judge()))
+    drafted = open_(gguf_file(pair.target, "Q8_0"), draft=gguf_file(pair.draft, "Q8_0"), gamma=config.gamma)
+    return [*found, contender("llama.cpp q8_0 with its draft", drafted)]
+
+
+def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Lap:
+    before = run.rounds
+    lap = timed(lambda: [run.generate(prompt, params) for prompt in prompts])
+    rounds = run.rounds - before
+    # The first token of each text is the prompt's.
+    return replace(lap, figures={"tau": (lap.tokens - len(prompts)) / rounds}) if rounds else lap
+
+
+def _rounded(kind: str, pair: Pair, note: Note) -> list[Contender]:
+    """Ourselves with rounded weights: the drafted text has to be the plain one of the same weights."""
+    note(f"peers: {kind}")
+    ours = everybody(pair, pair.llm(quantize=kind))
+    return [
+        replace(contender, name=f"{contender.name}, {kind}", against=f"{ours[0].name}, {kind}") for contender in ours
+    ]

@@ -1,0 +1,170 @@
+"""Inflated models: the same function at another size, and nothing left behind where that fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from sakiyomi import memory
+from sakiyomi.bench import inflate as module
+from sakiyomi.bench.config import InflateConfig, Note
+from sakiyomi.bench.inflate import inflate, inflated, parse_count, wider
+from sakiyomi.cli import app
+from sakiyomi.embedded import embedded
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from toys import save_model, tiny_llama, tiny_tokenizer
+
+PARAMS = {True: "200K", False: "220K"}  # the tiny model has 29K or 39K
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The tiny model, with tied embeddings and without."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        tied: save_model(folder / str(tied), tiny_llama(tie_word_embeddings=tied).bfloat16(), tiny_tokenizer())
+        for tied in (True, False)
+    }
+
+
+@pytest.fixture
+def deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models grow in both directions: theirs are not the proportions of large ones."""
+    monkeypatch.setattr(module, "ASPECT", 16)
+
+
+@pytest.mark.usefixtures("deep")
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_same_function(folders: dict[bool, Path], tmp_path: Path, tied: bool) -> None:
+    out = tmp_path / "new" / "large"
+    found = inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), Note())
+    small, large = (AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folders[tied], out))
+    assert abs(found["parameters"] / parse_count(PARAMS[tied]) - 1) < 0.1
+    assert found["parameters"] == sum(parameter.numel() for parameter in large.parameters())
+    assert large.config.hidden_size > small.config.hidden_size
+    assert len(large.model.layers) > len(small.model.layers)
+    assert large.config.sakiyomi_inflated == {"from": str(folders[tied]), "params": found["parameters"]}
+    ids = torch.randint(320, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (small(ids).logits - large(ids).logits).abs().max() < 1e-4
+    assert found["largest_logit_difference"] < 1e-4
+    assert 0 < found["random_to_real_activations"] < 0.6
+    assert sorted(path.name for path in out.parent.iterdir()) == ["large"]
+    with pytest.raises(InputError, match="not an empty folder"):
+        inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), Note())
+
+
+@pytest.mark.usefixtures("deep")
+def test_random_weights_are_there_and_smaller_than_real_ones(folders: dict[bool, Path], tmp_path: Path) -> None:
+    inflate(InflateConfig(str(tmp_path / "large"), "220K", str(folders[False])), Note())
+    small, large = (
+        AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folders[False], tmp_path / "large")
+    )
+    # The last layers belong together.
+    old, new = small.model.layers[-1], large.model.layers[-1]
+    for part, name in (("self_attn", "q_proj"), ("self_attn", "v_proj"), ("mlp", "up_proj")):
+        real, made = (getattr(getattr(layer, part), name).weight for layer in (old, new))
+        rows, columns = real.shape
+        assert torch.equal(made[:rows, :columns], real)
+        assert made[:, columns:].std() > 0
+        assert (made[:rows, columns:].abs().amax(1) < real.abs().amax(1)).all()
+        assert made[rows:].abs().max() < real.abs().max()
+    assert not new.mlp.down_proj.weight[:, old.mlp.down_proj.in_features :].any()
+    assert sum(not layer.self_attn.o_proj.weight.any() for layer in large.model.layers) == len(
+        large.model.layers
+    ) - len(small.model.layers)
+
+
+@pytest.mark.parametrize(("text", "count"), [("134M", 134_000_000), ("1.5b", 1_500_000_000), (" 500 ", 500)])
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0M", "-3M", "many", "1e9", "3T"])
+def test_counts_that_cannot_be_meant(text: str) -> None:
+    with pytest.raises(InputError, match="134M"):
+        parse_count(text)
+
+
+@pytest.mark.parametrize("params", ["20456832", "134M", "500M", "1B", "7B"])
+def test_shapes_are_those_of_real_models(params: str) -> None:
+    small = AutoConfig.from_pretrained(embedded("tales"))
+    shape = wider(small, parse_count(params))
+    assert abs(module._count(shape) / parse_count(params) - 1) < 0.02
+    assert shape.num_attention_heads // shape.num_key_value_heads == 3
+    if params != "20456832":
+        assert 20 < shape.hidden_size / shape.num_hidden_layers < 130
+        assert 2 < shape.intermediate_size / shape.hidden_size < 4
+
+
+def test_what_cannot_be_inflated_is_refused(
+    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(params: str, target: Path = folders[True]) -> None:
+        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), Note())
+
+    with pytest.raises(InputError, match="has 28832 already"):
+        run("26K")
+    biased = save_model(tmp_path / "biased", tiny_llama(attention_bias=True), tiny_tokenizer())
+    with pytest.raises(UnsupportedError, match="without biases"):
+        run("1M", biased)
+    with monkeypatch.context() as patch, pytest.raises(MemoryLimitError, match="the largest that can be made"):
+        patch.setattr(memory, "available_bytes", lambda device="cpu": 700_000)
+        run("200K")
+    with monkeypatch.context() as patch, pytest.raises(LoadError, match="make room"):
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        run("200K")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_half_written_stays(
+    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException
+) -> None:
+    def fails(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(module, "_check", fails)
+    expected = LoadError if isinstance(fault, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_result_that_is_another_function_is_refused(
+    folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noisy(weight: torch.Tensor, columns: int, factor: int, real: bool) -> torch.Tensor:
+        return torch.full((factor * weight.shape[0], columns), 0.1)
+
+    monkeypatch.setattr(module, "_writer", noisy)
+    with pytest.raises(SakiyomiError, match="not the same function"):
+        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_and_the_report_that_uses_it(folders: dict[bool, Path], tmp_path: Path) -> None:
+    runner, out = CliRunner(), tmp_path / "large"
+    arguments = ["bench", "inflate", str(out), "--params", "200K", "--target", str(folders[True])]
+    result = runner.invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["equal_greedy_tokens"] == 32
+    arguments = ["bench", "--rows", "stories", "--target", str(out), "--draft", f"model:{folders[True]}"]
+    arguments += ["--repeats", "1", "--max-new-tokens", "6", "--count", "1", "--gamma", "2", "--no-compile"]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"inflated {folders[True]} at 0M parameters" in result.stdout
+    assert inflated(tiny_llama().config) is None
+
+
+def test_flags_before_the_name_of_the_command_are_refused() -> None:
+    result = CliRunner().invoke(app, ["bench", "--gamma", "3", "inflate", "x", "--params", "1M"])
+    assert result.exit_code == 2
+    assert "--gamma stands before 'inflate'" in result.output
