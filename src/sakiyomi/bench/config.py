@@ -18,10 +18,11 @@ class BenchConfig:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, exact, compiling, peers.
         target: embedded name, folder or hub id; rows of the random model do not use it.
-        draft: auto, or model:FOLDER.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
-        quantize: int8 rounds the weights of our own target to 8 bits, on the CPU; row bookkeeping does not use it, row
-            passes measures all weights. Our text then is compared with our own plain text, not with that of others.
+        quantize: int8 or int4 rounds the weights of our own target to so many bits, on the CPU; row bookkeeping does
+            not, rows passes and peers measure all of them. Our text then is compared with our own plain text, not with
+            that of others.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.
@@ -56,8 +57,8 @@ class BenchConfig:
         for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.quantize not in (None, "int8"):
-            raise InputError(f"quantize is {self.quantize!r}; expected int8, or nothing")
+        if self.quantize not in (None, "int8", "int4"):
+            raise InputError(f"quantize is {self.quantize!r}; expected int8, int4, or nothing")
         if min(self.batch_sizes, default=0) < 1:
             raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
 
@@ -102,7 +103,7 @@ class BenchConfig:
             return "tales-draft"
         kind, _, name = self.draft.partition(":")
         if kind != "model" or not name:
-            raise InputError(f"draft is {self.draft!r}; here it has to be a draft model: model:FOLDER")
+            raise InputError(f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER")
         return name
 
 
