@@ -28,6 +28,7 @@ from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
+from sakiyomi.cli.output import table
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.graphs import Graphs
@@ -203,13 +204,20 @@ def test_condition_line_leaves_out_what_is_unknown() -> None:
     assert condition_line({"process_peak_bytes": 1_500_000_000}) == "process peak 1.5 GB"
 
 
-def test_tables_have_short_heads_and_all_columns() -> None:
+def test_tables_have_short_heads_and_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """A peer's line has fewer figures than ours; what was found equal stays the last column."""
     lines = [{"name": "peer", "tokens_per_second": 5.0, "tokens": 8, "equal": True}]
     lines.append({"name": "own", "tokens_per_second": 9.0, "kv_bytes": 2e6, "tokens": 8, "equal": True})
     found = Row("x", "title", lines).table()
     assert found[0] == {"name": "peer", "tok/s": 5.0, "KV MB": None, "equal": True}
     assert list(found[1].items())[2:] == [("KV MB", 2.0), ("equal", True)]
+    figures = ("tau", "acceptance_rate", "draft_ms", "score_ms", "overhead_ms", "kv_bytes", "bandwidth_share")
+    widest = {"name": "llama.cpp q8_0 with its draft", "tokens_per_second": 123.4, "low": 100.2, "high": 150.1}
+    widest |= (
+        {"ratio": 0.123} | dict.fromkeys(figures, 0.123) | {"perplexity": 12.34, "weights": "other", "equal": True}
+    )
+    table(Row("x", "title", [widest]).table())
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
     plain_lines = [{"rows": 8, "start_seconds": 0.5}]
     assert Row("x", "title", plain_lines).table() == plain_lines
 

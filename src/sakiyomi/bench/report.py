@@ -14,9 +14,9 @@ __all__ = ["Row", "condition_line", "of_race", "unclaimed"]
 HEADS = {
     "tokens_per_second": ("tok/s", 1),
     "acceptance_rate": ("acc", 1),
-    "draft_ms": ("draft ms", 1),
-    "score_ms": ("score ms", 1),
-    "overhead_ms": ("rest ms", 1),
+    "draft_ms": ("draft", 1),
+    "score_ms": ("score", 1),
+    "overhead_ms": ("rest", 1),
     "kv_bytes": ("KV MB", 1e-6),
     "bandwidth_share": ("bw %", 100),
     "perplexity": ("ppl", 1),
@@ -28,9 +28,9 @@ HEADS = {
     "speculative_latency_seconds": ("spec s", 1),
 }
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
-JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high"}
-"""Figures that no table has room for."""
-LAST = ("perplexity", "match", "weights", "equal")
+JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high", "weights"}
+"""Figures that no table has room for; of other weights a note tells."""
+LAST = ("perplexity", "match", "equal")
 """Columns at the end, whichever line has further figures."""
 
 
