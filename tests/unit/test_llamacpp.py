@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def test_a_file_is_written_once_for_each_version_of_a_model(tmp_path: Path) -> N
     again = gguf_file(tiny(tmp_path / "model", tiny_llama(seed=1)), "Q8_0")
     assert again != first
     assert again.name.startswith("model-q8_0-")
+
+
+@needed
+def test_a_target_from_a_gguf_file_has_no_configuration_beside_it(tmp_path: Path) -> None:
+    target = tmp_path / "files" / "target.gguf"
+    target.parent.mkdir()
+    target.write_bytes(b"GGUF")
+    loaded = dataclasses.replace(tiny(tmp_path / "model", tiny_llama()), name=str(target), folder=target.parent)
+    first = gguf_file(loaded, "F32")
+    target.write_bytes(b"GGUF of other weights")
+    assert gguf_file(loaded, "F32") != first
 
 
 @needed

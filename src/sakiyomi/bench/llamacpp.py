@@ -171,7 +171,9 @@ def gguf_file(loaded: Loaded, kind: str) -> Path:
 def _key(loaded: Loaded) -> str:
     """Changes with the files of the model."""
     assert loaded.folder is not None, "a benchmark names its models"
-    files = sorted((*loaded.folder.glob("*.safetensors"), loaded.folder / "config.json"))
+    # A target may be a GGUF file itself, with no configuration beside it.
+    patterns = ("*.safetensors", "*.gguf", "config.json")
+    files = sorted(path for pattern in patterns for path in loaded.folder.glob(pattern))
     # A dtype other than the stored one rounds the weights.
     state = [str(loaded.folder.resolve()), str(loaded.model.dtype), _LAYOUT]
     state += [(file.name, (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
