@@ -15,12 +15,11 @@ from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
-from sakiyomi.kernels.rounding import ROUNDINGS
 from sakiyomi.loading import Loaded, load_model, stop_tokens
 from sakiyomi.memory import returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
-from sakiyomi.params import SamplingParams, as_params
+from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.prompts import STORIES
 
 __all__ = ["LLM"]
@@ -76,8 +75,8 @@ class LLM:
     ) -> None:
         _only("cache", cache, "full")
         _only("kv_budget", kv_budget, None)
-        if quantize is not None and quantize not in ROUNDINGS:
-            raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, ROUNDINGS))}")
+        if quantize not in (None, *QUANTIZATIONS):
+            raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
         if compile != "auto" and not isinstance(compile, bool):
             raise InputError(f"compile={compile!r}; expected 'auto', True or False")
         for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):

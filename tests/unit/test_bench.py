@@ -515,7 +515,7 @@ def test_row_of_peers_says_who_is_left_out(pair: BenchConfig, monkeypatch: pytes
     found = suites.ROWS["peers"](pair, suites.Note())
     assert len(found.lines) == 5
     assert found.notes[-3].startswith("llama.cpp is left out: gguf and llama-cpp-python not installed; pip install")
-    assert any(note.startswith("int8 is left out: quantize='int8' needs") for note in found.notes)
+    assert any(note.startswith("int8 is left out: ") and "compiled CPU kernels" in note for note in found.notes)
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,6 +595,18 @@ def test_machine_is_described() -> None:
     assert all(isinstance(line, str) for line in lacks())
     assert 1e8 < bandwidth() < 1e13
     assert 1e7 < peak_bytes() < 1e13
+
+
+def test_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("sakiyomi.machine._flags", lambda: {"avx512f", "avx512_bf16"})
+    assert [line for line in lacks() if "AVX" in line] == [
+        "no AVX-512 VNNI: weights in 8 and 4 bits are smaller here, and not faster than bfloat16"
+    ]
+    monkeypatch.setattr("sakiyomi.machine._flags", set)  # nobody can tell
+    assert not any("AVX" in line for line in lacks())
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert any(line.startswith("arm64: the CPU kernels") for line in lacks())
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import Agreement
 from sakiyomi.loading import load_model
+from sakiyomi.loading.model import parse_device
 from sakiyomi.model import PackedModel
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.referee import Referee
@@ -50,6 +51,7 @@ def random_llama(
     *,
     spread: float = 3.0,
     seed: int = 0,
+    device: str = "cpu",
 ) -> Any:
     """A Llama with random weights, no end token, and logits whose standard deviation is ``spread``.
 
@@ -76,7 +78,7 @@ def random_llama(
         model: Any = LlamaForCausalLM(config)
         # The last norm has unit rows, so that a logit is a sum of dim products.
         model.lm_head.weight.normal_(0.0, spread / dim**0.5)
-    return model.to(dtype).eval()
+    return model.to(parse_device(device), dtype).eval()
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -95,12 +97,12 @@ class Pair:
     @cached_property
     def target(self) -> Any:
         """As transformers runs it (``loading.Loaded``)."""
-        return load_model(self.config.target, dtype=self.config.dtype)
+        return load_model(self.config.target, dtype=self.config.dtype, device=self.config.device)
 
     @cached_property
     def draft(self) -> Any:
         """As transformers runs it."""
-        return load_model(self.config.draft_model, dtype=self.config.dtype)
+        return load_model(self.config.draft_model, dtype=self.config.dtype, device=self.config.device)
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -112,7 +114,12 @@ class Pair:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
         from sakiyomi.llm import LLM
 
-        own = {"dtype": self.config.dtype, "quantize": self.config.quantize, "compile": self.config.compile}
+        own = {
+            "dtype": self.config.dtype,
+            "device": self.config.device,
+            "quantize": self.config.quantize,
+            "compile": self.config.compile,
+        }
         options = own | options
         return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
 

@@ -93,7 +93,7 @@ def load_model(
         UnsupportedError: a kind of model that cannot work.
         MemoryLimitError: it does not fit; nothing was allocated.
     """
-    wanted, place = parse_dtype(dtype), _device(device)
+    wanted, place = parse_dtype(dtype), parse_device(device)
     if isinstance(target, tuple):
         return _from_pair(target, wanted, place if str(device) != "auto" else None)
     if not isinstance(target, str | os.PathLike):
@@ -198,7 +198,12 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
-def _device(value: str | torch.device) -> torch.device:
+def parse_device(value: str | torch.device) -> torch.device:
+    """The device that is meant.
+
+    Raises:
+        InputError: there is no such device, here or in this version.
+    """
     import torch
 
     if str(value) == "auto":
