@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from sakiyomi.bench import bookkeeping as bookkeeping_row
 from sakiyomi.bench import compiling, llamacpp, suites
+from sakiyomi.bench import passes as passes_row
 from sakiyomi.bench import sweep as sweep_row
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.llamacpp import missing
@@ -526,6 +527,34 @@ def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> 
     assert all((line["transformers_ms"] is None) == (line["sampling"] == "coupled") for line in found.lines)
     always = [line for line in found.lines if line["draft"] == "the target itself" and line["sampling"] == "greedy"]
     assert always[0]["tau"] == pytest.approx(7 / 3)  # 8 tokens: one of the prefill, rounds of 3, 3 and 1
+
+
+def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes_row, "MODEL", (64, 2, 4, 128, 320))
+    found = suites.ROWS["passes"](pair, suites.Note())
+    kinds = ["bf16", "int8", "int4"] if native() is not None else ["bf16"]
+    assert [(line["name"], line["cached"]) for line in found.lines] == [
+        (k, n) for k in kinds for n in (128, 1024, 4096)
+    ]
+    for line in found.lines:
+        assert all(0 < line[f"low_ms_{rows}"] <= line[f"ms_{rows}"] for rows in (1, 4, 8, 16))
+        assert line["ratio_8_to_1"] == line["ms_8"] / line["ms_1"]
+        assert line["kv_bytes"] == line["cached"] * 2 * 2 * 64 * 2  # keys and values of two layers, 2 bytes each
+        assert 0 < line["read_ms"] < 100
+    weights = [line["weight_bytes"] for line in found.lines[::3]]
+    assert weights == sorted(weights, reverse=True)
+    assert len(weights) == len(set(weights))
+    assert found.conditions["graphs"] == "eager"
+    assert 1e8 < found.conditions["read_a_second_bytes"] < 1e13
+    json.dumps(found.to_dict())
+
+
+def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes_row, "MODEL", (64, 2, 4, 128, 320))
+    monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
+    found = suites.ROWS["passes"](pair, suites.Note())
+    assert [line["name"] for line in found.lines] == ["bf16"] * 3
+    assert [note[:5] for note in found.notes] == ["int8:", "int4:"]
 
 
 def test_exact_row(pair: BenchConfig) -> None:

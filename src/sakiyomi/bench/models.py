@@ -52,6 +52,7 @@ def random_llama(
     spread: float = 3.0,
     seed: int = 0,
     device: str = "cpu",
+    positions: int = 2048,
 ) -> Any:
     """A Llama with random weights, no end token, and logits whose standard deviation is ``spread``.
 
@@ -67,7 +68,7 @@ def random_llama(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,

@@ -20,6 +20,8 @@ HEADS = {
     "kv_bytes": ("KV MB", 1e-6),
     "bandwidth_share": ("bw %", 100),
     "perplexity": ("ppl", 1),
+    "weight_bytes": ("weights MB", 1e-6),
+    "ratio_8_to_1": ("8:1", 1),
     "plain_tokens_per_second": ("plain tok/s", 1),
     "speculative_tokens_per_second": ("spec tok/s", 1),
     "plain_latency_seconds": ("plain s", 1),

@@ -10,6 +10,7 @@ from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
+from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.speed import batch, plain, speculative, stories
 from sakiyomi.bench.sweep import sweep
@@ -20,6 +21,7 @@ __all__ = ["ROWS", "run"]
 
 ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "bookkeeping": bookkeeping,
+    "passes": passes,
     "plain": plain,
     "speculative": speculative,
     "stories": stories,
@@ -30,10 +32,10 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "peers": peers,
 }
 
-TABLES = {"bookkeeping", "exact", "compiling"}
+TABLES = {"bookkeeping", "passes", "exact", "compiling"}
 """Rows of which nothing can be drawn."""
 
-RANDOM = {"bookkeeping", "plain"}
+RANDOM = {"bookkeeping", "passes", "plain"}
 """Rows that make their own models."""
 
 
