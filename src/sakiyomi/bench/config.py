@@ -22,8 +22,8 @@ class BenchConfig:
         draft: auto, or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
-        quantize: int8 or int4 rounds the weights of our own target to so many bits; row bookkeeping does not use it, row
-            passes measures all weights. Our text then is compared with our own plain text, not with that of others.
+        quantize: int8 or int4 rounds the weights of our own target to so many bits; row bookkeeping does not use it,
+            row passes measures all. Our text then is compared with our own plain text, not with that of others.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.
