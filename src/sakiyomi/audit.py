@@ -3,8 +3,8 @@
 Under greedy search our tokens have to be those of transformers' ``generate``. Under the coupled rule sampled text
 depends on the seed alone, so that drafted and plain text have to be equal too. Where they are not, the difference is
 explained (see ``referee``) or it is a defect. With ``exact=True`` our own texts have to be equal to the last token,
-near-ties included. Weights that were rounded to 8 bits are in no transformers model: there the reference is the text
-that the same engine writes plainly, and its own passes are the judge. This module prints nothing.
+near-ties included. Weights that were rounded are in no transformers model: there the reference is the text that the
+same engine writes plainly, and its own passes are the judge. This module prints nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def audit(
             f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
         )
     referee: Referee
-    if engine.target.rounding is not None:
+    if engine.target.rounding is not None or options.get("quantize"):  # torchao, on a GPU, reports nothing
         reference, referee = "own plain", OwnReferee(engine.target)
         note("writing plainly")
         plainly = Undrafted(engine)
@@ -84,6 +84,7 @@ def audit(
         ids,
         reference=reference,
         rounding=engine.target.rounding,
+        tokenizer=engine.tokenizer,
     )
     auditor = _Auditor(report, referee, config, note)
     note("checking plain text")

@@ -112,7 +112,8 @@ class AuditReport:
         prompts: token ids.
         reference: whose greedy texts and logits are right: "transformers", or "own plain" where the weights were
             rounded and only our own engine computes with them.
-        rounding: what the rounding changed.
+        rounding: what the rounding changed; None where nobody knows, or nothing was rounded.
+        tokenizer: of the target.
     """
 
     noise: float
@@ -122,6 +123,7 @@ class AuditReport:
     prompts: Texts
     reference: str = "transformers"
     rounding: RoundingReport | None = None
+    tokenizer: Any = field(default=None, repr=False)
     checks: list[Check] = field(default_factory=list)
 
     @property

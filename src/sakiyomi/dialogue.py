@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sakiyomi.errors import InputError, LoadError
 
@@ -72,6 +72,8 @@ class Dialogue:
 
     @system.setter
     def system(self, text: str) -> None:
+        if not _is_text(text):
+            raise InputError(f"the system prompt {text!r:.80} is no Unicode text; give it in UTF-8")
         if text and self.plain:
             raise InputError(
                 "without a chat template a system prompt has no place; write it at the head of the first message"
@@ -155,6 +157,14 @@ def _messages(system: str, exchanges: Sequence[Exchange], message: str | None = 
     return found if message is None else [*found, {"role": "user", "content": message}]
 
 
+def _is_text(value: Any) -> TypeGuard[str]:
+    """A lone surrogate, which JSON and a command line can hold, is none: nobody could tokenize or write it."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 def _joint(before: str, after: str) -> str:
     """A space where a word typed behind a text would run into its last one."""
     end, head = before[-1:], after[:1]
@@ -175,7 +185,7 @@ def _parse(path: Path) -> tuple[str, list[Exchange]]:
     roles, texts = [], []
     for number, message in enumerate(messages, start=1):
         role, text = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if not isinstance(role, str) or not isinstance(text, str):
+        if not isinstance(role, str) or not _is_text(text):
             raise LoadError(f"message {number} of {str(path)!r} is {message!r:.80}; expected a role and its content")
         roles.append(role)
         texts.append(text)

@@ -1,4 +1,4 @@
-"""The judge of weights that nobody but our engine computes (8 bits): its own passes, of other shapes than the text's.
+"""The judge of rounded weights, with which only our engine computes: its own passes, of other shapes than the text's.
 
 It cannot tell whether the rounded weights are good ones, nor find an error that all passes share: perplexity and
 ``PackedModel.rounding`` are for that. It tells whether a drafted text is the one that the same weights write plainly.

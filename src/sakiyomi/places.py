@@ -5,6 +5,7 @@ Knows no passes and no tokens' meaning; what may be used again of a slot is deci
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from sakiyomi.cache.slots import SlotCache
@@ -13,6 +14,8 @@ from sakiyomi.errors import MemoryLimitError
 from sakiyomi.request import Place, Request
 
 __all__ = ["Places"]
+
+logger = logging.getLogger("sakiyomi")
 
 
 class Places:
@@ -51,10 +54,8 @@ class Places:
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
         assert place.context is not None
-        inherit = getattr(self._drafter, "inherit", None)
-        if inherit is not None:
-            inherit(request.context, place.context)
-        self._end(place.context)
+        self._tell("inherit", request.context, place.context)
+        self._tell("end", place.context)
 
     def free(self, request: Request) -> None:
         """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""
@@ -68,7 +69,7 @@ class Places:
             return
         if slot is not None:
             self._cache.release(slot)
-        self._end(request.context)
+        self._tell("end", request.context)
 
     def release(self, place: Place) -> None:
         """Free what a conversation keeps; nothing if it keeps nothing."""
@@ -78,7 +79,7 @@ class Places:
         self._kept.remove(place)
         self._cache.release(place.slot)
         place.slot = None
-        self._end(place.context)
+        self._tell("end", place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         """Refuse the last of these requests if all of them would not fit at their longest; kept places make way.
@@ -96,7 +97,13 @@ class Places:
             except MemoryLimitError:
                 self.release(others.pop(0))
 
-    def _end(self, context: Context) -> None:
-        end = getattr(self._drafter, "end", None)
-        if end is not None:
-            end(context)
+    def _tell(self, what: str, *contexts: Context) -> None:
+        """Tell a drafter that wants to hear of it; it may be anybody's code, and slots do not depend on it."""
+        tell = getattr(self._drafter, what, None)
+        if tell is None:
+            return
+        try:
+            tell(*contexts)
+        except Exception as error:
+            name = getattr(self._drafter, "name", None)
+            logger.warning("drafter %s failed in %s: %s: %s", name, what, type(error).__name__, error)

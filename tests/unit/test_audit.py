@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.cli import app
 from sakiyomi.errors import InputError
 from sakiyomi.kernels.build import native
+from sakiyomi.llm import LLM
+from sakiyomi.model import PackedModel
 from sakiyomi.noise import RequestNoise
 from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Referee, coupled_scores, greedy_scores
@@ -119,6 +122,22 @@ def test_rounded_weights_are_their_own_reference(models: Path, exact: bool) -> N
     assert report.noise > 0
     assert report.ok, report.to_dict()
     assert {check.against for check in report.checks} == {"own plain", "plain", "logits"}
+
+
+@needs_kernels
+def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchao's on a GPU, of whose rounding there is no report."""
+    pack = LLM._pack_target
+
+    def without_report(llm: LLM, *arguments: Any) -> PackedModel:
+        target = pack(llm, *arguments)
+        target.rounding = None
+        return target
+
+    monkeypatch.setattr(LLM, "_pack_target", without_report)
+    report = run(models, quantize="int8")
+    assert report.reference == "own plain"
+    assert report.ok, report.to_dict()
 
 
 @needs_kernels

@@ -239,6 +239,7 @@ def test_a_full_context(say: Callable[..., Result]) -> None:
         (["--temperature", "-1"], 2, "temperature is -1.0"),
         (["--target", "elsewhere"], 2, "given twice"),
         (["--template", "none", "--system", "be nice"], 2, "without a chat template"),
+        (["--system", "be \udcff"], 2, "no Unicode text"),
         (["--template", "/nowhere/template"], 1, "/nowhere/template"),
         (["--template", "BROKEN"], 2, "TemplateSyntaxError"),
         (["--template", "DEAF", "--system", "be nice"], 2, "leaves system prompts out"),
@@ -288,6 +289,7 @@ def test_templates() -> None:
         ("3", "holds no messages"),
         ('{"messages": [3]}', "message 1"),
         ('[{"role": "user"}]', "message 1"),
+        (r'[{"role": "user", "content": "a\ud83d"}]', r"message 1.*ud83d"),
         ('[{"role": "user", "content": "a"}]', "by turns"),
         ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "by turns"),
     ],
@@ -356,7 +358,7 @@ def test_ctrl_c_at_the_prompt_warns_once(talk: Chat, capsys: Any) -> None:
 def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(
     talk: Chat, steps: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Before the first word the message is taken back; then the chat goes on from the cache as it is."""
+    """Before the first word nothing is kept; then the chat goes on from the cache as it is."""
     engine, work, calls = talk.llm.engine, talk.llm.engine.step, [0]
 
     def interrupted() -> Any:
@@ -378,7 +380,7 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(
         assert capsys.readouterr().out == "".join(reply + "\n" for _, reply in talk.dialogue.exchanges)
     else:
         assert [message for message, _ in talk.dialogue.exchanges] == ["The fox"]
-        assert "taken back" in capsys.readouterr().err
+        assert "nothing of this exchange is kept" in capsys.readouterr().err
 
 
 @pytest.fixture

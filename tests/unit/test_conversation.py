@@ -45,6 +45,23 @@ def scripted(kind: type[Scripted] = Scripted) -> Scripted:
     return kind(texts_of(prompts, [reply(tuple(tokens)) for tokens in prompts]), "sometimes", VOCAB)
 
 
+@pytest.mark.parametrize("what", ["inherit", "end"])
+def test_a_drafter_that_fails_between_requests_costs_no_place(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Scripted):
+        pass
+
+    def fail(self: Failing, *contexts: Context) -> None:
+        raise RuntimeError("the drafter's own mistake")
+
+    setattr(Failing, what, fail)
+    llm = llm_with(scripted(Failing), max_batch=1)
+    with llm.conversation() as conversation:
+        for tokens in (FIRST, second(), FIRST):
+            assert conversation.generate(tokens, params()).token_ids == reply(tuple(tokens))
+    assert llm.target.cache.free == 1
+    assert f"failed in {what}: RuntimeError: the drafter's own mistake" in caplog.text
+
+
 def test_other_requests_take_the_place_of_the_longest_idle() -> None:
     """Two places, three conversations and a request: nobody waits for ever, and all texts are what they were."""
     llm = llm_with(max_batch=2)

@@ -110,7 +110,7 @@ def test_what_cannot_be_inflated_is_refused(
     def run(params: str, target: Path = folders[True]) -> None:
         inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), Note())
 
-    with pytest.raises(InputError, match="has 28832 already"):
+    with pytest.raises(InputError, match="has 28,832 already"):
         run("26K")
     biased = save_model(tmp_path / "biased", tiny_llama(attention_bias=True), tiny_tokenizer())
     with pytest.raises(UnsupportedError, match="without biases"):

@@ -19,11 +19,11 @@ class BenchConfig:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, exact, compiling, peers.
         target: embedded name, folder or hub id; rows of the random model do not use it.
-        draft: auto, or model:FOLDER.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
         quantize: int8 or int4 rounds the weights of our own target to so many bits; row bookkeeping does not use it,
-            row passes measures all. Our text then is compared with our own plain text, not with that of others.
+            rows passes and peers measure all. Our text then is compared with our own plain text, not with others'.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.
@@ -106,7 +106,7 @@ class BenchConfig:
             return "tales-draft"
         kind, _, name = self.draft.partition(":")
         if kind != "model" or not name:
-            raise InputError(f"draft is {self.draft!r}; here it has to be a draft model: model:FOLDER")
+            raise InputError(f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER")
         return name
 
 

@@ -129,7 +129,7 @@ def wider(small: Any, params: int) -> Any:
     """
     own = _count(small)
     if params < own:
-        raise InputError(f"params is {params} and the model has {own} already; ask for at least as many")
+        raise InputError(f"params is {params:,} and the model has {own:,} already; ask for at least as many")
     shapes: list[Any] = []
     for factor in itertools.count(1):
         shape = copy.deepcopy(small)

@@ -78,12 +78,24 @@ def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: 
     notes = [f"{line['name']}: {line['note']}" for line in lines if line["note"]]
     for line in lines:
         del line["note"]
-    others = [standing.name for standing in standings if standing.against is not None]
-    if others:
-        notes.append(f"other weights than {standings[0].name}, compared with {others[0]}: {', '.join(others)}")
+    notes += _of_other_weights(standings)
     spread = Spread.of(standings)
     notes += unclaimed(standings, spread)
     return Row(name, title, lines, conditions | {"laps": len(standings[0].laps), "A/A": spread and str(spread)}, notes)
+
+
+def _of_other_weights(standings: Sequence[Standing]) -> list[str]:
+    """Who has other weights than the baseline, and with whose texts theirs were compared."""
+    groups: dict[str | None, list[str]] = {}
+    for standing in standings:
+        if standing.against is not None:
+            compared = None if standing.agreement.equal is None else standing.against
+            groups.setdefault(compared, []).append(standing.name)
+    return [
+        f"other weights than {standings[0].name}, {f'compared with {name}' if name else 'not compared'}: "
+        f"{'; '.join(names)}"
+        for name, names in groups.items()
+    ]
 
 
 def unclaimed(standings: Sequence[Standing], spread: Spread | None) -> list[str]:

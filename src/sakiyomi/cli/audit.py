@@ -78,24 +78,14 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
         report = logic.audit(
             target, draft, prompts=texts[: options.count], config=config, options=values, note=status.update
         )
-        words = _words(model) if any(check.divergences for check in report.checks) else None
-    _show(model, report, words)
+    _show(model, report)
     if output.json:
         emit_json({"target": model.target, "draft": model.draft, **report.to_dict()})
     if not report.ok:
         raise typer.Exit(DEFECT)
 
 
-def _words(model: ModelOptions) -> Any:
-    from transformers import AutoTokenizer
-
-    from sakiyomi.embedded import embedded, is_embedded_name
-
-    folder = embedded(model.target) if is_embedded_name(model.target) else model.target
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-
-
-def _show(model: ModelOptions, report: AuditReport, words: Any) -> None:
+def _show(model: ModelOptions, report: AuditReport) -> None:
     from sakiyomi.cli.output import stdout, table
 
     console = stdout()
@@ -129,8 +119,8 @@ def _show(model: ModelOptions, report: AuditReport, words: Any) -> None:
             what = "DEFECT" if found.defect else "near-tie"
             console.out(
                 f"{what}: {check.rule} {check.what}, gamma {check.gamma or '-'}, "
-                f"text {found.text}, token {found.position}: expected {_word(words, found.expected)}, "
-                f"got {_word(words, found.got)}; gap {found.gap:.3g}, "
+                f"text {found.text}, token {found.position}: expected {_word(report.tokenizer, found.expected)}, "
+                f"got {_word(report.tokenizer, found.got)}; gap {found.gap:.3g}, "
                 f"top-2 gap {found.top2_gap:.3g}, explained up to {found.limit:.3g}",
                 highlight=False,
             )
@@ -140,5 +130,5 @@ def _show(model: ModelOptions, report: AuditReport, words: Any) -> None:
     console.out(verdict, highlight=False)
 
 
-def _word(words: Any, token: int) -> str:
-    return "the end" if token < 0 else f"{words.decode([token])!r} ({token})"
+def _word(tokenizer: Any, token: int) -> str:
+    return "the end" if token < 0 else f"{tokenizer.decode([token])!r} ({token})"

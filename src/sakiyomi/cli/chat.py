@@ -192,7 +192,7 @@ class Chat:
         self.replies.append(Reply(len(prompt), reason, self.conversation.stats))
         text = "".join(said)
         if reason == "interrupted" and not text.strip():
-            note("stopped before the first word: the message is taken back")
+            note("stopped before the first word: nothing of this exchange is kept")
             return
         self.dialogue.exchanges = [*before, (message, text)]
         self.attempt = attempt
