@@ -100,7 +100,7 @@ def check_rounding(what: str, dtype: torch.dtype) -> None:
     """
     if dtype not in DTYPES:
         raise UnsupportedError(
-            f"{what} needs rows in float32 or bfloat16, and the model is in {dtype}; use it in bfloat16"
+            f"{what} needs rows in float32 or bfloat16, and the model is in {dtype}; use it with dtype='bfloat16'"
         )
     native = NativeModel.create()
     if native is None:

@@ -118,8 +118,8 @@ def _without_config(folder: Path) -> str:
             f"{folder} holds an adapter, not a model (adapter_config.json, no config.json); merge it into its base "
             "model, save that, and pass its folder"
         )
-    if any(folder.glob("*.gguf")):
-        return f"{folder} holds GGUF files and no config.json; pass the model's folder in Hugging Face format"
+    if files := sorted(folder.glob("*.gguf")):
+        return f"{folder} holds GGUF files and no config.json; pass one of them ({files[0].name}, ...), not the folder"
     return (
         f"no config.json in {folder}; expected a model folder in Hugging Face format (config.json, model.safetensors, "
         "tokenizer.json)"

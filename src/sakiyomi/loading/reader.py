@@ -61,7 +61,11 @@ class Reader:
         reader: Any = AutoModelForCausalLM  # its signature knows nothing of output_loading_info
         size = self.checkpoint.stored_bytes
         try:
-            with quiet(), progress(f"loading {self.name} ({readable(size)})", size=size):
+            with (
+                quiet(),
+                _unpacking(self.gguf is not None),
+                progress(f"loading {self.name} ({readable(size)})", size=size),
+            ):
                 model, report = reader.from_pretrained(
                     self.folder,
                     dtype=self.dtype,
@@ -107,6 +111,22 @@ class Reader:
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.clone()  # what was read is the file itself, mapped
         return model
+
+
+@contextmanager
+def _unpacking(gguf: bool) -> Iterator[None]:
+    """Without the bar that transformers shows while it unpacks a GGUF file, whatever its settings are."""
+    if not gguf:
+        yield
+        return
+    from transformers import modeling_gguf_pytorch_utils as module
+
+    bar = getattr(module, "tqdm", None)
+    vars(module)["tqdm"] = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        vars(module)["tqdm"] = bar
 
 
 def _as_numbers() -> dict[str, Any]:
