@@ -409,6 +409,14 @@ def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> Non
         suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
 
 
+def test_a_judge_of_more_prompts_than_texts() -> None:
+    """Texts of a batch of 1, which part, when all prompts of the row are known."""
+    model = tiny_llama()
+    judge = NearTies(model, [[5, 6, 7], [8, 9, 10], [11, 12]])
+    assert not judge([[3, 4, 5]], [[4, 4, 5]]).equal
+    assert not judge([[3, 4], [5, 6]], [[3, 4], [6, 6]]).equal
+
+
 def test_sweep_row(pair: BenchConfig) -> None:
     config = dataclasses.replace(pair, batch_sizes=(4, 1, 2), repeats=2)
     found = suites.ROWS["sweep"](config, suites.Note())

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
 
+MEASURED = 4  # texts on which a judge measures what rounding does
 WAYS = ("plain", "assisted", "prompt lookup")
 """How transformers generates: alone, with a draft model, with drafts from the text itself."""
 
@@ -175,16 +176,18 @@ class NearTies:
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self._referee = OwnReferee(model) if isinstance(model, PackedModel) else Referee(model)
         self._prompts = prompts
-        self._measured = False
+        self._measured = 0
 
     def __call__(self, expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Agreement:
         """See ``runner.Judge``."""
         if expected == got:
             return Agreement(True, True)
-        if not self._measured:
-            for prompt, text in zip(self._prompts[:4], expected[:4], strict=True):
-                self._referee.measure(prompt, text)
-            self._measured = True
+        texts = list(
+            zip(self._prompts, expected, strict=False)
+        )  # of a smaller batch there are fewer texts than prompts
+        for prompt, text in texts[self._measured : MEASURED]:
+            self._referee.measure(prompt, text)
+        self._measured = max(self._measured, min(MEASURED, len(texts)))
         found = [
             self._referee.compare(i, prompt, right, text)
             for i, (prompt, right, text) in enumerate(zip(self._prompts[: len(expected)], expected, got, strict=True))
