@@ -15,12 +15,12 @@ from sakiyomi.drafters import Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
-from sakiyomi.kernels.rounding import ROUNDINGS
 from sakiyomi.loading import Loaded, load_model, stop_tokens
-from sakiyomi.memory import returned_when_freed
+from sakiyomi.memory import readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
-from sakiyomi.params import SamplingParams, as_params
+from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
+from sakiyomi.progress import progress
 from sakiyomi.prompts import STORIES
 
 __all__ = ["LLM"]
@@ -34,8 +34,8 @@ class LLM:
     """A language model that reads ahead.
 
     Args:
-        target: name of an embedded model, a folder in Hugging Face format, a hub id, or a loaded ``(model,
-            tokenizer)`` pair.
+        target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
+            ``(model, tokenizer)`` pair.
         draft: "none", "auto", "model:<path or id>", or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
         cache: only "full" in this version.
         kv_budget: only None in this version.
@@ -76,8 +76,8 @@ class LLM:
     ) -> None:
         _only("cache", cache, "full")
         _only("kv_budget", kv_budget, None)
-        if quantize is not None and quantize not in ROUNDINGS:
-            raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, ROUNDINGS))}")
+        if quantize not in (None, *QUANTIZATIONS):
+            raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
         if compile != "auto" and not isinstance(compile, bool):
             raise InputError(f"compile={compile!r}; expected 'auto', True or False")
         for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):
@@ -91,7 +91,7 @@ class LLM:
             "allow_pickle": allow_pickle,
         }
         self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
-        loaded = load_model(target, quantize=quantize, **self._options)
+        loaded = load_model(target, quantize=quantize, packed=True, **self._options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]
@@ -220,7 +220,8 @@ class LLM:
     def _pack_target(self, loaded: Loaded, quantize: str | None) -> PackedModel:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
             quantize = None
-        with returned_when_freed():
+        size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
+        with returned_when_freed(), progress(f"rounding {loaded.name} ({readable(size)}) to {quantize}", size=size):
             packed = PackedModel(
                 loaded.model,
                 owned=loaded.owned,
@@ -229,16 +230,20 @@ class LLM:
                 prepared=loaded.prepared,
                 **self._pack_options,
             )
-        if loaded.save is not None:
-            loaded.save(packed)
+            if loaded.save is not None:
+                loaded.save(packed)
         return packed
 
     def _load_beside(self, name: str) -> Loaded:
-        return load_model(name, **self._options)
+        return load_model(name, packed=True, **self._options)
 
     def _pack_beside(self, loaded: Loaded) -> PackedModel:
         packed = PackedModel(
-            loaded.model, owned=loaded.owned, first_sizes=DRAFT_SIZES, **{**self._pack_options, "exact": False}
+            loaded.model,
+            owned=loaded.owned,
+            first_sizes=DRAFT_SIZES,
+            prepared=loaded.prepared,
+            **{**self._pack_options, "exact": False},
         )
         self._models.append(packed)
         return packed

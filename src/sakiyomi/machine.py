@@ -63,6 +63,14 @@ def conditions(**more: Any) -> dict[str, Any]:
     return found | more
 
 
+_SPEED = {
+    "avx512f": "no AVX-512: the CPU kernels use narrower vectors",
+    "avx512_vnni": "no AVX-512 VNNI: weights in 8 and 4 bits are smaller here, and not faster than bfloat16",
+    "avx512_bf16": "no AVX-512 BF16: weights in bfloat16 are widened first, so that passes of many rows are slower",
+}
+"""What goes with an instruction set of x86, by the name of its flag."""
+
+
 def lacks() -> list[str]:
     """What would make this machine faster and is not there; one sentence each, with the remedy."""
     from sakiyomi.kernels.build import compiler, native
@@ -75,9 +83,11 @@ def lacks() -> list[str]:
         found.append(f"no compiled CPU kernels ({why}): plain torch runs instead, with the same tokens")
     if not torch.cuda.is_available():
         found.append("no CUDA device that torch can use: models run on the CPU")
-    if platform.machine() in ("x86_64", "AMD64") and "avx512f" not in _flags():
-        found.append("no AVX-512: the CPU kernels use narrower vectors")
-    return found
+    if platform.machine() not in ("x86_64", "AMD64"):
+        found.append(f"{platform.machine()}: the CPU kernels name instructions of x86 only")
+        return found
+    flags = _flags()
+    return found + [what for flag, what in _SPEED.items() if flags and flag not in flags]
 
 
 def bandwidth(threads: int | None = None, device: str = "cpu") -> float:

@@ -33,12 +33,12 @@ from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
 from sakiyomi.kernels.plan import Plan, Segment
-from sakiyomi.kernels.rounding import RoundingReport, choose_bits, compare, layer_errors
+from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bits, compare, layer_errors
+from sakiyomi.loading.families import has_experts
 from sakiyomi.memory import available_bytes, readable
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
 SLOW = 0.05  # seconds of a trial pass from which on one is enough
 # What one request needs, the likeliest first; the others are compiled when they are met.
@@ -115,6 +115,8 @@ class PackedModel:
         text: Sequence[int] = (),
         prepared: Prepared | None = None,
     ) -> None:
+        if quantize:
+            check_rounding(f"quantize={quantize!r}", model.dtype)
         self.config = model.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
@@ -211,7 +213,7 @@ class PackedModel:
 
     @property
     def _has_experts(self) -> bool:
-        return any(int(getattr(self.config, name, 0) or 0) > 1 for name in EXPERTS)
+        return has_experts(self.config)
 
     @property
     def ready(self) -> frozenset[int]:
@@ -351,8 +353,8 @@ class PackedModel:
     def _judge_rounding(self) -> None:
         if not isinstance(self.state, NativeModel):
             raise UnsupportedError(
-                f"quantize={self._quantize!r} needs the compiled CPU kernels, which do not serve this model here "
-                "(sakiyomi info says what is missing); leave quantize at None"
+                f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self._model).__name__}, "
+                "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
             )
         slot = self.cache.take()
         try:

@@ -15,10 +15,11 @@ from sakiyomi.errors import InputError
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = ["ACCEPTANCES", "Acceptance", "SamplingParams"]
+__all__ = ["ACCEPTANCES", "QUANTIZATIONS", "Acceptance", "SamplingParams"]
 
 Acceptance = Literal["auto", "ratio", "coupled", "typical"]
 ACCEPTANCES = ("auto", "ratio", "coupled")
+QUANTIZATIONS = ("int8", "int4")  # of a target; what they do is in kernels/rounding.py
 
 
 @dataclass(frozen=True)

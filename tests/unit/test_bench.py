@@ -417,6 +417,14 @@ def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> Non
         suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
 
 
+def test_a_judge_of_more_prompts_than_texts() -> None:
+    """Texts of a batch of 1, which part, when all prompts of the row are known."""
+    model = tiny_llama()
+    judge = NearTies(model, [[5, 6, 7], [8, 9, 10], [11, 12]])
+    assert not judge([[3, 4, 5]], [[4, 4, 5]]).equal
+    assert not judge([[3, 4], [5, 6]], [[3, 4], [6, 6]]).equal
+
+
 def test_sweep_row(pair: BenchConfig) -> None:
     config = dataclasses.replace(pair, batch_sizes=(4, 1, 2), repeats=2)
     found = suites.ROWS["sweep"](config, suites.Note())
@@ -635,6 +643,18 @@ def test_machine_is_described() -> None:
     assert all(isinstance(line, str) for line in lacks())
     assert 1e8 < bandwidth() < 1e13
     assert 1e7 < peak_bytes() < 1e13
+
+
+def test_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("sakiyomi.machine._flags", lambda: {"avx512f", "avx512_bf16"})
+    assert [line for line in lacks() if "AVX" in line] == [
+        "no AVX-512 VNNI: weights in 8 and 4 bits are smaller here, and not faster than bfloat16"
+    ]
+    monkeypatch.setattr("sakiyomi.machine._flags", set)  # nobody can tell
+    assert not any("AVX" in line for line in lacks())
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert any(line.startswith("arm64: the CPU kernels") for line in lacks())
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

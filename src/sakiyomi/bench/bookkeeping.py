@@ -32,8 +32,11 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
     from sakiyomi.llm import LLM
     from sakiyomi.model import DRAFT_SIZES, PackedModel
 
-    target = random_llama(64, 2, 4, 128, VOCAB, torch.float32)
-    drafts = {"random": random_llama(32, 1, 4, 64, VOCAB, torch.float32, seed=1), "the target itself": target}
+    target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
+    drafts = {
+        "random": random_llama(32, 1, 4, 64, VOCAB, torch.float32, seed=1, device=config.device),
+        "the target itself": target,
+    }
     prompt = random_prompts(1, config.prompt_tokens, VOCAB)[0]
     lines = []
     for name, draft in drafts.items():

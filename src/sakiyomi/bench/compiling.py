@@ -34,7 +34,7 @@ def compiling(config: BenchConfig, note: Note) -> Row:
     """New graphs and eager passes after the warm-up; seconds a graph in a new process with a warm disk cache."""
     pair = Pair(config)
     note("compiling: all graphs")
-    llm = pair.llm(max_batch=8)
+    llm = pair.llm(max_batch=8, device="cpu")
     if not llm.compiled():
         raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
     llm.generate(pair.prompts[:1], SamplingParams(max_new_tokens=16, gamma=config.gamma))
@@ -115,7 +115,7 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
 
     native()  # built at a machine's first use, which is no graph's time
     began = time.perf_counter()
-    loaded = load_model(target, dtype=dtype)
+    loaded = load_model(target, dtype=dtype, device="cpu")
     load_seconds = time.perf_counter() - began
     model = PackedModel(loaded.model, compile="auto")
     began = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sakiyomi.errors import InputError
+from sakiyomi.params import QUANTIZATIONS
 from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 
 __all__ = ["BenchConfig", "InflateConfig", "Note"]
@@ -20,9 +21,9 @@ class BenchConfig:
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
-        quantize: int8 or int4 rounds the weights of our own target to so many bits, on the CPU; row bookkeeping does
-            not, rows passes and peers measure all of them. Our text then is compared with our own plain text, not with
-            that of others.
+        device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
+        quantize: int8 or int4 rounds the weights of our own target to so many bits; row bookkeeping does not use it,
+            rows passes and peers measure all. Our text then is compared with our own plain text, not with others'.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.
@@ -41,6 +42,7 @@ class BenchConfig:
     target: str = "tales"
     draft: str = "auto"
     dtype: str = "auto"
+    device: str = "auto"
     quantize: str | None = None
     gamma: int = 4
     repeats: int = 5
@@ -57,8 +59,8 @@ class BenchConfig:
         for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
-        if self.quantize not in (None, "int8", "int4"):
-            raise InputError(f"quantize is {self.quantize!r}; expected int8, int4, or nothing")
+        if self.quantize not in (None, *QUANTIZATIONS):
+            raise InputError(f"quantize is {self.quantize!r}; expected {' or '.join(QUANTIZATIONS)}, or nothing")
         if min(self.batch_sizes, default=0) < 1:
             raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
 
@@ -84,9 +86,10 @@ class BenchConfig:
         Raises:
             InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
         """
-        from sakiyomi.loading.model import parse_dtype
+        from sakiyomi.loading.model import parse_device, parse_dtype
 
         parse_dtype(self.dtype)
+        parse_device(self.device)
         self.draft_model  # noqa: B018
         self.texts()
         if self.quality is not None:

@@ -15,6 +15,7 @@ from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import Agreement
 from sakiyomi.loading import load_model
+from sakiyomi.loading.model import parse_device
 from sakiyomi.model import PackedModel
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.referee import Referee
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
 
+MEASURED = 4  # texts on which a judge measures what rounding does
 WAYS = ("plain", "assisted", "prompt lookup")
 """How transformers generates: alone, with a draft model, with drafts from the text itself."""
 
@@ -50,6 +52,7 @@ def random_llama(
     *,
     spread: float = 3.0,
     seed: int = 0,
+    device: str = "cpu",
     positions: int = 2048,
 ) -> Any:
     """A Llama with random weights, no end token, and logits whose standard deviation is ``spread``.
@@ -77,7 +80,7 @@ def random_llama(
         model: Any = LlamaForCausalLM(config)
         # The last norm has unit rows, so that a logit is a sum of dim products.
         model.lm_head.weight.normal_(0.0, spread / dim**0.5)
-    return model.to(dtype).eval()
+    return model.to(parse_device(device), dtype).eval()
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
@@ -96,12 +99,12 @@ class Pair:
     @cached_property
     def target(self) -> Any:
         """As transformers runs it (``loading.Loaded``)."""
-        return load_model(self.config.target, dtype=self.config.dtype)
+        return load_model(self.config.target, dtype=self.config.dtype, device=self.config.device)
 
     @cached_property
     def draft(self) -> Any:
         """As transformers runs it."""
-        return load_model(self.config.draft_model, dtype=self.config.dtype)
+        return load_model(self.config.draft_model, dtype=self.config.dtype, device=self.config.device)
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -113,7 +116,12 @@ class Pair:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
         from sakiyomi.llm import LLM
 
-        own = {"dtype": self.config.dtype, "quantize": self.config.quantize, "compile": self.config.compile}
+        own = {
+            "dtype": self.config.dtype,
+            "device": self.config.device,
+            "quantize": self.config.quantize,
+            "compile": self.config.compile,
+        }
         options = own | options
         return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
 
@@ -168,16 +176,18 @@ class NearTies:
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self._referee = OwnReferee(model) if isinstance(model, PackedModel) else Referee(model)
         self._prompts = prompts
-        self._measured = False
+        self._measured = 0
 
     def __call__(self, expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]) -> Agreement:
         """See ``runner.Judge``."""
         if expected == got:
             return Agreement(True, True)
-        if not self._measured:
-            for prompt, text in zip(self._prompts[:4], expected[:4], strict=True):
-                self._referee.measure(prompt, text)
-            self._measured = True
+        texts = list(
+            zip(self._prompts, expected, strict=False)
+        )  # of a smaller batch there are fewer texts than prompts
+        for prompt, text in texts[self._measured : MEASURED]:
+            self._referee.measure(prompt, text)
+        self._measured = max(self._measured, min(MEASURED, len(texts)))
         found = [
             self._referee.compare(i, prompt, right, text)
             for i, (prompt, right, text) in enumerate(zip(self._prompts[: len(expected)], expected, got, strict=True))

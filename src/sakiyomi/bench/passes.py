@@ -36,7 +36,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
     All weights, lengths and row counts take turns, and so does the measurement of what the memory gives.
     """
     note("passes: making the random model")
-    model = random_llama(*MODEL, torch.bfloat16, positions=ROOM)
+    model = random_llama(*MODEL, torch.bfloat16, positions=ROOM, device=config.device)
     targets: dict[str, PackedModel] = {}
     notes = []
     for name, quantize in WEIGHTS.items():
@@ -54,7 +54,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
     speed = 0.0
     for lap in range(config.repeats + 1):
         note(f"passes: lap {lap} of {config.repeats}")
-        speed = max(speed, bandwidth())
+        speed = max(speed, bandwidth(device=str(model.device)))
         for (name, cached, rows), found in seconds.items():
             segment = Segment(slots[name], cached, [5] * rows)
             times = [_seconds(targets[name], segment) for _ in range(IN_A_LAP)]

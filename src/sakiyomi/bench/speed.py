@@ -67,7 +67,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
 
     dtype = torch.bfloat16
     note("plain: making the random model")
-    model = random_llama(768, 12, 12, 2048, 32000, dtype)
+    model = random_llama(768, 12, 12, 2048, 32000, dtype, device=config.device)
     prompts = random_prompts(1, config.prompt_tokens, 32000)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
     pair = (model, Numbers())

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from sakiyomi.progress import progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,35 +64,9 @@ def write(console: Console, text: str, status: str = "plain", end: str = "") -> 
     console.file.flush()
 
 
-@contextmanager
-def progress(text: str) -> Iterator[Any]:
-    """A spinner on stderr, if it is a terminal. What comes has ``update(text)``, and ``stop()`` and ``start()``."""
-    # Asked of the stream and not of rich, for whom FORCE_COLOR makes a terminal of a pipe.
-    if not sys.stderr.isatty():
-        yield _Silent()
-        return
-    from rich.console import Console
-
-    with Console(file=sys.stderr, highlight=False, markup=False).status(text) as status:
-        yield status
-
-
 def note(text: str) -> None:
     """One line on stderr."""
     print(text, file=sys.stderr)  # noqa: T201
-
-
-class _Silent:
-    """Says nothing: nobody watches."""
-
-    def update(self, text: str) -> None:
-        """As rich's."""
-
-    def stop(self) -> None:
-        """As rich's."""
-
-    def start(self) -> None:
-        """As rich's."""
 
 
 def emit_json(value: Mapping[str, Any]) -> None:

@@ -136,6 +136,6 @@ def pack_linears(
 
 
 def join_siblings(native: NativeModel, layers: Sequence[PackedLinear]) -> None:
-    """Have layers that read the same input computed together, if their rows are of one dtype."""
-    if len(layers) > 1 and len({layer.weight.dtype for layer in layers}) == 1:
+    """Have layers that read the same input computed together, if their rows are of one kind."""
+    if len(layers) > 1 and len({(layer.in_features, layer.weight.dtype) for layer in layers}) == 1:
         native.join(layers)

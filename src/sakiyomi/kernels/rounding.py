@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.kernels.native import PIECE, can_pack, to_halves
+from sakiyomi.errors import UnsupportedError
+from sakiyomi.kernels.build import library_path
+from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, NativeModel, can_pack, to_halves
 from sakiyomi.kernels.pack import PACKED, present
+from sakiyomi.kernels.plan import Plan, Segment
 
-__all__ = ["ROUNDINGS", "Rounding", "RoundingReport", "choose_bits", "compare", "layer_errors"]
+__all__ = ["ROUNDINGS", "Rounding", "RoundingReport", "check_rounding", "choose_bits", "compare", "layer_errors"]
 
 EVERY = 4  # of so many rows of the text one is looked at, layer by layer
 
@@ -83,6 +86,47 @@ def _to_halves(weight: Tensor) -> Tensor:
 
 
 ROUNDINGS = {"int8": Rounding(8, 0.05, _to_bytes), "int4": Rounding(4, 0.2, _to_halves)}
+
+
+def check_rounding(what: str, dtype: torch.dtype) -> None:
+    """Refuse rounded weights where nothing can compute with them.
+
+    Args:
+        what: wants it, the subject of the message.
+        dtype: of the rows.
+
+    Raises:
+        UnsupportedError: another dtype, no kernels, or kernels that add up wrongly.
+    """
+    if dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{what} needs rows in float32 or bfloat16, and the model is in {dtype}; use it with dtype='bfloat16'"
+        )
+    native = NativeModel.create()
+    if native is None:
+        raise UnsupportedError(
+            f"{what} needs the compiled CPU kernels, which are not available here (sakiyomi info says what is "
+            "missing); use the model without quantize"
+        )
+    if not _adds_up(native):
+        raise UnsupportedError(
+            f"{what}: the compiled CPU kernels fail their self-test, sums of bytes come out wrong; remove "
+            f"{library_path()}, so that they are compiled again, or use the model without quantize"
+        )
+
+
+def _adds_up(native: NativeModel) -> bool:
+    """Whether sums of the largest bytes are what they should be: a build that keeps them in 16 bits cuts them off."""
+    signs = torch.ones(BLOCK, 2 * GROUP)
+    signs[8:] = -1.0
+    signs[16:, ::2] = 1.0  # these cancel out
+    rows = torch.stack([signs[0], signs[8], signs[16]])[None]
+    for bits, weight in ((8, signs), (4, torch.where(signs > 0, 7.0, -8.0))):  # kept exactly by either rounding
+        layer = native.add_linear(weight, None, bits=bits)
+        native.begin(Plan([Segment(0, 0, [0] * rows.shape[1])]), rows.shape[1])
+        if not torch.allclose(layer(rows), rows @ weight.T, rtol=1e-5, atol=1e-3):
+            return False
+    return True
 
 
 def weight_of(layer: nn.Module) -> Tensor:

@@ -8,13 +8,16 @@ from typing import Any
 from sakiyomi.errors import LoadError, UnsupportedError
 from sakiyomi.loading.checkpoint import read_json
 
-__all__ = ["check_supported", "read_config"]
+__all__ = ["check_supported", "has_experts", "read_config"]
 
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 """Layer types (transformers' ``layer_types``) with a state that cannot be rolled back by moving a length."""
 
 _RECURRENT_TYPES = frozenset({"rwkv", "xlstm", "minimax", "lfm2", "lfm2_moe", "lfm3"})
 """Model types with such layers whose class does not say so by itself (``_is_stateful``)."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names of their number, of which a mixture of experts has one."""
 
 _ENCODERS = frozenset(
     {
@@ -96,6 +99,12 @@ def check_supported(config: Any, name: str, model_class: type | None = None) -> 
         )
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a configuration is that of a mixture of experts."""
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    return any(int(getattr(text, name, 0) or 0) > 1 for name in _EXPERTS)
+
+
 def _causal_class(config: Any) -> type | None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -109,8 +118,8 @@ def _without_config(folder: Path) -> str:
             f"{folder} holds an adapter, not a model (adapter_config.json, no config.json); merge it into its base "
             "model, save that, and pass its folder"
         )
-    if any(folder.glob("*.gguf")):
-        return f"{folder} holds GGUF files and no config.json; pass the model's folder in Hugging Face format"
+    if files := sorted(folder.glob("*.gguf")):
+        return f"{folder} holds GGUF files and no config.json; pass one of them ({files[0].name}, ...), not the folder"
     return (
         f"no config.json in {folder}; expected a model folder in Hugging Face format (config.json, model.safetensors, "
         "tokenizer.json)"

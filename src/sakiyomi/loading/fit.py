@@ -2,78 +2,114 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+from typing import Any
+
+import torch
 
 from sakiyomi.kernels.pack import PACKED
 from sakiyomi.loading.checkpoint import Checkpoint
+from sakiyomi.loading.families import has_experts
+from sakiyomi.loading.reader import quiet
 from sakiyomi.memory import available_bytes, readable, require_bytes
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["check_memory", "check_rounded", "rounded_bytes"]
+__all__ = ["by_layer", "check_memory", "rounded_bytes"]
 
 _BITS = {"int8": 8.2, "int4": 4.6}  # of a weight with its scales
 
 
+def by_layer(config: Any, checkpoint: Checkpoint) -> bool:
+    """Whether a model's linear layers can stay on disk until each is rounded.
+
+    Not what has to be unpacked first, nor experts: transformers stacks them, which would write them all to disk again.
+    """
+    return all(path.suffix == ".safetensors" for path in checkpoint.files) and not has_experts(config)
+
+
 def check_memory(
     name: str,
+    config: Any,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     device: torch.device,
     *,
-    quantized: bool,
     quantize: str | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
-    """Refuse a model that does not fit as it is, with the numbers and what would.
+    """Refuse a model that does not fit, with the numbers and what would.
 
     Args:
         name: of the model.
-        checkpoint: its weights.
+        config: its configuration.
+        checkpoint: its weights; what is quantized there stays so.
         dtype: they are to have.
-        device: where they are to be; they pass through main memory.
-        quantized: the stored weights are quantized already and stay so.
-        quantize: how a GPU's library is to round them.
+        device: where they are to be. They pass through main memory, all at once unless they are rounded.
+        quantize: how they are rounded, layer by layer; None: they are not, or all are in memory before.
+        trust_remote_code: as in ``load_model``.
 
     Raises:
         MemoryLimitError: it does not fit.
     """
+    quantized = hasattr(config, "quantization_config")
 
-    def needed(itemsize: float) -> int:
-        return checkpoint.stored_bytes if quantized else checkpoint.bytes_as(itemsize)
+    def needed(how: torch.dtype | str) -> int:
+        if quantized:
+            return checkpoint.stored_bytes
+        if isinstance(how, str):
+            return rounded_bytes(config, dtype, how, trust_remote_code)
+        return checkpoint.bytes_as(how.itemsize)
 
-    for where in dict.fromkeys(("cpu", str(device))):
-        room = available_bytes(where)
-        size = needed(dtype.itemsize if quantize is None or where == "cpu" else _BITS[quantize] / 8)
-        remedy = f"the largest model that fits in {str(dtype).removeprefix('torch.')} has "
-        remedy += f"{room / dtype.itemsize / 1e9:.2g} billion parameters"
-        smaller = [(f"dtype={'bfloat16'!r}", 2.0)] if dtype.itemsize > 2 else []
-        smaller += [(f"quantize={kind!r}", bits / 8) for kind, bits in _BITS.items()] if checkpoint.elements else []
-        for setting, itemsize in smaller:
-            if not quantized and quantize is None and needed(itemsize) <= room:
-                remedy += f"; with {setting} this one needs about {readable(needed(itemsize))} and fits"
+    places = ("cpu", str(device)) if quantize is None else (str(device),)
+    for place in dict.fromkeys(places):
+        room, size = available_bytes(place), needed(quantize or dtype)
+        if size <= room:
+            continue
+        remedy = "choose a smaller model"
+        if quantize is None:
+            billions = room / dtype.itemsize / 1e9
+            remedy = f"the largest model that fits in {_short(dtype)} has {billions:.2g} billion parameters"
+        for setting, how in _smaller(dtype, quantize, by_layer(config, checkpoint)) if not quantized else ():
+            if needed(how) <= room:
+                remedy += f"; with {setting} this one needs about {readable(needed(how))} and fits"
                 break
-        what = f"the model {name!r} in {str(dtype).removeprefix('torch.')}"
-        require_bytes(size, what, device=where, remedy=remedy)
+        require_bytes(size, f"the model {name!r} in {quantize or _short(dtype)}", device=place, remedy=remedy)
 
 
-def rounded_bytes(model: Any, quantize: str) -> int:
-    """Bytes of a model whose linear layers are rounded, and of its largest layer while it is."""
-    layers: list[torch.Tensor] = [module.weight for module in model.modules() if type(module) in PACKED]
-    rounded = {id(weight) for weight in layers}
-    others: int = sum(p.numel() * p.dtype.itemsize for p in model.parameters() if id(p) not in rounded)
-    most: int = max((weight.numel() * 4 for weight in layers), default=0)  # in float32 while it is rounded
-    return int(sum(weight.numel() for weight in layers) * _BITS[quantize] / 8) + others + most
+def _smaller(dtype: torch.dtype, quantize: str | None, layered: bool) -> list[tuple[str, torch.dtype | str]]:
+    """Settings that need less, the least harmful first."""
+    settings: list[tuple[str, torch.dtype | str]] = []
+    if quantize is None and dtype.itemsize > 2:
+        settings.append(("dtype='bfloat16'", torch.bfloat16))
+    kinds = list(_BITS)[list(_BITS).index(quantize) + 1 if quantize else 0 :] if layered else []
+    return settings + [(f"quantize={kind!r}", kind) for kind in kinds]
 
 
-def check_rounded(name: str, model: Any, quantize: str, dtype: torch.dtype) -> None:
-    """Refuse a model that does not even fit rounded. Its linear layers are still on disk.
+def rounded_bytes(config: Any, dtype: torch.dtype, quantize: str, trust_remote_code: bool = False) -> int:
+    """Bytes of a model whose linear layers are rounded, and of its largest layer while it is.
 
-    Raises:
-        MemoryLimitError: it does not fit.
+    Args:
+        config: of the model.
+        dtype: of what is not rounded.
+        quantize: "int8" or "int4".
+        trust_remote_code: as in ``load_model``.
     """
-    smaller = rounded_bytes(model, "int4")
-    remedy = "choose a smaller model"
-    if quantize == "int8" and smaller <= available_bytes():
-        remedy = f"with quantize='int4' it needs {readable(smaller)} and fits"
-    require_bytes(rounded_bytes(model, quantize), f"the model {name!r} in {quantize}", remedy=remedy)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), quiet():  # sizes without weights
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    layers: list[int] = [module.weight.numel() for module in model.modules() if type(module) in PACKED]
+    # By module: embeddings that the head shares stay as they are beside its rounded copy.
+    others: dict[int, int] = {
+        id(parameter): parameter.nbytes
+        for module in model.modules()
+        if type(module) not in PACKED
+        for parameter in module.parameters(recurse=False)
+    }
+    largest = 4 * max(layers, default=0)  # as read, rounded, and in its new order
+    return int(sum(layers) * _BITS[quantize] / 8) + sum(others.values()) + largest
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

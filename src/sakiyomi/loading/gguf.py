@@ -6,19 +6,24 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.errors import LoadError, UnsupportedError
+from sakiyomi.loading.checkpoint import Checkpoint
+from sakiyomi.loading.reader import quiet, short
 
 __all__ = ["read_gguf"]
 
+_FLOATS = ("F32", "F16", "BF16")  # called alike in both formats
+_TOKENS = "tokenizer.ggml.tokens"
 
-def read_gguf(path: Path) -> tuple[Any, Any]:
-    """Configuration and tokenizer of a GGUF file.
+
+def read_gguf(path: Path) -> tuple[Any, Any, Checkpoint]:
+    """Configuration, tokenizer and weights (as they will be: rounded ones count as BF16) of a GGUF file.
 
     Raises:
-        LoadError: the package gguf is missing, or the file is damaged.
+        LoadError: the package gguf is missing, the file is damaged, or it holds no tokenizer.
         UnsupportedError: transformers does not know the file's architecture.
     """
     try:
-        import gguf  # noqa: F401
+        import gguf
     except ImportError as error:
         raise LoadError(f"{path} is a GGUF file, which needs the package gguf; pip install gguf") from error
     from transformers import AutoConfig, AutoTokenizer
@@ -26,14 +31,33 @@ def read_gguf(path: Path) -> tuple[Any, Any]:
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise LoadError(f"{path} does not begin as a GGUF file does; download it again")
-    what = "its configuration"
+    what = "its list of tensors"
     try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-        what = "its tokenizer"
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        reader = gguf.GGUFReader(path)
+        elements: dict[str, int] = {}
+        for tensor in reader.tensors:
+            kind = tensor.tensor_type.name if tensor.tensor_type.name in _FLOATS else "BF16"
+            elements[kind] = elements.get(kind, 0) + int(tensor.n_elements)
+        known = _TOKENS in reader.fields
+        del reader
+        with quiet():
+            what = "its configuration"
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+            what = "its tokenizer"
+            tokenizer = (
+                AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+                if known
+                else None
+            )
     except Exception as error:  # transformers and gguf raise their own kinds
-        said = " ".join(str(error).split())[:300]
-        if "not supported" in said:
-            raise UnsupportedError(f"{path}: {said}; use the model's folder in Hugging Face format") from error
-        raise LoadError(f"{path}: {what} cannot be read ({type(error).__name__}: {said}); download it again") from error
-    return config, tokenizer
+        if "not supported" in str(error):
+            raise UnsupportedError(f"{path}: {short(error)}; use the model's folder in Hugging Face format") from error
+        raise LoadError(
+            f"{path} is no intact GGUF file: {what} cannot be read ({short(error)}); download it again"
+        ) from error
+    if tokenizer is None:
+        raise LoadError(
+            f"{path} holds no tokenizer; use the model's folder in Hugging Face format, or load the file with "
+            "transformers and pass (model, tokenizer)"
+        )
+    return config, tokenizer, Checkpoint((path,), elements, path.stat().st_size)

@@ -10,24 +10,33 @@ import functools
 import gc
 import logging
 import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.embedded import embedded, is_embedded_name
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError
-from sakiyomi.kernels.pack import PACKED, Prepared
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.kernels.pack import Prepared
+from sakiyomi.kernels.rounding import check_rounding
 from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.loading.families import check_supported, read_config
-from sakiyomi.loading.fit import check_memory, check_rounded
+from sakiyomi.loading.fit import by_layer, check_memory
 from sakiyomi.loading.gguf import read_gguf
 from sakiyomi.loading.hub import fetch, looks_like_hub_id
-from sakiyomi.loading.packed import copy_place, is_packed, read_packed, register, save_packed, source_key
-from sakiyomi.memory import readable, require_bytes
+from sakiyomi.loading.packed import (
+    REMEDY,
+    copy_place,
+    is_packed,
+    packed_files,
+    read_about,
+    read_packed,
+    save_packed,
+    source_key,
+)
+from sakiyomi.loading.placeholder import register
+from sakiyomi.loading.reader import Reader, quiet, short, torchao
+from sakiyomi.memory import require_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +47,6 @@ __all__ = ["Loaded", "load_model"]
 
 logger = logging.getLogger("sakiyomi")
 DTYPES = ("float32", "bfloat16", "float16")
-_LONG = 500_000_000
-"""Bytes from which on loading takes seconds, so that a progress display is of use."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +78,21 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     quantize: str | None = None,
+    packed: bool = False,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Loaded:
     """Load a causal language model and its tokenizer.
 
     Args:
-        target: name of an embedded model, a folder in Hugging Face format, a hub id, or ``(model, tokenizer)``. A
-            folder with the name of an embedded model is meant by ``"./tales"``.
+        target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or ``(model,
+            tokenizer)``. A folder with the name of an embedded model is meant by ``"./tales"``.
         dtype: "auto" (as the checkpoint says), "float32", "bfloat16", "float16" or a torch dtype.
         device: "auto" (the first CUDA device if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
         quantize: "int8" or "int4": the linear layers are to be rounded. On the CPU they come from the packed copy if
             there is one, else they stay on disk until ``PackedModel`` packs them, one after the other; on a GPU torchao
             rounds them here.
+        packed: a folder of ``save_packed`` will do. Only ``PackedModel`` can run what comes then.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
 
@@ -93,9 +102,9 @@ def load_model(
         UnsupportedError: a kind of model that cannot work.
         MemoryLimitError: it does not fit; nothing was allocated.
     """
-    wanted, place = parse_dtype(dtype), _device(device)
+    wanted, place = parse_dtype(dtype), parse_device(device)
     if isinstance(target, tuple):
-        return _from_pair(target, wanted, place if str(device) != "auto" else None)
+        return _from_pair(target, wanted, place if str(device) != "auto" else None, quantize)
     if not isinstance(target, str | os.PathLike):
         raise InputError(
             f"the model is given as {type(target).__name__}; expected a folder, a hub id, the name of an embedded "
@@ -114,34 +123,59 @@ def load_model(
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     if gguf is not None:
-        config, tokenizer = read_gguf(gguf)
+        config, tokenizer, checkpoint = read_gguf(gguf)
         check_supported(config, name)
-        checkpoint = Checkpoint((gguf,), {}, gguf.stat().st_size)
     else:
-        config = config_of(folder)
-        tokenizer = _read_tokenizer(folder, trust_remote_code)
+        config, tokenizer = config_of(folder), _read_tokenizer(folder, trust_remote_code)
         if is_packed(folder):
-            return _from_packed(folder, name, tokenizer, wanted, place, quantize, trust_remote_code)
+            if not packed:
+                raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model itself")
+            if quantize:
+                raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+            return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
         checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
-    final = wanted or _stored_dtype(config, checkpoint)
-    reader = _Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf)
-    quantized = hasattr(config, "quantization_config")
-    if quantize and quantized:
+    if quantize and hasattr(config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
-    if not quantize or place.type != "cpu":
-        check_memory(name, checkpoint, final, place, quantized=quantized, quantize=quantize)
-        model = reader.read(_torchao(quantize)) if quantize else reader.read()
-        return Loaded(_to_device(model, place, name).eval(), tokenizer, name, folder, owned=True)
+    final = wanted or _stored_dtype(config, checkpoint)
+    reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf)
+    if quantize and place.type == "cpu":
+        return _to_be_rounded(reader, config, tokenizer, quantize, beside and gguf is None)
+    if quantize and gguf is not None:
+        raise UnsupportedError(
+            f"quantize={quantize!r} on a GPU takes no GGUF file; pass the model's folder, or device='cpu'"
+        )
+    settings = torchao(quantize, name, final) if quantize else None
+    check_memory(name, config, checkpoint, final, place, quantize=quantize, trust_remote_code=trust_remote_code)
+    return Loaded(_to_device(reader.read(settings), place, name).eval(), tokenizer, name, folder, owned=True)
+
+
+def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, beside: bool) -> Loaded:
+    """A packed copy, else a model whose layers are on disk as far as they can be, and what saves its packed copy."""
+    name, folder, checkpoint, dtype = reader.name, reader.folder, reader.checkpoint, reader.dtype
+    check_rounding(f"quantize={quantize!r}", dtype)
     key = source_key(folder, checkpoint)
-    copy = copy_place(gguf or folder, quantize, final, beside=beside and gguf is None)
+    copy = copy_place(reader.gguf or folder, quantize, dtype, beside=beside)
     if is_packed(copy):
         try:
-            return _from_packed(copy, name, tokenizer, wanted, place, None, trust_remote_code, key=key)
+            return _from_packed(copy, name, tokenizer, dtype, reader.device, reader.trust_remote_code, key=key)
         except LoadError as error:
-            logger.warning("%s; it is made again now", error)
-    model = reader.read() if gguf is not None else reader.read_later()
-    check_rounded(name, model, quantize, final)
-    save = functools.partial(save_packed, place=copy, source=folder, key=key, config=config, tokenizer=tokenizer)
+            logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
+    check = functools.partial(
+        check_memory, name, config, checkpoint, dtype, reader.device, trust_remote_code=reader.trust_remote_code
+    )
+    layered = by_layer(config, checkpoint)
+    if not layered:
+        check()
+    check(quantize=quantize)
+    model = reader.read_later() if layered else reader.read()
+    save = functools.partial(
+        save_packed,
+        place=copy,
+        source=None if reader.gguf else folder,
+        key=key,
+        config=config,
+        tokenizer=tokenizer,
+    )
     return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save)
 
 
@@ -151,24 +185,27 @@ def _from_packed(
     tokenizer: Any,
     dtype: torch.dtype | None,
     device: torch.device,
-    quantize: str | None,
     trust_remote_code: bool,
     *,
     key: str | None = None,
 ) -> Loaded:
-    if quantize is not None:
-        raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+    about = read_about(folder, key)
+    stored = parse_dtype(about["dtype"])
+    assert stored is not None, "written by save_packed"
     if device.type != "cpu":
-        raise InputError(f"device is '{device}' and {name!r} is packed for the CPU; load the model itself instead")
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    require_bytes(size, f"the packed model {name!r}", remedy="free memory, or pack it with quantize='int4'")
+        raise InputError(
+            f"device is '{device}' and {name!r} is packed for the CPU; pass device='cpu', or the model itself"
+        )
+    if dtype not in (None, stored):
+        raise InputError(
+            f"dtype is {dtype} and {name!r} is packed in {stored}; leave dtype at 'auto', or pass the model itself"
+        )
+    check_rounding(f"the packed model {name!r}", stored)
+    checkpoint, size = packed_files(folder)
+    require_bytes(size, f"the packed model {name!r}", remedy="free memory, or choose a smaller model")
     register()
-    checkpoint = read_checkpoint(folder)
-    stored = _stored_dtype(read_config(folder, trust_remote_code=trust_remote_code), checkpoint)
-    if dtype is not None and dtype != stored:
-        raise InputError(f"dtype is {dtype} and {name!r} is packed in {stored}; leave dtype at 'auto'")
-    reader = _Reader(name, folder, checkpoint, stored, device, trust_remote_code, False)
-    model, prepared = read_packed(folder, reader.read, key=key)
+    reader = Reader(name, folder, checkpoint, stored, device, trust_remote_code)
+    model, prepared = read_packed(folder, about, reader.read)
     return Loaded(model.eval(), tokenizer, name, folder, owned=True, prepared=prepared)
 
 
@@ -198,7 +235,12 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
-def _device(value: str | torch.device) -> torch.device:
+def parse_device(value: str | torch.device) -> torch.device:
+    """The device that is meant.
+
+    Raises:
+        InputError: there is no such device, here or in this version.
+    """
     import torch
 
     if str(value) == "auto":
@@ -221,7 +263,9 @@ def _device(value: str | torch.device) -> torch.device:
     return torch.device("cpu")
 
 
-def _from_pair(pair: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device | None) -> Loaded:
+def _from_pair(
+    pair: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device | None, quantize: str | None
+) -> Loaded:
     if len(pair) != 2 or not hasattr(pair[0], "config") or not hasattr(pair[1], "decode"):
         kinds = ", ".join(type(part).__name__ for part in pair)
         raise InputError(
@@ -239,6 +283,11 @@ def _from_pair(pair: tuple[Any, ...], dtype: torch.dtype | None, device: torch.d
         raise InputError(
             f"device is '{device}' and the loaded model {name!r} is on '{model.device}'; a loaded model is used where "
             "it is: move it yourself, or pass device='auto'"
+        )
+    if quantize and model.device.type == "cuda":
+        raise UnsupportedError(
+            f"quantize={quantize!r}: the loaded model {name!r} is on a GPU, where it would have to be changed; load it "
+            "quantized, or pass its folder"
         )
     return Loaded(model, tokenizer, name, None, owned=False)
 
@@ -265,17 +314,6 @@ def _gguf_file(name: str) -> Path | None:
     return path if path.suffix.lower() == ".gguf" and path.is_file() else None
 
 
-def _torchao(quantize: str) -> Any:
-    """Torchao's way of rounding weights on a GPU; rows stay as they are."""
-    try:
-        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
-    except ImportError as error:
-        raise LoadError(f"quantize={quantize!r} on a GPU needs torchao; install it with pip install torchao") from error
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig({"int8": Int8WeightOnlyConfig, "int4": Int4WeightOnlyConfig}[quantize]())
-
-
 def _read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     from transformers import AutoTokenizer
 
@@ -285,10 +323,10 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
     if not trust_remote_code and not any(any(folder.glob(pattern)) for pattern in patterns):
         raise LoadError(f"no tokenizer in {folder}; {remedy}")
     try:
-        with _quiet():
+        with quiet():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({_short(error)}); {remedy}") from error
+        raise LoadError(f"the tokenizer in {folder} cannot be read ({short(error)}); {remedy}") from error
 
 
 def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
@@ -302,81 +340,6 @@ def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
     return torch.float32
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the weights of a folder (or of one GGUF file in it) through transformers."""
-
-    name: str
-    folder: Path
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    device: torch.device
-    trust_remote_code: bool
-    allow_pickle: bool
-    gguf: Path | None = None
-
-    def read(self, quantization: Any = None, **options: Any) -> Any:
-        """The model, in main memory; on its device if torchao is to round it there.
-
-        Raises:
-            LoadError: tensors are missing or cannot be read.
-            MemoryLimitError: memory ran out all the same.
-        """
-        from transformers import AutoModelForCausalLM
-
-        if quantization is not None:
-            options |= {"quantization_config": quantization, "device_map": {"": self.device}}
-        if self.gguf is not None:
-            options["gguf_file"] = self.gguf.name
-        else:
-            options["use_safetensors"] = None if self.allow_pickle else True
-        reader: Any = AutoModelForCausalLM  # its signature knows nothing of output_loading_info
-        try:
-            with _quiet(), _progress(self.name, self.checkpoint):
-                model, report = reader.from_pretrained(
-                    self.folder,
-                    dtype=self.dtype,
-                    trust_remote_code=self.trust_remote_code,
-                    local_files_only=True,
-                    output_loading_info=True,
-                    **options,
-                )
-        except MemoryError as error:
-            raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
-        except Exception as error:  # every model class and quantizer raises its own kinds
-            raise LoadError(f"the weights in {self.folder} cannot be loaded ({_short(error)})") from error
-        missing = sorted(report["missing_keys"])
-        if missing:
-            # transformers only warns and leaves these at random.
-            raise LoadError(
-                f"the weights in {self.folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
-                "...): they would be random; the files belong to another kind of model"
-            )
-        return model
-
-    def read_later(self) -> Any:
-        """The model with its linear layers on disk: accelerate's hooks bring each when it is needed.
-
-        So a model can run, and be packed layer by layer, in the memory of its packed copy and one layer.
-        """
-        from accelerate.hooks import remove_hook_from_module
-
-        with tempfile.TemporaryDirectory(prefix="sakiyomi-") as offload:  # stays empty where weights are safetensors
-            model = self.read(device_map={"": "disk"}, offload_folder=offload)
-            if any(Path(offload).iterdir()):  # weights that transformers had to convert; they are gone with the folder
-                return self.read()
-        for module in model.modules():
-            hook = getattr(module, "_hf_hook", None)
-            if hook is None or type(module) in PACKED:
-                continue
-            hook.pre_forward(module)
-            remove_hook_from_module(module)
-            vars(module).pop("forward", None)  # the class's own again, which a compiler and a copy understand
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.clone()  # what was read is the file itself, mapped
-        return model
-
-
 def _to_device(model: Any, device: torch.device, name: str) -> Any:
     import torch
 
@@ -385,32 +348,3 @@ def _to_device(model: Any, device: torch.device, name: str) -> Any:
     except torch.OutOfMemoryError as error:
         gc.collect()
         raise MemoryLimitError(f"{name!r} does not fit on {device}; free memory there or pass device='cpu'") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' own bars and notes, which are set back afterwards."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _progress(name: str, checkpoint: Checkpoint) -> Any:
-    """A spinner on stderr while a large model is read; nothing where nobody watches."""
-    if checkpoint.stored_bytes < _LONG or not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"loading {name} ({readable(checkpoint.stored_bytes)})")
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -12,39 +12,51 @@ a target by itself.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.errors import LoadError, UnsupportedError
+from sakiyomi.errors import LoadError, MemoryLimitError
 from sakiyomi.kernels.build import cache_folder
-from sakiyomi.kernels.native import PARTS, NativeModel, PackedLinear
+from sakiyomi.kernels.native import PARTS, NativeModel, PackedLinear, can_pack
 from sakiyomi.kernels.pack import Prepared, join_siblings
 from sakiyomi.kernels.rounding import RoundingReport
-from sakiyomi.loading.checkpoint import Checkpoint, read_header, read_json
+from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
+from sakiyomi.loading.placeholder import METHOD
 from sakiyomi.memory import readable
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
 
-__all__ = ["ABOUT", "copy_place", "is_packed", "read_packed", "save_packed", "source_key"]
+__all__ = [
+    "REMEDY",
+    "copy_place",
+    "is_packed",
+    "packed_files",
+    "read_about",
+    "read_packed",
+    "save_packed",
+    "source_key",
+]
 
 logger = logging.getLogger("sakiyomi")
 FORMAT = 1
 ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
-METHOD = "sakiyomi"
+REMEDY = "load the model itself with quantize, which packs it anew"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32}
 _SAMPLES = 32  # places of a weight file that are compared
 
@@ -55,56 +67,61 @@ def is_packed(folder: Path) -> bool:
 
 
 def copy_place(folder: Path, quantize: str, dtype: torch.dtype, *, beside: bool) -> Path:
-    """Where the packed copy of a model lies.
+    """Where the packed copy of a model lies, or is to.
 
     Args:
-        folder: the model's.
+        folder: the model's, or its GGUF file.
         quantize: "int8" or "int4".
         dtype: of rows, embeddings and layers that are kept.
-        beside: in the model's own folder; otherwise in the cache folder.
+        beside: in the model's own folder if it can be written; otherwise in the cache folder.
     """
     name = f"sakiyomi-{quantize}-{str(dtype).removeprefix('torch.')}"
-    if beside and os.access(folder, os.W_OK):
+    if beside and (is_packed(folder / name) or os.access(folder, os.W_OK)):
         return folder / name
     where = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return cache_folder() / "packed" / f"{folder.name}-{where}-{name}"
 
 
 def source_key(folder: Path, checkpoint: Checkpoint) -> str:
-    """Tells models apart: a digest of the configuration, and of the header and some places of each weight file."""
+    """Tells models apart: a digest of the configuration, and of the time and some places of each weight file."""
     digest = hashlib.sha256()
     if (folder / "config.json").is_file():  # a GGUF file holds its own
         digest.update((folder / "config.json").read_bytes())
     for path in checkpoint.files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
+        found = path.stat()
+        digest.update(f"{path.name} {found.st_size} {found.st_mtime_ns}".encode())
         with path.open("rb") as file:
             digest.update(file.read(1 << 16))
             for i in range(_SAMPLES):
-                file.seek(size * i // _SAMPLES)
+                file.seek(found.st_size * i // _SAMPLES)
                 digest.update(file.read(1024))
     return digest.hexdigest()
+
+
+def _digest(about: dict[str, Any]) -> str:
+    """Of sakiyomi.json without the digest itself: the kernels believe what is written there."""
+    rest = {name: value for name, value in about.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------- writing
 
 
-def save_packed(packed: PackedModel, place: Path, source: Path, key: str, config: Any, tokenizer: Any) -> bool:
+def save_packed(packed: PackedModel, place: Path, source: Path | None, key: str, config: Any, tokenizer: Any) -> bool:
     """Write a packed copy; whether it is there now. What cannot be written is said in one line and costs nothing else.
 
     Args:
-        packed: rounded, and never run on another device.
+        packed: rounded.
         place: the folder to be; one that is there is replaced.
-        source: the model's folder, for generation settings and code.
+        source: the model's folder, for generation settings and code; None where they are not of its own.
         key: its ``source_key``.
         config, tokenizer: of the model.
     """
     module, report = packed.module, packed.rounding
     layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLinear)}
     tensors = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
-    held = {f"{name}.weight" for name in layers}  # a head that shares the embeddings has them under its name too
-    others = {name: tensor for name, tensor in module.state_dict().items() if name not in held}
-    about = {
+    others = _unshared(module.state_dict())
+    about: dict[str, Any] = {
         "format": FORMAT,
         "source": key,
         "dtype": str(packed.dtype).removeprefix("torch."),
@@ -116,6 +133,7 @@ def save_packed(packed: PackedModel, place: Path, source: Path, key: str, config
         "cache": [[shape.heads, shape.key_dim, shape.value_dim] for shape in packed.cache.shapes],
         "report": None if report is None else asdict(report),
     }
+    about["digest"] = _digest(about)
     size = sum(tensor.nbytes for tensor in (*tensors.values(), *others.values()))
     fresh = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -125,24 +143,25 @@ def save_packed(packed: PackedModel, place: Path, source: Path, key: str, config
             raise OSError(f"it takes {readable(size)} and {readable(free)} are free")
         fresh.mkdir()
         tokenizer.save_pretrained(fresh)
-        for path in (source / "generation_config.json", *source.glob("*.py")):
-            if path.is_file():
-                shutil.copy(path, fresh)
+        if source is not None:
+            code = source.glob("*.py") if hasattr(config, "auto_map") else ()
+            for path in (source / "generation_config.json", *code):
+                if path.is_file():
+                    shutil.copy(path, fresh)
         settings = {**config.to_dict(), "dtype": about["dtype"]}
         settings["quantization_config"] = {"quant_method": METHOD, "layers": sorted(layers)}
         (fresh / "config.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
-        save_file(
-            {name: tensor.contiguous() for name, tensor in _unshared(others).items()}, fresh / "model.safetensors"
-        )
+        save_file(others, fresh / "model.safetensors")
         save_file(tensors, fresh / WEIGHTS)
         (fresh / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
         _replace(fresh, place)
     except Exception as error:  # safetensors raises its own kinds when a disk is full
-        shutil.rmtree(fresh, ignore_errors=True)
         logger.warning(
             "the packed copy cannot be saved in %s (%s); the model runs, and is packed anew next time", place, error
         )
         return False
+    finally:  # Ctrl-C comes here too
+        shutil.rmtree(fresh, ignore_errors=True)
     logger.info("packed copy of %s saved in %s", readable(size), place)
     return True
 
@@ -158,13 +177,18 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _replace(fresh: Path, place: Path) -> None:
-    if place.exists():
-        old = place.with_name(f"{fresh.name}.old")
-        place.rename(old)
-        fresh.rename(place)
+    """Put a folder in its place. Where others do the same at the same time, the last one's stays, whole."""
+    while True:
+        try:
+            fresh.rename(place)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        old = fresh.with_suffix(".old")
+        with suppress(FileNotFoundError):
+            place.rename(old)
         shutil.rmtree(old, ignore_errors=True)
-    else:
-        fresh.rename(place)
 
 
 # ---------------------------------------------------------------- reading
@@ -190,45 +214,79 @@ class _File:
                 while len(room):
                     count = file.readinto(room)
                     if not count:
-                        raise LoadError(f"{self.path} ends within {name}; remove its folder, so that it is made again")
+                        raise LoadError(f"{self.path} ends within {name}")
                     room = room[count:]
                 found[name] = tensor
         return found
 
 
-def read_packed(folder: Path, read: Callable[[], Any], *, key: str | None = None) -> tuple[Any, Prepared]:
-    """A packed model.
+@contextmanager
+def _intact(folder: Path) -> Iterator[None]:
+    """Whatever is wrong with a packed folder's files is a LoadError that names the folder and what to do."""
+    try:
+        yield
+    except MemoryLimitError:
+        raise
+    except Exception as error:  # damage has many kinds
+        reason = str(error).partition(";")[0] if isinstance(error, LoadError) else f"{type(error).__name__}: {error}"
+        raise LoadError(f"{folder} is no intact packed model ({reason}); {REMEDY}") from error
+
+
+def read_about(folder: Path, key: str | None = None) -> dict[str, Any]:
+    """What sakiyomi.json says, in this version's form.
 
     Args:
         folder: of the packed copy.
-        read: gives the transformers model of this folder, placeholders where packed layers belong.
         key: of the model whose copy it should be; None: whatever it is.
 
     Raises:
-        LoadError: of another version or model, or damaged.
-        UnsupportedError: the compiled kernels are not available.
+        LoadError: of another version or model, or changed since it was written.
     """
-    about = read_json(folder / ABOUT)
+    with _intact(folder):
+        about = read_json(folder / ABOUT)
     if about.get("format") != FORMAT:
         raise LoadError(
-            f"{folder} is a packed model of format {about.get('format')!r}, this version reads format {FORMAT}; remove "
-            "the folder and load the model itself again with quantize, which packs it anew"
+            f"{folder} is a packed model of format {about.get('format')!r}, and this version reads format {FORMAT}; "
+            + REMEDY
         )
-    if key is not None and about.get("source") != key:
-        raise LoadError(
-            f"{folder} was packed from other weights than those beside it; remove the folder, so that it is made again"
-        )
+    if about.get("digest") != _digest(about):
+        raise LoadError(f"{folder} is no intact packed model ({ABOUT} was changed after it was written); {REMEDY}")
+    if key is not None and about["source"] != key:
+        raise LoadError(f"{folder} was packed from other weights than those beside it now; {REMEDY}")
+    return about
+
+
+def packed_files(folder: Path) -> tuple[Checkpoint, int]:
+    """What transformers is to read of a packed folder, and the bytes of all its weights.
+
+    Raises:
+        LoadError: a file is missing or cut off.
+    """
+    with _intact(folder):
+        read_header(folder / WEIGHTS)
+        checkpoint = read_checkpoint(folder)
+        return checkpoint, checkpoint.stored_bytes + (folder / WEIGHTS).stat().st_size
+
+
+def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) -> tuple[Any, Prepared]:
+    """A packed model, and what is known of it.
+
+    Args:
+        folder: of the packed copy.
+        about: of ``read_about``.
+        read: gives the transformers model of this folder, placeholders where packed layers belong.
+
+    Raises:
+        LoadError: a file is damaged, or does not belong to the others.
+    """
     native = NativeModel.create()
-    if native is None:
-        raise UnsupportedError(
-            f"{folder} is packed for the compiled CPU kernels, which are not available here (sakiyomi info says what "
-            "is missing); load the model itself without quantize"
-        )
-    model = read()
-    packed: dict[str, PackedLinear] = {}
-    try:
-        dtype = getattr(torch, about["dtype"])
+    assert native is not None, "see check_rounding"
+    with _intact(folder):
+        model, dtype = read(), getattr(torch, about["dtype"])
+        if model.config.quantization_config.layers != sorted(about["layers"]):
+            raise ValueError(f"config.json names other layers than {ABOUT}")
         tensors = _File(folder / WEIGHTS).tensors()
+        packed: dict[str, PackedLinear] = {}
         for name, layer in about["layers"].items():
             parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
             _check(name, layer, parts, dtype)
@@ -239,12 +297,7 @@ def read_packed(folder: Path, read: Callable[[], Any], *, key: str | None = None
             join_siblings(native, [packed[name] for name in group])
         shapes = [LayerShape(heads, key, value, torch.device("cpu")) for heads, key, value in about["cache"]]
         report = about["report"] and RoundingReport(**{**about["report"], "kept": tuple(about["report"]["kept"])})
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise LoadError(
-            f"{folder} is no intact packed model ({type(error).__name__}: {error}); remove the folder and load the "
-            "model itself again with quantize, which packs it anew"
-        ) from error
-    return model, Prepared(native, shapes, report, [list(group) for group in about["siblings"]])
+    return model, Prepared(native, shapes, report, about["siblings"])
 
 
 def _check(name: str, layer: dict[str, int], parts: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -256,44 +309,5 @@ def _check(name: str, layer: dict[str, int], parts: dict[str, Tensor], dtype: to
         8: {"data": blocks * 32 * -(-inner // 4) * 4, "scale": 4 * out, "sum": 4 * out},
         4: {"data": blocks * 16 * inner, "scales": blocks * inner * 2},
     }[bits] | ({"bias": 4 * out} if "bias" in parts else {})
-    if {part: tensor.nbytes for part, tensor in parts.items()} != sizes:
+    if not can_pack((out, inner), dtype, bits) or {part: tensor.nbytes for part, tensor in parts.items()} != sizes:
         raise ValueError(f"{name} has tensors of other sizes than {inner} x {out} in {bits} bits takes")
-
-
-# ---------------------------------------------------------------- transformers' side
-
-
-def register() -> None:
-    """Teach transformers that layers of a packed folder are not in its own weight file. Once a process is enough."""
-    from transformers.quantizers.auto import (
-        AUTO_QUANTIZATION_CONFIG_MAPPING,
-        register_quantization_config,
-        register_quantizer,
-    )
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    if METHOD in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        return
-
-    @register_quantization_config(METHOD)
-    class PackedConfig(QuantizationConfigMixin):
-        def __init__(self, layers: list[str], **_: Any) -> None:
-            self.quant_method = METHOD  # type: ignore[assignment]
-            self.layers = layers
-
-    @register_quantizer(METHOD)
-    class PackedQuantizer(HfQuantizer):
-        requires_calibration = True
-
-        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
-            for name in self.quantization_config.layers:  # type: ignore[attr-defined]
-                parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, nn.Identity())
-
-        @property
-        def is_trainable(self) -> bool:
-            return False
-
-        def is_serializable(self) -> bool:
-            return False

@@ -1,0 +1,64 @@
+"""What transformers has to know of a packed folder: its weight file lacks the packed layers, and that is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["METHOD", "register"]
+
+METHOD = "sakiyomi"
+"""The folder's ``quant_method`` in config.json."""
+
+
+class _Placeholder(nn.Identity):
+    """Where a packed layer comes. Its empty weight is for models that set a certain layer's weight at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.empty(0, device="cpu")
+
+
+def register() -> None:
+    """Have ``from_pretrained`` leave packed layers out of a model. Once a process is enough."""
+    from transformers.quantizers.auto import (
+        AUTO_QUANTIZATION_CONFIG_MAPPING,
+        register_quantization_config,
+        register_quantizer,
+    )
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    if METHOD in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return
+
+    @register_quantization_config(METHOD)
+    class PackedConfig(QuantizationConfigMixin):
+        def __init__(self, layers: list[str], **_: Any) -> None:
+            self.quant_method = METHOD  # type: ignore[assignment]
+            self.layers = layers
+
+    @register_quantizer(METHOD)
+    class PackedQuantizer(HfQuantizer):
+        requires_calibration = True
+
+        def _process_model_before_weight_loading(self, model: Any, **options: Any) -> None:
+            layers: list[str] = self.quantization_config.layers  # type: ignore[attr-defined]
+            for name in layers:
+                parent, _, own = name.rpartition(".")
+                setattr(model.get_submodule(parent), own, _Placeholder())
+            # A head that shares the embeddings has its own packed weights now.
+            model.all_tied_weights_keys = {
+                name: source
+                for name, source in model.all_tied_weights_keys.items()
+                if not {name.rpartition(".")[0], source.rpartition(".")[0]} & set(layers)
+            }
+
+        @property
+        def is_trainable(self) -> bool:
+            return False
+
+        def is_serializable(self) -> bool:
+            return False

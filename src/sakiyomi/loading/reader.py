@@ -1,0 +1,187 @@
+"""Weights through transformers: whole, rounded by torchao on a GPU, or left on disk until each layer is packed."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.errors import LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.kernels.pack import PACKED
+from sakiyomi.loading.checkpoint import Checkpoint
+from sakiyomi.memory import readable
+from sakiyomi.progress import progress
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Reader", "quiet", "short", "torchao"]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the weights of a folder, or of one GGUF file in it.
+
+    Attributes:
+        name: what the user called the model.
+        folder, checkpoint: where its weights are.
+        dtype: they are to have.
+        device: where torchao is to round them.
+        gguf: the file, where it is one.
+    """
+
+    name: str
+    folder: Path
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+    gguf: Path | None = None
+
+    def read(self, quantization: Any = None, **options: Any) -> Any:
+        """The model, in main memory; on its device if torchao is to round it there.
+
+        Raises:
+            LoadError: tensors are missing or cannot be read.
+            MemoryLimitError: memory ran out all the same.
+        """
+        from transformers import AutoModelForCausalLM
+
+        if quantization is not None:
+            options |= {"quantization_config": quantization, "device_map": {"": self.device}}
+        if self.gguf is not None:
+            options |= {"gguf_file": self.gguf.name, **_as_numbers()}
+        else:
+            options["use_safetensors"] = None if self.allow_pickle else True
+        reader: Any = AutoModelForCausalLM  # its signature knows nothing of output_loading_info
+        size = self.checkpoint.stored_bytes
+        try:
+            with (
+                quiet(),
+                _unpacking(self.gguf is not None),
+                progress(f"loading {self.name} ({readable(size)})", size=size),
+            ):
+                model, report = reader.from_pretrained(
+                    self.folder,
+                    dtype=self.dtype,
+                    trust_remote_code=self.trust_remote_code,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **options,
+                )
+        except MemoryError as error:
+            raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
+        except Exception as error:  # every model class and quantizer raises its own kinds
+            raise LoadError(f"the weights in {self.folder} cannot be loaded ({short(error)})") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            # transformers only warns and leaves these at random.
+            raise LoadError(
+                f"the weights in {self.folder} lack {len(missing)} tensors of {type(model).__name__} ({missing[0]}, "
+                "...): they would be random; the files belong to another kind of model"
+            )
+        return model
+
+    def read_later(self) -> Any:
+        """The model with its linear layers on disk: accelerate's hooks bring each when it is needed.
+
+        So a model can run, and be packed layer by layer, in the memory of its packed copy and one layer.
+
+        Raises:
+            LoadError, MemoryLimitError: as ``read``.
+        """
+        from accelerate.hooks import remove_hook_from_module
+
+        with tempfile.TemporaryDirectory(prefix="sakiyomi-") as offload:  # stays empty where weights are used as stored
+            model = self.read(device_map={"": "disk"}, offload_folder=offload)
+            if any(Path(offload).iterdir()):  # weights that transformers had to convert; they are gone with the folder
+                return self.read()
+        for module in model.modules():
+            hook = getattr(module, "_hf_hook", None)
+            if hook is None or type(module) in PACKED:
+                continue
+            hook.pre_forward(module)
+            remove_hook_from_module(module)
+            vars(module).pop("forward", None)  # the class's own again, which a compiler and a copy understand
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.clone()  # what was read is the file itself, mapped
+        return model
+
+
+@contextmanager
+def _unpacking(gguf: bool) -> Iterator[None]:
+    """Without the bar that transformers shows while it unpacks a GGUF file, whatever its settings are."""
+    if not gguf:
+        yield
+        return
+    from transformers import modeling_gguf_pytorch_utils as module
+
+    bar = getattr(module, "tqdm", None)
+    vars(module)["tqdm"] = lambda tensors, **_: tensors
+    try:
+        yield
+    finally:
+        vars(module)["tqdm"] = bar
+
+
+def _as_numbers() -> dict[str, Any]:
+    """Have transformers unpack a GGUF file, whose blocks it would otherwise keep where it finds kernels for them."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:  # versions that always unpack it
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
+    """Torchao's way of rounding weights on a GPU; rows stay as they are, and so does the head.
+
+    Raises:
+        LoadError: torchao is not installed.
+        UnsupportedError: its kernel for 4 bits takes bfloat16 only.
+    """
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise LoadError(f"quantize={kind!r} on a GPU needs torchao; pip install torchao") from error
+    from transformers import TorchAoConfig
+
+    if kind == "int8":
+        return TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    if str(dtype) != "torch.bfloat16":
+        raise UnsupportedError(
+            f"quantize={kind!r} on a GPU needs bfloat16, and {name!r} is in {dtype}; pass dtype='bfloat16'"
+        )
+    # The tiled layout has a kernel in torch itself; the plain one needs another package.
+    config = Int4WeightOnlyConfig(group_size=64, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
+    return TorchAoConfig(config)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without bars and notes of transformers and accelerate; their settings are set back afterwards."""
+    from transformers.utils import logging as notes
+
+    verbosity, bars = notes.get_verbosity(), notes.is_progress_bar_enabled()
+    accelerate = logging.getLogger("accelerate")
+    level = accelerate.level
+    notes.set_verbosity_error()
+    notes.disable_progress_bar()
+    accelerate.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        notes.set_verbosity(verbosity)
+        accelerate.setLevel(level)
+        if bars:
+            notes.enable_progress_bar()
+
+
+def short(error: Exception) -> str:
+    """An error of somebody else's in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,181 @@
+"""GGUF files: the same tokens as the folder they were written from, and bad ones refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from architectures import prompt
+from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
+from sakiyomi.bench import llamacpp
+from sakiyomi.kernels.native import NativeModel
+from sakiyomi.loading import load_model
+from toys import save_model, tiny_llama, tiny_tokenizer
+
+gguf = pytest.importorskip("gguf")
+native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
+TEXTS = ["The fox went", "むかし"]
+
+
+def tokenized(writer: type[Any]) -> type[Any]:
+    """A writer whose files hold the tiny tokenizer."""
+
+    class Tokenized(writer):  # type: ignore[misc]
+        def add_tokenizer_model(self, name: str) -> None:
+            tokenizer = tiny_tokenizer()
+            numbers = tokenizer.get_vocab()
+            merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+            super().add_tokenizer_model("gpt2")
+            self.add_tokenizer_pre("gpt-2")
+            self.add_token_list(sorted(numbers, key=numbers.__getitem__))
+            self.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(numbers) - 1))
+            self.add_token_merges([" ".join(pair) for pair in merges])
+            self.add_eos_token_id(0)
+
+    return Tokenized
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "folder", tiny_llama(), tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFWriter", tokenized(gguf.GGUFWriter))
+        for kind in ("F32", "BF16", "F16", "Q8_0", "Q4_0"):
+            llamacpp._write(place / f"{kind}.gguf", tiny_llama(), kind)
+    return place
+
+
+@pytest.fixture
+def file(files: Path, tmp_path: Path) -> Path:
+    """One that a test may damage."""
+    return Path(shutil.copy(files / "F32.gguf", tmp_path / "model.gguf"))
+
+
+def written(target: Path, **options: Any) -> list[tuple[list[int], str]]:
+    llm = LLM(str(target), "none", compile=False, **options)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    return [(done.token_ids, done.text) for done in llm.generate(TEXTS, params)]
+
+
+def refused(kind: type[SakiyomiError], *words: str, target: Path, **options: Any) -> None:
+    with pytest.raises(kind) as caught:
+        load_model(target, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in (str(target), *words):
+        assert word in message, message
+
+
+def test_the_same_tokens(files: Path, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wanted = written(folder)
+    capfd.readouterr()  # what libraries say when they are imported first
+    assert written(files / "F32.gguf") == wanted
+    assert capfd.readouterr() == ("", ""), "transformers shows a bar of its own"
+
+
+@native_only
+def test_rounded(file: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed copy goes into the cache: whose the folder is that the file lies in nobody knows."""
+    monkeypatch.setenv("SAKIYOMI_CACHE", str(tmp_path / "cache"))
+    (file.parent / "somebodys.py").write_text("")
+    before = {path.name for path in tmp_path.iterdir()}
+    for kind in ("int8", "int4"):
+        wanted = written(folder, quantize=kind)
+        assert written(file, quantize=kind) == wanted
+        assert written(file, quantize=kind) == wanted
+        (copy,) = (tmp_path / "cache" / "packed").glob(f"*{kind}*")
+        assert written(copy) == wanted
+        assert not (copy / "somebodys.py").exists()
+    assert {path.name for path in tmp_path.iterdir()} == before | {"cache"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "bfloat16"), ("Q4_0", "bfloat16")],
+)
+def test_weights_are_ordinary_numbers(kind: str, dtype: str, files: Path) -> None:
+    """In the dtype they are stored in; rounded ones come back in bfloat16, and in float32 where that is asked for."""
+    assert load_model(files / f"{kind}.gguf").model.dtype == getattr(torch, dtype)
+    model = load_model(files / f"{kind}.gguf", dtype="float32").model
+    assert {type(module) for module in model.modules() if hasattr(module, "in_features")} == {torch.nn.Linear}
+    own = tiny_llama()
+    ids = torch.tensor([prompt(20)])
+    with torch.no_grad():
+        got, wanted = model(ids).logits, own(ids).logits
+    most = {"F32": 1e-5, "F16": 0.01, "BF16": 0.05, "Q8_0": 0.1, "Q4_0": 1.0}[kind]
+    assert float((got - wanted).norm() / wanted.norm()) < most
+
+
+def test_a_file_is_named_like_a_folder(file: Path) -> None:
+    loaded = load_model(str(file))
+    assert loaded.name == str(file)
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("the fox")) == "the fox"
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    llamacpp._write(tmp_path / "bare.gguf", tiny_llama(), "F32")
+    refused(LoadError, "holds no tokenizer", "(model, tokenizer)", target=tmp_path / "bare.gguf")
+
+
+def test_an_unknown_architecture(tmp_path: Path) -> None:
+    writer = tokenized(gguf.GGUFWriter)(tmp_path / "other.gguf", "nonesuch")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refused(UnsupportedError, "nonesuch", "Hugging Face format", target=tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("keep", [4, 20, 100, 3000, -50_000, -10])
+def test_a_file_that_is_cut_off(keep: int, file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:keep])
+    refused(LoadError, "no intact GGUF file", "download it again", target=file)
+
+
+@pytest.mark.parametrize("data", [b"", b"GG", b"no such file"])
+def test_something_else(data: bytes, file: Path) -> None:
+    file.write_bytes(data)
+    refused(LoadError, "does not begin as a GGUF file does", "download it again", target=file)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    refused(LoadError, "there is no folder", target=tmp_path / "nowhere.gguf")
+
+
+def test_the_package_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(LoadError, "needs the package gguf; pip install gguf", target=file)
+
+
+def test_a_file_that_does_not_fit_unpacked(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 4 bits take four times the file's size; rounding them again would not help."""
+    file = files / "Q4_0.gguf"
+    weights = sum(parameter.numel() for parameter in tiny_llama().parameters())
+    monkeypatch.setattr("sakiyomi.loading.reader.Reader.read", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: int(1.9 * weights))
+    refused(MemoryLimitError, "in bfloat16 needs", "the largest model that fits", target=file)
+    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: int(2.1 * weights))
+    refused(MemoryLimitError, "in float32 needs", "with dtype='bfloat16'", target=file, dtype="float32")
+
+
+def test_on_a_gpu(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UnsupportedError, match="takes no GGUF file; pass the model's folder, or device='cpu'"):
+        load_model(file, quantize="int8")
