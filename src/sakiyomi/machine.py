@@ -142,9 +142,7 @@ def pass_seconds(model: PackedModel, rows: Sequence[int], *, context: int = 128,
     """Median seconds of a pass over so many rows of one request, behind ``context`` tokens in the cache."""
     context = max(1, min(context, model.max_context - max(rows)))
     tokens = [(7 * i + 1) % model.vocab_size for i in range(context + max(rows))]
-    slot = model.cache.take()
-    try:
-        model.cache.reserve(slot, context + max(rows))
+    with model.cache.lent(context + max(rows)) as slot:
         model.score([Segment(slot, 0, tokens[:context], prompt=True)], last=True)
         model.cache.keep(slot, 0, range(context))
         times: dict[int, list[float]] = {count: [] for count in rows}
@@ -155,8 +153,6 @@ def pass_seconds(model: PackedModel, rows: Sequence[int], *, context: int = 128,
                 if lap:
                     times[count].append(seconds)
         return {count: statistics.median(found) for count, found in times.items()}
-    finally:
-        model.cache.release(slot)
 
 
 def _timed(run: Callable[[], Any]) -> float:

@@ -356,12 +356,8 @@ class PackedModel:
                 f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self._model).__name__}, "
                 "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
             )
-        slot = self.cache.take()
-        try:
-            self.cache.reserve(slot, len(self._text))
+        with self.cache.lent(len(self._text)) as slot:
             after = self.score([Segment(slot, 0, self._text, prompt=True)])
-        finally:
-            self.cache.release(slot)
         agreement, divergence = compare(self._before, after)
         layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, PackedLinear)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
@@ -397,9 +393,7 @@ class PackedModel:
         """
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab_size, (80,), generator=generator).tolist()
-        slot = self.cache.take()
-        try:
-            self.cache.reserve(slot, 80)
+        with self.cache.lent(80) as slot:
             self.score([Segment(slot, 0, ids[:16], prompt=True)])
             reference = self._in_passes(slot, ids, 64, 64, first=64)
             good = []
@@ -408,8 +402,6 @@ class PackedModel:
                 if torch.equal(self._in_passes(slot, ids, count, size, first=(size + 1) // 2), reference[:count]):
                     good.append(size)
             return tuple(good) if len(good) > 1 else ()
-        finally:
-            self.cache.release(slot)
 
     def _in_passes(self, slot: int, ids: list[int], count: int, size: int, *, first: int) -> Tensor:
         """Logits of the tokens behind the first 16, by passes of one size, of which the first has fewer rows."""

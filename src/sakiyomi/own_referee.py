@@ -6,8 +6,7 @@ It cannot tell whether the rounded weights are good ones, nor find an error that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,22 +37,13 @@ class OwnReferee(Referee):
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """(len(tokens), V) float32: row i predicts ``tokens[i]``; one pass, as over a prompt."""
         ids = [*prompt, *tokens[:-1]]
-        with self._slot(len(ids)) as slot:
+        with self.model.cache.lent(len(ids)) as slot:
             return self.model.score([Segment(slot, 0, ids, prompt=True)])[len(prompt) - 1 :].float()
 
     def _stepped(self, prompt: Sequence[int], tokens: Sequence[int], step: int) -> Tensor:
         ids = [*prompt, *tokens[:-1]]
-        with self._slot(len(ids)) as slot:
+        with self.model.cache.lent(len(ids)) as slot:
             rows = [self.model.score([Segment(slot, 0, list(prompt), prompt=True)], last=True).clone()]
             for start in range(len(prompt), len(ids), step):
                 rows.append(self.model.score([Segment(slot, start, ids[start : start + step])]).clone())
         return torch.cat(rows).float()
-
-    @contextmanager
-    def _slot(self, columns: int) -> Iterator[int]:
-        slot = self.model.cache.take()
-        try:
-            self.model.cache.reserve(slot, columns)
-            yield slot
-        finally:
-            self.model.cache.release(slot)

@@ -38,12 +38,8 @@ def own_logits(model: PackedModel) -> Logits:
     """By passes of our own engine, as it runs the weights."""
 
     def logits(tokens: Sequence[int]) -> Tensor:
-        slot = model.cache.take()
-        try:
-            model.cache.reserve(slot, len(tokens))
+        with model.cache.lent(len(tokens)) as slot:
             return model.score([Segment(slot, 0, tokens, prompt=True)])
-        finally:
-            model.cache.release(slot)
 
     return logits
 

@@ -8,7 +8,8 @@ only; it knows no model and no text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -88,6 +89,16 @@ class SlotCache:
     def release(self, slot: int) -> None:
         """Give a slot back; its storage is used again by the next request."""
         self._free.append(slot)
+
+    @contextmanager
+    def lent(self, columns: int) -> Iterator[int]:
+        """A slot with room for so many tokens, for a pass that belongs to no request; it comes back with the block."""
+        slot = self.take()
+        try:
+            self.reserve(slot, columns)
+            yield slot
+        finally:
+            self.release(slot)
 
     def reserve(self, slot: int, columns: int) -> None:
         """Make room for `columns` tokens in a slot, growing all storage by doubling where needed.
