@@ -28,7 +28,7 @@ class ModelOptions:
     """Which models, and how they run: the parameters of ``LLM``, whose defaults these are (a test compares them).
 
     Attributes:
-        target: embedded name (tales), folder in Hugging Face format, or hub id.
+        target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
         draft: drafter: auto (tales-draft for tales, else none), none, or model:FOLDER (an embedded name or a hub id
             works as well).
         cache: cache policy; full keeps everything.
@@ -36,7 +36,8 @@ class ModelOptions:
         chunk_size: tokens of a prompt that are read at once.
         dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
-        quantize: int8 or int4 rounds the target's weights to so many bits; says what that changes.
+        quantize: int8 or int4 rounds the target's weights to so many bits; says what that changes, and keeps a packed
+            copy beside the model (or in the cache) for the next time.
         compile: auto (compiled graphs once they are ready), true (wait for them) or false.
         max_context: most tokens of prompt and text together; the model's own limit if not given.
         max_batch: requests at once at most.
