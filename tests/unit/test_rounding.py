@@ -128,6 +128,23 @@ def test_zeros(bits: int) -> None:
     assert got[3] == 1.0 and got[5] == 1.0 and got.isfinite().all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("place", [3, 64])
+def test_what_is_no_number_is_seen(bits: int, place: int) -> None:
+    """A NaN of a broken model must not become a likely text; the other rows do not see it."""
+    inner = 64 if bits == 4 else 66  # the last two by themselves
+    x = torch.randn(1, 3, inner)
+    layers = tables()
+    layer = layers.add_linear(torch.randn(20, inner), None, bits=bits)
+    begin(layers, 3)
+    good = layer(x)
+    x[0, 1, min(place, inner - 1)] = torch.nan
+    begin(layers, 3)
+    got = layer(x)
+    assert got[0, 1].isnan().all()
+    assert torch.equal(got[0, ::2], good[0, ::2])
+
+
 def test_numbers_of_all_sizes() -> None:
     """4 bits: neighbours 10^30 times larger spoil no other group, and the largest of a group is kept."""
     weight = torch.randn(8, 96)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import typer
 
@@ -20,6 +21,16 @@ class PlotOption:
     """
 
     plot: str | None = None
+
+
+class _Shown(Note):
+    """Progress beside a spinner."""
+
+    def __init__(self, status: Any) -> None:
+        self._status = status
+
+    def __call__(self, text: str) -> None:
+        self._status.update(text)
 
 
 def register(app: typer.Typer) -> None:
@@ -54,16 +65,12 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
         from sakiyomi import machine
         from sakiyomi.bench import plot, report, suites
 
-        class Shown(Note):
-            def __call__(self, text: str) -> None:
-                status.update(text)
-
         if picture.plot is not None:
             if config.rows and suites.TABLES.issuperset(config.rows):
                 raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
             plot.check(picture.plot)
         quiet()
-        rows = suites.run(config, Shown())
+        rows = suites.run(config, _Shown(status))
         conditions = machine.conditions()
         console = stdout()
         status.stop()
@@ -98,12 +105,8 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
         from sakiyomi.bench.inflate import inflate as run
         from sakiyomi.memory import readable
 
-        class Shown(Note):
-            def __call__(self, text: str) -> None:
-                status.update(text)
-
         quiet()
-        found = run(config, Shown())
+        found = run(config, _Shown(status))
     console = stdout()
     lines = [
         f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "

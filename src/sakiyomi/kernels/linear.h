@@ -9,6 +9,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <vector>
 
@@ -219,15 +220,16 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
   at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       const T* row = x + r * in;
-      f16v tops = {};
+      // Without their signs numbers have the order of their bits, and a NaN is above all: it becomes the row's scale, and is seen.
+      i16v tops = {};
       for (int64_t i = 0; i < whole; i += 16) {
-        f16v y = load16(row + i);
-        y = y < 0.0f ? -y : y;
+        i16v y = (i16v)load16(row + i) & 0x7fffffff;
         tops = y > tops ? y : tops;
       }
-      float most = 0;
-      for (int t = 0; t < 16; ++t) most = std::max(most, tops[t]);
-      for (int64_t i = whole; i < in; ++i) most = std::max(most, std::fabs(value_of(row[i])));
+      int32_t top = 0;
+      for (int t = 0; t < 16; ++t) top = std::max(top, tops[t]);
+      for (int64_t i = whole; i < in; ++i) top = std::max(top, std::bit_cast<int32_t>(std::fabs(value_of(row[i]))));
+      float most = std::bit_cast<float>(top);
       float inverse = most > 0 ? 127.0f / most : 0.0f;
       uint8_t* bytes = to.data.data() + r * to.stride;
       for (int64_t i = 0; i < whole; i += 16) put_bytes(bytes + i, load16(row + i) * inverse);
