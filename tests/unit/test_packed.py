@@ -21,10 +21,12 @@ import torch
 import sakiyomi.kernels.native
 from architectures import ALL, CONFIGS, make, model_of, prompt
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
+from sakiyomi.embedded import embedded
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.loading import load_model, packed
-from sakiyomi.loading.reader import Reader
+from sakiyomi.loading import load_model, packed, read_checkpoint
+from sakiyomi.loading.reader import Reader, torchao
 from sakiyomi.memory import readable
+from sakiyomi.model import structural_copy
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -241,6 +243,19 @@ def test_a_folder_that_cannot_be_written(
     assert same(load(fresh, quantize="int8"), first)
     assert same(load(copy), first)
     assert not warnings(caplog)
+
+
+def test_models_from_elsewhere_have_their_copies_in_the_cache(
+    fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the hub's cache nor the package is ours to write to."""
+    monkeypatch.setattr("sakiyomi.loading.model.fetch", lambda *_, **__: fresh)
+    for name in ("someone/some-model", "tales-draft"):
+        load(name, quantize="int8")
+        load(name, quantize="int8")
+    assert not [path for path in fresh.iterdir() if path.is_dir()]
+    assert not list(embedded("tales-draft").glob("sakiyomi-*"))
+    assert len(list((cache / "packed").iterdir())) == 2
 
 
 def test_a_copy_in_a_folder_that_cannot_be_written(
@@ -467,6 +482,37 @@ def test_a_model_that_the_kernels_do_not_serve(tmp_path: Path) -> None:
     assert not [path for path in folder.iterdir() if path.is_dir()]
 
 
+# --- on a GPU, as far as it can be seen without one -------------------------------------------------------------------
+
+
+def test_torchao_rounds_what_is_loaded_for_a_gpu(fresh: Path) -> None:
+    pytest.importorskip("torchao")
+    reader = Reader("it", fresh, read_checkpoint(fresh), torch.bfloat16, torch.device("cpu"))
+    model = reader.read(torchao("int8", "it", torch.bfloat16))
+    assert {type(layer.self_attn.q_proj.weight).__name__ for layer in model.model.layers} == {"Int8Tensor"}
+    assert type(model.lm_head.weight) is torch.nn.Parameter
+    with torch.no_grad():
+        ids = torch.tensor([prompt(30)])
+        got, wanted = structural_copy(model)(ids).logits.float(), tiny_llama()(ids).logits
+    assert float((got - wanted).norm() / wanted.norm()) < 0.2
+
+
+def test_torchao_in_4_bits_knows_bfloat16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    torchao("int4", "it", torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"'it' is in torch\.float16; pass dtype='bfloat16'"):
+        torchao("int4", "it", torch.float16)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(LoadError, match="needs torchao; pip install torchao"):
+        torchao("int8", "it", torch.bfloat16)
+
+
+def test_a_loaded_model_on_a_gpu_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda", 0)))
+    refused(UnsupportedError, "on a GPU", "pass its folder", target=(model, TOKENIZER), quantize="int8")
+
+
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
@@ -509,7 +555,7 @@ def test_what_is_said_to_fit_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_experts_are_not_said_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model", model_of("mixtral"))
     monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: 100_000)
-    assert "quantize=" not in refused(MemoryLimitError, "mixtral"[:0], target=folder, dtype="bfloat16")
+    assert "quantize=" not in refused(MemoryLimitError, target=folder, dtype="bfloat16")
     refused(MemoryLimitError, "in bfloat16 needs", target=folder, dtype="bfloat16", quantize="int4")
 
 
