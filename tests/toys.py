@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sakiyomi.errors import SakiyomiError
 
 CORPUS = (
     "Once upon a time there was a little fox who lived in a wood. Every day the fox went down to the river.",
@@ -16,6 +19,19 @@ CORPUS = (
     "むかしむかし、あるところに、おじいさんとおばあさんが住んでいました。おじいさんは山へ芝刈りに行きました。",
     "A smile 😀, a family 👨‍👩‍👧, a flag 🇯🇵, and the number 12345.\n\nThe end.",
 )
+
+
+def refused(
+    load: Callable[..., object], kind: type[SakiyomiError], *words: str, target: object, **options: object
+) -> str:
+    """Loading the target raises this kind of error with these words, on one line, which comes back."""
+    with pytest.raises(kind) as caught:
+        load(target, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+    return message
 
 
 @lru_cache

@@ -315,9 +315,8 @@ class PackedModel:
 
     def _packable(self) -> bool:
         """Whether the compiled kernels could serve this model."""
-        places = (
-            {"cpu", "meta"} if self._owned else {"cpu"}
-        )  # what we loaded ourselves may be on disk until it is packed
+        # What we loaded ourselves may be on disk until it is packed.
+        places = {"cpu", "meta"} if self._owned else {"cpu"}
         here = self._one_place and {p.device.type for p in self._model.parameters()} <= places
         return self.passes_here and here and self.dtype in (torch.float32, torch.bfloat16)
 

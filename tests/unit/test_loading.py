@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -17,9 +18,10 @@ from typing import Any
 import pytest
 import torch
 
+import toys
 from sakiyomi import memory
 from sakiyomi.embedded import EMBEDDED, embedded
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
@@ -35,16 +37,7 @@ def folder(good: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good, tmp_path / "model"))
 
 
-def refused(kind: type[SakiyomiError], *words: str, **options: Any) -> str:
-    """Loading raises this kind of error with these words, on one line."""
-    target = options.pop("target")
-    with pytest.raises(kind) as caught:
-        load_model(target, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
-    return message
+refused = functools.partial(toys.refused, load_model)
 
 
 def set_config(folder: Path, **values: Any) -> None:

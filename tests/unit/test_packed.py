@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -19,8 +20,9 @@ import pytest
 import torch
 
 import sakiyomi.kernels.native
+import toys
 from architectures import ALL, CONFIGS, make, model_of, prompt
-from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
+from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
 from sakiyomi.embedded import embedded
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.loading import load_model, packed, read_checkpoint
@@ -97,14 +99,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def refused(kind: type[SakiyomiError], *words: str, target: Any, **options: Any) -> str:
-    with pytest.raises(kind) as caught:
-        load(target, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
-    return message
+refused = functools.partial(toys.refused, load)
 
 
 def contents(folder: Path) -> dict[str, str]:

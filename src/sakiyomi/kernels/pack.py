@@ -18,7 +18,7 @@ from sakiyomi.kernels.native import NativeModel, PackedLinear, can_pack
 if TYPE_CHECKING:
     from sakiyomi.kernels.rounding import RoundingReport
 
-__all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "pack_linears", "present"]
+__all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "pack_linears", "present", "weight_of"]
 
 PACKED = (nn.Linear, Conv1D)
 
@@ -89,6 +89,12 @@ def present(layer: nn.Module) -> Iterator[None]:
         hook.post_forward(layer, None)
 
 
+def weight_of(layer: nn.Module) -> Tensor:
+    """A linear layer's weight as (out, in)."""
+    weight: Tensor = layer.weight if type(layer) is nn.Linear else layer.weight.T  # type: ignore[assignment]
+    return weight
+
+
 def pack_linears(
     model: nn.Module,
     native: NativeModel,
@@ -121,7 +127,7 @@ def pack_linears(
             if child._forward_pre_hooks or child._forward_hooks or (hasattr(child, "_hf_hook") and not free):
                 continue
             with present(child):
-                weight = child.weight if type(child) is nn.Linear else child.weight.T
+                weight = weight_of(child)
                 if weight.device.type != "cpu" or not can_pack(weight.shape, weight.dtype):
                     continue
                 width = (bits or {}).get(id(child), 16)

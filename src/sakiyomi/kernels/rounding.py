@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels.build import library_path
 from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, NativeModel, can_pack, to_halves
-from sakiyomi.kernels.pack import PACKED, present
+from sakiyomi.kernels.pack import PACKED, present, weight_of
 from sakiyomi.kernels.plan import Plan, Segment
 
 __all__ = ["ROUNDINGS", "Rounding", "RoundingReport", "check_rounding", "choose_bits", "compare", "layer_errors"]
@@ -127,12 +127,6 @@ def _adds_up(native: NativeModel) -> bool:
         if not torch.allclose(layer(rows), rows @ weight.T, rtol=1e-5, atol=1e-3):
             return False
     return True
-
-
-def weight_of(layer: nn.Module) -> Tensor:
-    """A linear layer's weight as (out, in)."""
-    weight: Tensor = layer.weight if type(layer) is nn.Linear else layer.weight.T  # type: ignore[assignment]
-    return weight
 
 
 def layer_errors(
