@@ -549,7 +549,7 @@ def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes_row, "MODEL", (64, 2, 4, 128, 320))
+    monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
     found = suites.ROWS["passes"](pair, suites.Note())
     kinds = ["bf16", "int8", "int4"] if native() is not None else ["bf16"]
     assert [(line["name"], line["cached"]) for line in found.lines] == [
@@ -569,7 +569,7 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes_row, "MODEL", (64, 2, 4, 128, 320))
+    monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
     found = suites.ROWS["passes"](pair, suites.Note())
     assert [line["name"] for line in found.lines] == ["bf16"] * 3

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
 
+MEDIUM = (768, 12, 12, 2048, 32000)  # of random_llama: 134M parameters
 MEASURED = 4  # texts on which a judge measures what rounding does
 WAYS = ("plain", "assisted", "prompt lookup")
 """How transformers generates: alone, with a draft model, with drafts from the text itself."""
@@ -81,6 +82,15 @@ def random_llama(
         # The last norm has unit rows, so that a logit is a sum of dim products.
         model.lm_head.weight.normal_(0.0, spread / dim**0.5)
     return model.to(parse_device(device), dtype).eval()
+
+
+def described(model: Any) -> str:
+    """A random model, for the conditions."""
+    config, size = model.config, sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"random Llama, {size / 1e6:.0f}M parameters, {config.num_hidden_layers} layers, dim {config.hidden_size}, "
+        f"vocabulary {config.vocab_size}"
+    )
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:

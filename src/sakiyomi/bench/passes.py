@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.bench.config import BenchConfig, Note
-from sakiyomi.bench.models import Numbers, random_llama
+from sakiyomi.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.bench.report import Row
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels.plan import Segment
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["passes"]
 
-MODEL = (768, 12, 12, 2048, 32000)
 WEIGHTS = {"bf16": None, "int8": "int8", "int4": "int4"}
 CACHED = (128, 1024, 4096)
 ROWS = (1, 4, 8, 16)
@@ -36,7 +35,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
     All weights, lengths and row counts take turns, and so does the measurement of what the memory gives.
     """
     note("passes: making the random model")
-    model = random_llama(*MODEL, torch.bfloat16, positions=ROOM, device=config.device)
+    model = random_llama(*MEDIUM, torch.bfloat16, positions=ROOM, device=config.device)
     targets: dict[str, PackedModel] = {}
     notes = []
     for name, quantize in WEIGHTS.items():
@@ -65,9 +64,8 @@ def passes(config: BenchConfig, note: Note) -> Row:
         for name, target in targets.items()
         for cached in CACHED
     ]
-    size, (dim, layers, _, _, vocabulary) = sum(parameter.numel() for parameter in model.parameters()), MODEL
     conditions = {
-        "model": f"random Llama, {size / 1e6:.0f}M parameters, {layers} layers, dim {dim}, vocabulary {vocabulary}",
+        "model": described(model),
         "graphs": "compiled" if all(t.compiled(rows) for t in targets.values() for rows in ROWS) else "eager",
         "read_a_second_bytes": speed,
         "laps": config.repeats,

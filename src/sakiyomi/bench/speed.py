@@ -11,7 +11,7 @@ import torch
 
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.meter import Meter, round_figures
-from sakiyomi.bench.models import WAYS, NearTies, Numbers, Pair, random_llama, random_prompts
+from sakiyomi.bench.models import MEDIUM, WAYS, NearTies, Numbers, Pair, described, random_llama, random_prompts
 from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.quality import own_logits, their_logits
 from sakiyomi.bench.report import Row, of_race
@@ -67,8 +67,8 @@ def plain(config: BenchConfig, note: Note) -> Row:
 
     dtype = torch.bfloat16
     note("plain: making the random model")
-    model = random_llama(768, 12, 12, 2048, 32000, dtype, device=config.device)
-    prompts = random_prompts(1, config.prompt_tokens, 32000)
+    model = random_llama(*MEDIUM, dtype, device=config.device)
+    prompts = random_prompts(1, config.prompt_tokens, MEDIUM[-1])
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
     pair = (model, Numbers())
     eager = LLM(pair, draft="none", compile=False, quantize=config.quantize)
@@ -84,12 +84,11 @@ def plain(config: BenchConfig, note: Note) -> Row:
             contenders = _among_themselves(contenders)
         contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, NearTies(model, prompts)))
     standings = race(contenders, repeats=config.repeats, note=note)
-    size = sum(parameter.numel() for parameter in model.parameters())
     return of_race(
         "plain",
         "plain decoding, tokens/s",
         standings,
-        model=f"random Llama, {size / 1e6:.0f}M parameters, 12 layers, dim 768, vocabulary 32000",
+        model=described(model),
         dtype="bfloat16",
         rounding=eager.target.rounding and str(eager.target.rounding),
         graphs="compiled and eager" if config.compile and compiled.compiled() else "eager",
