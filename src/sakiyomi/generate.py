@@ -280,6 +280,7 @@ class Engine:
             room = request.last - len(request.tokens) - 1  # the target's own token comes on top
             gamma = min(request.policy.next(costs), room) if room > 0 else 0
             if gamma > 0:
+                request.context.nodes = gamma
                 wanted.append((i, gamma))
         if not wanted:
             return drafts

@@ -28,6 +28,7 @@ class Context:
             "coupled" (propose the top of log q + the noise of the token's position).
         noise: the request's randomness; position of the next token is ``len(tokens)``.
         stop_ids: tokens that end the text: nothing after one of them is worth proposing.
+        nodes: most tokens wanted in this round's tree; set before each round. As many as the depth wanted: a chain.
         memory: for the drafter's own use, one entry a drafter.
     """
 
@@ -37,6 +38,7 @@ class Context:
     rule: Rule
     noise: RequestNoise
     stop_ids: frozenset[int]
+    nodes: int = 1
     memory: dict[str, Any] = field(default_factory=dict)
 
 
