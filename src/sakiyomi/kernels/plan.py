@@ -32,6 +32,8 @@ class Segment:
         parents: for each row the row (of this segment) it follows, -1 for the first; None means a chain.
         prompt: a chunk of a prompt. Such rows may be computed together, by another kernel than the rows of a decoding
             pass.
+        done: so many of the pairs in the slot, the last ones, are rows of the same tree from passes before. Rows are
+            then counted from the first of those, and ``parents`` begins with theirs.
     """
 
     slot: int
@@ -39,6 +41,7 @@ class Segment:
     tokens: Sequence[int]
     parents: tuple[int, ...] | None = None
     prompt: bool = False
+    done: int = 0
 
 
 @functools.lru_cache(maxsize=512)
@@ -71,7 +74,8 @@ class Plan:
             if part.parents is None:
                 self.positions.extend(range(length, length + len(part.tokens)))
             else:
-                self.positions.extend([length + len(path) - 1 for path in _paths(part.parents)])
+                first = length - part.done - 1
+                self.positions.extend([first + len(path) for path in _paths(part.parents)[part.done :]])
 
     @property
     def rows(self) -> int:
@@ -91,18 +95,25 @@ class Plan:
 
     @property
     def packed(self) -> bytes:
-        """For the compiled kernels, in int32: the table, then each row's parent within its segment, -1 for none."""
+        """For the compiled kernels, in int32: the table with ``done``, then each row's parent, -1 for none."""
         numbers: list[int] = []
-        for line in self.table:
-            numbers += line
+        for line, part in zip(self.table, self.parts, strict=True):
+            numbers += (*line, part.done)
         for part in self.parts:
             numbers += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
         return struct.pack(f"{len(numbers)}i", *numbers)
 
     def path(self, segment: int, row: int) -> Ints:
-        """Rows of a segment, counted from its first, from the root down to the row itself."""
-        parents = self.parts[segment].parents
-        return np.arange(row + 1) if parents is None else _paths(parents)[row]
+        """Columns of a row of the pass and of those above it in its tree, the row itself last.
+
+        Args:
+            segment: index of the segment.
+            row: counted from the first of this pass.
+        """
+        part = self.parts[segment]
+        if part.parents is None:
+            return np.arange(part.length, part.length + row + 1)
+        return part.length - part.done + _paths(part.parents)[part.done + row]
 
     def visible(self, segment: int, window: int = 0) -> Tensor:
         """Which columns of its slot each row of a segment sees.
@@ -113,16 +124,17 @@ class Plan:
                 none.
 
         Returns:
-            (rows, length + rows) bool; column `length + i` holds row i.
+            (rows, length + rows) bool; column `length + i` holds row i of this pass.
         """
         _, _, rows, length, _ = self.table[segment]
+        before = length - self.parts[segment].done
         seen = torch.zeros(rows, length + rows, dtype=torch.bool)
-        seen[:, :length] = True
+        seen[:, :before] = True
         for i in range(rows):
             path = self.path(segment, i)
             if window:
-                oldest = length + len(path) - window
-                seen[i, : max(0, min(oldest, length))] = False
-                path = path[max(0, oldest - length) :]
-            seen[i, length + torch.from_numpy(path)] = True
+                oldest = before + len(path) - window
+                seen[i, : max(0, min(oldest, before))] = False
+                path = path[max(0, oldest - before) :]
+            seen[i, torch.from_numpy(path)] = True
         return seen
