@@ -200,6 +200,10 @@ double sk_chance(const void* row, int half, int64_t n, int64_t token) {
   return half ? chance((const bf16*)row, n, token) : chance((const float*)row, n, token);
 }
 
+double sk_leading(const void* row, int half, int64_t n, int64_t count, int64_t* tokens, float* logits) {
+  return half ? leading((const bf16*)row, n, count, tokens, logits) : leading((const float*)row, n, count, tokens, logits);
+}
+
 int64_t sk_warp(const void* row, int half, int64_t n, double temperature, int64_t top_k, double top_p, double min_p, float* out,
                 int64_t* support) {
   return half ? warp((const bf16*)row, n, temperature, top_k, top_p, min_p, out, support)
