@@ -178,6 +178,7 @@ class AutoSize:
         self._tried: list[float] = []
         self._gain = Gain()
         self._quiet, self._wait = 0, PROBE_EVERY
+        self._asked = False
 
     def alphas(self) -> list[float]:
         """Estimated acceptance by place."""
@@ -190,8 +191,29 @@ class AutoSize:
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``SizePolicy.next``."""
         now = costs()
+        # What other requests lost counts from the first round on.
+        known = self._gain.rounds >= PATIENCE or now.rate > 0
+        losing = known and self._gain.expected(now) * now.plain < LOSS
+        depth = 0 if losing else self._depth(now)
+        if depth:
+            if known:
+                self._quiet, self._wait = 0, PROBE_EVERY
+        else:
+            self._quiet += 1
+            if self._quiet < self._wait:
+                self._asked = False
+                return Size(0, 0)
+            self._quiet, self._wait = 0, min(2 * self._wait, PROBE_LATEST)
+            self._gain.fade(0.3)
+            depth = PROBE
+        self._asked = True
+        if not self._trees:
+            return Size(depth, depth)
+        return Size(depth, MOST_NODES, Worth(self._gain.expected(now), now))
+
+    def _depth(self, now: Costs) -> int:
+        """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
         plain = now.score(now.batch)
-        losing = self._gain.rounds >= PATIENCE and self._gain.rate * now.plain < LOSS
         depth, _ = marginal_gamma(
             self.alphas(),
             now.draft / plain,
@@ -199,26 +221,12 @@ class AutoSize:
             now.overhead / plain,
             MOST,
         )
-        if self._trees:
-            depth = max(depth, PROBE)  # where a chain does not pay, a tree may
-        if losing or not depth:
-            self._quiet += 1
-            if self._quiet < self._wait:
-                return Size(0, 0)
-            self._quiet, self._wait = 0, min(2 * self._wait, PROBE_LATEST)
-            self._gain.fade(0.3)
-            depth = max(depth, PROBE)
-        elif self._gain.rounds >= PATIENCE:
-            self._quiet, self._wait = 0, PROBE_EVERY
-        if not self._trees:
-            return Size(depth, depth)
-        return Size(depth, MOST_NODES, Worth(self._gain.expected(now), now))
+        return max(depth, PROBE) if self._trees else depth
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``SizePolicy.observe``."""
-        if not drafted:
-            return
-        self._gain.add(accepted + 1, seconds)
+        if self._asked:  # to no avail, perhaps: that takes time too
+            self._gain.add(accepted + 1, seconds)
         places = min(drafted, accepted + 1)
         while len(self._tried) < places:
             self._kept.append(0.0)

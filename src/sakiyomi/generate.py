@@ -257,7 +257,7 @@ class Engine:
         seconds = time.perf_counter() - began - catching_up
         for request, draft, accepted in zip(requests, drafts, kept, strict=True):
             request.policy.observe(draft.tree.depth, accepted, seconds)
-        if any(len(draft) for draft in drafts):
+        if passes:
             self._gain.add(1 + sum(kept) / len(kept), seconds)
         self._learn(drafting, passes, seconds - drafting - scoring)
         return steps

@@ -391,7 +391,7 @@ def test_random_trees_are_trees_with_the_right_tokens_in_them() -> None:
 # ---------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize("row", ["speculative", "stories", "batch", "trees"])
+@pytest.mark.parametrize("row", ["speculative", "stories", "batch", "trees", "useless"])
 def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     found = suites.ROWS[row](pair, suites.Note())
     assert len(found.lines) >= 2

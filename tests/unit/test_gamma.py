@@ -33,6 +33,7 @@ def after(accepted: float, rounds: int = 60, gamma: int = 4, seconds: float = 1.
     """Having seen drafts of which every token is accepted, or none, in turn, so that the mean is right."""
     policy, level = AutoSize(trees), 0.0
     for _ in range(rounds):
+        policy._asked = True
         kept = 0
         while kept < gamma:
             level += accepted
@@ -130,6 +131,7 @@ def test_a_measured_loss_switches_it_off_whatever_was_predicted(trees: bool) -> 
 def test_a_gain_that_is_next_to_none_is_no_loss() -> None:
     policy = AutoSize()
     for _ in range(50):
+        policy.next(lambda: costs(slope=0.0, draft=0.01))
         policy.observe(4, 1, 2.0 / (LOSS + 0.01))
     assert policy._gain.rate == pytest.approx(LOSS + 0.01)
     assert policy.next(lambda: costs(slope=0.0, draft=0.01)).depth > 0
@@ -140,6 +142,7 @@ def test_it_begins_again_when_the_text_becomes_easier(trees: bool) -> None:
     policy = after(0.0, trees=trees, seconds=1.5)
     assert policy.next(lambda: costs(draft=0.3)).depth == 0
     for _ in range(60):
+        policy._asked = True
         policy.observe(PROBE, PROBE, 1.5)
     assert policy.next(lambda: costs(draft=0.3)).depth > 0
 
@@ -187,5 +190,28 @@ def test_what_other_requests_had_is_expected_first() -> None:
     assert fresh.next(costs).worth.rate == pytest.approx(1.0)  # type: ignore[union-attr]
     assert fresh.next(lambda: replace(costs(), rate=2.5)).worth.rate == pytest.approx(2.5)  # type: ignore[union-attr]
     for _ in range(100):
+        fresh.next(costs)
         fresh.observe(4, 3, 1.0)
     assert 2.5 < fresh.next(lambda: replace(costs(), rate=2.5)).worth.rate < 4.0  # type: ignore[union-attr]
+
+
+def test_asking_in_vain_takes_time_too() -> None:
+    """A drafter that reads and then proposes nothing: rounds cost more than plain ones and bring no more."""
+    policy = AutoSize(True)
+    asked = []
+    for _ in range(PATIENCE + 4):
+        asked.append(policy.next(costs).depth)
+        policy.observe(0, 0, 1.3 if asked[-1] else 1.0)
+    assert all(asked[:PATIENCE]) and not any(asked[PATIENCE:])
+
+
+def test_who_finds_nothing_and_costs_nothing_may_go_on() -> None:
+    policy = AutoSize(True)
+    for _ in range(100):
+        assert policy.next(costs).depth
+        policy.observe(0, 0, 1.0)
+
+
+def test_a_request_begins_with_what_others_lost() -> None:
+    assert AutoSize(True).next(lambda: replace(costs(), rate=0.7)).depth == 0
+    assert AutoSize(True).next(lambda: replace(costs(), rate=1.2)).depth > 0

@@ -16,6 +16,7 @@ from sakiyomi.bench.scoring import scoring
 from sakiyomi.bench.speed import batch, plain, speculative, stories
 from sakiyomi.bench.sweep import sweep
 from sakiyomi.bench.trees import coverage, trees
+from sakiyomi.bench.useless import useless
 from sakiyomi.errors import InputError, SakiyomiError
 from sakiyomi.memory import peak_bytes
 
@@ -32,6 +33,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "trees": trees,
     "coverage": coverage,
     "scoring": scoring,
+    "useless": useless,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,
