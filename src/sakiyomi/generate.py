@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.clock import running_mean
-from sakiyomi.drafters.base import Context, Drafter, Rule
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.errors import InputError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import Costs, make_policy
 from sakiyomi.kernels.plan import Segment
@@ -129,9 +129,8 @@ class Engine:
         tokens = self._tokens(prompt)
         if any(isinstance(word, str) for word in params.bad_words):
             params = _with_ids(params, self.tokenizer)
-        kind = self.drafter.kind if self.drafter is not None else "point_mass"
-        verifier = choose_verifier(params, kind)
-        rule: Rule = verifier.name  # type: ignore[assignment]
+        verifier = choose_verifier(params, None if self.drafter is None else self.drafter.kind)
+        rule = verifier.rule
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         context = Context(next(self._ids), tokens, params, rule, RequestNoise(seed, *key), stop_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from sakiyomi.bench.block import block
 from sakiyomi.bench.bookkeeping import bookkeeping
 from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
@@ -27,12 +28,13 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "stories": stories,
     "batch": batch,
     "sweep": sweep,
+    "block": block,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,
 }
 
-TABLES = {"bookkeeping", "passes", "exact", "compiling"}
+TABLES = {"bookkeeping", "passes", "exact", "compiling", "block"}
 """Rows of which nothing can be drawn."""
 
 RANDOM = {"bookkeeping", "passes", "plain"}
