@@ -49,6 +49,8 @@ class LLM:
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
+        strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
+            the request goes on without it, and the log says so once.
         allow_pickle: open pickle weights.
         trust_remote_code: run code that comes with a model.
 
@@ -71,6 +73,7 @@ class LLM:
         max_context: int | None = None,
         max_batch: int = 8,
         exact: bool = False,
+        strict: bool = False,
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -113,6 +116,7 @@ class LLM:
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
             exact=exact,
+            strict=strict,
             settle=self._settle,
         )
 

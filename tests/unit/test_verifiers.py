@@ -231,6 +231,16 @@ def test_a_token_that_the_target_excludes_ends_the_chain(rule: Verifier) -> None
     assert (verdict.path, verdict.kind, verdict.refused) == ((), "recovered", (0,))
 
 
+@pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
+def test_draws_may_stand_in_any_order(rule: Verifier) -> None:
+    """Only those of one place have to stand as they were drawn; rows too may lie anyhow."""
+    plain = Draft.chain([1, 2], "d", Q)
+    mixed = Draft(plain.tree, "chain", (Draw(1, "d", 0), Draw(0, "d", 1)), Q.flip(0))
+    for seed in range(100):
+        rows = Rows.of_probs(P, 0)
+        assert rule.verify(mixed, rows, RequestNoise(seed)) == rule.verify(plain, rows, RequestNoise(seed))
+
+
 def test_traversal_keeps_a_sibling_whose_subtree_failed() -> None:
     """Leaf first: 3 behind 1 is refused for certain, then 1 itself is judged, then its sibling 2."""
     tree = TokenTree((1, 7, 2), (-1, 0, -1))

@@ -29,7 +29,8 @@ __all__ = ["BlockVerifier", "after_refusal", "level_of"]
 class BlockVerifier:
     """Never accepts fewer tokens on average than the ratio rule, at the price of the rows behind a refused token.
 
-    Uniforms are used from the end on, one for each place that is judged, and none at the first.
+    A chain may have point masses in it. Uniforms are used from the end on, one for each place that is judged, and none
+    at the first.
     """
 
     name = "block"
@@ -46,9 +47,8 @@ class BlockVerifier:
         probs = draft_rows(draft, rows)
         levels = [1.0]
         sources: list[Row | None] = []
-        for drawn in draft.draws:
-            node, place = drawn.node, len(sources)
-            token = draft.tree.tokens[node]
+        for place, token in enumerate(draft.tree.tokens):
+            drawn = draft.draws_at(place - 1)[0]
             sources.append(None if drawn.row is None or probs is None else probs[drawn.row])
             levels.append(level_of(levels[-1], rows.row(place), sources[-1], token))
             if not levels[-1]:
