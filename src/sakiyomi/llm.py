@@ -6,12 +6,13 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sakiyomi.conversation import Conversation
-from sakiyomi.drafters import Drafter, Surroundings, make_drafter
+from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
@@ -36,7 +37,8 @@ class LLM:
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair.
-        draft: "none", "auto", "model:<path or id>", or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
+        draft: "none", "auto", "model:<path or id>", "oracle" or "oracle:<rate>" (the known answer, to measure what a
+            draft could bring), or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
         cache: only "full" in this version.
         kv_budget: only None in this version.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -98,7 +100,7 @@ class LLM:
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]
-        around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
+        around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside, self._answer)
         self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
         given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
         if isinstance(given, PackedModel) and given not in self._models:
@@ -237,6 +239,21 @@ class LLM:
             if loaded.save is not None:
                 loaded.save(packed)
         return packed
+
+    def _answer(self, context: Context) -> tuple[list[int], float] | None:
+        """What the target says to a request by itself, and the seconds it took; None while every slot is taken."""
+        if not self.target.cache.free:
+            return None
+        own = self.engine
+        limits: dict[str, Any] = {"max_context": own.max_context, "chunk_size": own.chunk_size, "exact": own.exact}
+        plain, before = Engine(self.target, None, self.tokenizer, **limits), self.target.forward_seconds
+        params = replace(context.params, n=1, logprobs=None, stop_token_ids=sorted(context.stop_ids))
+        request = plain.submit(context.tokens, params, live=False)
+        request.context.noise = context.noise
+        (done,) = plain.complete([request])
+        spent = self.target.forward_seconds - before
+        self.target.forward_seconds = before  # it is not the target's own work for this request
+        return done.token_ids, spent
 
     def _load_beside(self, name: str) -> Loaded:
         return load_model(name, packed=True, **self._options)

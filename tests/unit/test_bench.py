@@ -430,6 +430,19 @@ def test_row_of_block_verification(pair: BenchConfig) -> None:
     json.dumps(found.to_dict())
 
 
+def test_row_of_the_oracle(pair: BenchConfig) -> None:
+    found = suites.ROWS["oracle"](dataclasses.replace(pair, max_new_tokens=13), suites.Note())
+    assert [line["rate"] for line in found.lines[:6]] == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    for line in found.lines:
+        assert line["equal"] and line["ratio"] > 0 and line["predicted"] > 0
+        assert line["expected"] == pytest.approx(sum(line["rate"] ** i for i in range(line["gamma"] + 1)))
+        if line["rate"] == 1.0:
+            assert line["passes"] == line["least"] == -(-12 // (line["gamma"] + 1)) * found.conditions["prompts"]
+    assert len({line["gamma"] for line in found.lines}) == 5
+    assert len(found.table()[0]) == 10
+    json.dumps(found.to_dict())
+
+
 def test_a_judge_of_more_prompts_than_texts() -> None:
     """Texts of a batch of 1, which part, when all prompts of the row are known."""
     model = tiny_llama()

@@ -11,6 +11,7 @@ from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
+from sakiyomi.bench.oracle import oracle
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.speed import batch, plain, speculative, stories
@@ -29,6 +30,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "batch": batch,
     "sweep": sweep,
     "block": block,
+    "oracle": oracle,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,

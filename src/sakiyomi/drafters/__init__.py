@@ -21,12 +21,14 @@ class Surroundings:
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
         pack: makes what ``load`` gave ready to run beside the target.
+        answer: what the target says to a request by itself (``drafters.oracle.Answer``).
     """
 
     target: Any
     vocab_size: int
     load: Callable[[str], Any]
     pack: Callable[[Any], Any]
+    answer: Callable[[Context], Any]
 
 
 def _model(argument: str, around: Surroundings) -> Drafter:
@@ -40,9 +42,23 @@ def _model(argument: str, around: Surroundings) -> Drafter:
     return ModelDrafter(around.pack(loaded), around.vocab_size)
 
 
+def _oracle(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.oracle import Oracle
+
+    try:
+        rate = float(argument) if argument else 1.0
+    except ValueError:
+        raise InputError(f'draft "oracle:{argument}" has no rate; write oracle:0.8, or oracle for 1') from None
+    return Oracle(around.answer, around.vocab_size, rate)
+
+
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
     "model": _model,
+    "oracle": _oracle,
 }
+
+FORMS = {"model": "model:<path or id>", "oracle": "oracle:<rate>"}
+"""How specs are written, for messages."""
 
 
 def make_drafter(spec: str, around: Surroundings) -> Drafter | None:
@@ -59,6 +75,6 @@ def make_drafter(spec: str, around: Surroundings) -> Drafter | None:
         return None
     kind, _, argument = spec.partition(":")
     if kind not in DRAFTERS or "+" in kind:
-        known = ", ".join(f'"{name}:<path or id>"' for name in DRAFTERS)
+        known = ", ".join(f'"{FORMS.get(name, name)}"' for name in DRAFTERS)
         raise InputError(f'unknown draft {spec!r}; this version has "none", "auto", {known}, or pass a Drafter object')
     return DRAFTERS[kind](argument, around)
