@@ -287,6 +287,8 @@ class Engine:
             gamma = min(request.policy.next(costs), room) if room > 0 and request.id not in self._undrafted else 0
             if gamma > 0:
                 request.context.nodes = gamma
+                assert request.slot is not None
+                request.context.slot = request.slot
                 wanted.append((i, gamma))
         if not wanted:
             return drafts

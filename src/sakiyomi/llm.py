@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -37,8 +38,9 @@ class LLM:
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair.
-        draft: "none", "auto", "model:<path or id>", "oracle" or "oracle:<rate>" (the known answer, to measure what a
-            draft could bring), or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
+        draft: "none", "auto", "model:<path or id>", "self-int8" (the target once more, with weights of 8 bits),
+            "early-exit:<layers>" (its own first layers), "oracle" or "oracle:<rate>" (the known answer, to measure what
+            a draft could bring), or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
         cache: only "full" in this version.
         kv_budget: only None in this version.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -100,7 +102,15 @@ class LLM:
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]
-        around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside, self._answer)
+        around = Surroundings(
+            loaded,
+            self.target.vocab_size,
+            self._load_beside,
+            self._pack_beside,
+            self.target,
+            functools.partial(self._rounded, target),
+            self._answer,
+        )
         self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
         given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
         if isinstance(given, PackedModel) and given not in self._models:
@@ -223,7 +233,7 @@ class LLM:
         for model in self._models:
             model.settle()
 
-    def _pack_target(self, loaded: Loaded, quantize: str | None) -> PackedModel:
+    def _pack_target(self, loaded: Loaded, quantize: str | None, **how: Any) -> PackedModel:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
             quantize = None
         size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
@@ -234,10 +244,17 @@ class LLM:
                 quantize=quantize,
                 text=_text(loaded) if quantize else (),
                 prepared=loaded.prepared,
-                **self._pack_options,
+                **{**self._pack_options, **how},
             )
             if loaded.save is not None:
                 loaded.save(packed)
+        return packed
+
+    def _rounded(self, target: Any, kind: str) -> PackedModel:
+        """The target once more, its weights rounded, to run beside itself."""
+        loaded = load_model(target, quantize=kind, packed=True, **self._options)
+        packed = self._pack_target(loaded, kind, first_sizes=DRAFT_SIZES, exact=False)
+        self._models.append(packed)
         return packed
 
     def _answer(self, context: Context) -> tuple[list[int], float] | None:

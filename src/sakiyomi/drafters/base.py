@@ -29,6 +29,8 @@ class Context:
         noise: the request's randomness; position of the next token is ``len(tokens)``.
         stop_ids: tokens that end the text: nothing after one of them is worth proposing.
         nodes: most tokens wanted in this round's tree; set before each round. As many as the depth wanted: a chain.
+        slot: the request's place in the target's cache, for a drafter that runs part of the target; it holds the keys
+            and values of all tokens but the last. Set before each round.
         memory: for the drafter's own use, one entry a drafter.
     """
 
@@ -39,6 +41,7 @@ class Context:
     noise: RequestNoise
     stop_ids: frozenset[int]
     nodes: int = 1
+    slot: int = -1
     memory: dict[str, Any] = field(default_factory=dict)
 
 
