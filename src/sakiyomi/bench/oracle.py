@@ -54,8 +54,8 @@ def oracle(config: BenchConfig, note: Note) -> Row:
     spread = Spread.of(standings)
     conditions = pair_conditions(pair, llm) | {"laps": config.repeats, "A/A": spread and str(spread), "draft": "oracle"}
     conditions["plain_tokens_per_second"] = statistics.median(standings[0].speeds)
-    notes = [f"{found.name}: {found.agreement.note}" for found in standings if found.agreement.note]
-    return Row("oracle", "a draft of known rate at no cost: tokens a pass and speed-up", lines, conditions, notes)
+    notes = dict.fromkeys(found.agreement.note for found in standings if found.agreement.note)
+    return Row("oracle", "a draft of known rate at no cost: tokens a pass and speed-up", lines, conditions, list(notes))
 
 
 def _params(config: BenchConfig, gamma: int) -> SamplingParams:
