@@ -323,7 +323,7 @@ class Engine:
             fault = self._faults[request.id] = DraftError(f"{text}; without strict the text goes on undrafted")
             fault.__cause__ = error
         elif not self._broken:
-            logger.warning("%s; requests for which it fails go on without it, and this is not said again", text)
+            logger.warning("%s; it is left out wherever it fails, and this is not said again", text)
         self._undrafted.add(request.id)
         self._broken += 1
 
