@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 # These two modules import only the standard library. embedded must come now, not on first use: whoever imports the
 # submodule sakiyomi.embedded later would otherwise bind that module over the function of the same name.
 from sakiyomi.embedded import embedded
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError, UnsupportedError
+from sakiyomi.errors import (
+    DraftError,
+    InputError,
+    LoadError,
+    MemoryLimitError,
+    RemovedError,
+    SakiyomiError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from sakiyomi import theory
@@ -27,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "Draft",
+    "DraftError",
     "Engine",
     "Generation",
     "InputError",

@@ -7,6 +7,7 @@ The tree::
     |-- LoadError                 a folder, a file or a hub id that cannot be read
     |-- UnsupportedError          a model, or a combination of options, that cannot work here
     |-- MemoryLimitError          refused before anything was allocated
+    |-- DraftError                a drafter that raised or proposed what is no draft, with strict=True
     `-- RemovedError              a request that was ended before its text was
 
 Each takes one message that says what was got, what was expected and what to do. Programming mistakes of our own stay
@@ -17,7 +18,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = ["InputError", "LoadError", "MemoryLimitError", "RemovedError", "SakiyomiError", "UnsupportedError"]
+__all__ = [
+    "DraftError",
+    "InputError",
+    "LoadError",
+    "MemoryLimitError",
+    "RemovedError",
+    "SakiyomiError",
+    "UnsupportedError",
+]
 
 
 class SakiyomiError(Exception):
@@ -54,6 +63,10 @@ class UnsupportedError(SakiyomiError):
 
 class MemoryLimitError(SakiyomiError):
     """More memory was asked for than there is; raised before the allocation."""
+
+
+class DraftError(SakiyomiError):
+    """A drafter raised, or proposed what is no draft. It ends a request only where drafts are checked strictly."""
 
 
 class RemovedError(SakiyomiError):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sakiyomi.clock import running_mean
-from sakiyomi.drafters.base import Context, Drafter, Rule
-from sakiyomi.errors import InputError, MemoryLimitError, RemovedError
+from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.errors import DraftError, InputError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import Costs, Gain, Size, make_policy
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
@@ -33,7 +33,7 @@ from sakiyomi.request import Place, Request
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft
-from sakiyomi.verifiers import Rows, choose_verifier
+from sakiyomi.verifiers import Rows, check_fits, choose_verifier
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
@@ -55,6 +55,7 @@ class Engine:
         max_context: most tokens of prompt and output together.
         chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
+        strict: a drafter that raises or proposes nonsense ends the request; else the request goes on without it.
         settle: called when no request runs: the time to take something faster into use.
     """
 
@@ -68,6 +69,7 @@ class Engine:
         max_context: int,
         chunk_size: int = CHUNK,
         exact: bool = False,
+        strict: bool = False,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
@@ -82,7 +84,10 @@ class Engine:
         self._overhead = 1e-4
         self._draft_step = 0.0
         self._gain = Gain()
-        self._broken = False
+        self._strict = strict
+        self._broken = 0  # requests that were left without the drafter, by its fault
+        self._undrafted: set[int] = set()
+        self._faults: dict[int, DraftError] = {}
 
     @property
     def busy(self) -> bool:
@@ -131,9 +136,9 @@ class Engine:
         if any(isinstance(word, str) for word in params.bad_words):
             params = _with_ids(params, self.tokenizer)
         kind_for = getattr(self.drafter, "kind_for", None)
-        kind = "point_mass" if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
+        kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
         verifier = choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
-        rule: Rule = verifier.name  # type: ignore[assignment]
+        rule = verifier.rule
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         context = Context(next(self._ids), tokens, params, rule, RequestNoise(seed, *key), stop_ids)
@@ -176,6 +181,7 @@ class Engine:
                 steps += self._round([r for r in decoding if r.graphs == graphs], graphs)
             for request in [r for r in self._running if r.over]:
                 self._running.remove(request)
+                self._undrafted.discard(request.id)
                 self._places.free(request)
             return steps
 
@@ -205,6 +211,7 @@ class Engine:
                 for candidate in list(queue):
                     if candidate.id == request:
                         queue.remove(candidate)
+                        self._undrafted.discard(request)
                         self._places.free(candidate)
                         if not candidate.over:
                             candidate.fail(RemovedError(f"request {request} was removed before its end"))
@@ -279,7 +286,7 @@ class Engine:
     def _draft(self, requests: list[Request], graphs: frozenset[int]) -> list[Draft]:
         """What the drafter proposes: nothing where there is none, where it does not pay, or at a request's end."""
         drafts = [Draft.empty()] * len(requests)
-        if self.drafter is None or self._broken:
+        if self.drafter is None:
             return drafts
 
         def costs() -> Costs:
@@ -289,41 +296,68 @@ class Engine:
         wanted = []
         for i, request in enumerate(requests):
             room = request.last - len(request.tokens) - 1  # the target's own token comes on top
-            size = request.policy.next(costs) if room > 0 else Size(0, 0)
+            size = request.policy.next(costs) if room > 0 and request.id not in self._undrafted else Size(0, 0)
             if size.depth:
+                assert request.slot is not None
+                request.context.slot = request.slot
                 request.context.nodes, request.context.worth = size.nodes, size.worth
                 wanted.append((i, min(size.depth, room)))
         if not wanted:
             return drafts
+        # A drafter may be anybody's code, and the text does not depend on it.
         try:
             proposed = self.drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
-            for (i, _), draft in zip(wanted, proposed, strict=True):
-                draft.validate(self.target.vocab_size)
-                drafts[i] = self._cut(draft, requests[i].last - len(requests[i].tokens) - 1)
-        except Exception as error:  # a drafter may be anybody's code, and the text does not depend on it
-            self._broken = True
-            logger.warning(
-                "drafter %s failed and is left out from now on: %s: %s", self.drafter.name, type(error).__name__, error
-            )
-            return [Draft.empty()] * len(requests)
+            if len(proposed) != len(wanted):
+                raise ValueError(f"{len(proposed)} drafts for {len(wanted)} requests; give one for each, in order")
+        except Exception as error:
+            for i, _ in wanted:
+                self._leave_out(requests[i], error)
+            return drafts
+        for (i, _), draft in zip(wanted, proposed, strict=True):
+            try:
+                drafts[i] = self._checked(draft, requests[i])
+            except Exception as error:
+                self._leave_out(requests[i], error)
         return drafts
+
+    def _checked(self, draft: Draft, request: Request) -> Draft:
+        """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""
+        if not isinstance(draft, Draft):
+            raise TypeError(f"a {type(draft).__name__} in place of a Draft")
+        draft.validate(self.target.vocab_size)
+        check_fits(draft.judged_as, request.verifier)
+        return self._cut(draft, request.last - len(request.tokens) - 1)
+
+    def _leave_out(self, request: Request, error: Exception) -> None:
+        """Go on with a request without the drafter, or end it where drafts are strict; the first time it is said."""
+        text = f"drafter {getattr(self.drafter, 'name', self.drafter)} failed: {type(error).__name__}: {error}"
+        if self._strict:
+            fault = self._faults[request.id] = DraftError(f"{text}; without strict the text goes on undrafted")
+            fault.__cause__ = error
+        elif not self._broken:
+            logger.warning("%s; it is left out wherever it fails, and this is not said again", text)
+        self._undrafted.add(request.id)
+        self._broken += 1
 
     def _cut(self, draft: Draft, room: int) -> Draft:
         """No deeper than the request may grow, and with exact no larger than a pass on graphs."""
         draft = draft.cut(room)
-        while self.exact and len(draft) >= self.target.sizes[-1]:
+        # Draws are counted, not nodes: how many of a level's draws fell together depends on their own values.
+        while self.exact and len(draft.draws) >= self.target.sizes[-1]:
             draft = draft.cut(max(draft.tree.depths()))
         return draft
 
     def _make_room(self, requests: list[Request], drafts: list[Draft]) -> list[Step]:
-        """Room in the cache for a round; a request for which there is none ends, and leaves both lists."""
+        """Room in the cache for a round; a request for which there is none, or no right draft, leaves both lists."""
         steps = []
         for i in reversed(range(len(requests))):
             request = requests[i]
             assert request.slot is not None
             try:
+                if request.id in self._faults:
+                    raise self._faults.pop(request.id)
                 self.target.cache.reserve(request.slot, request.cached + len(drafts[i]) + 1)
-            except MemoryLimitError as error:
+            except (DraftError, MemoryLimitError) as error:
                 steps.append(request.fail(error))
                 del requests[i], drafts[i]
         return steps

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sakiyomi.conversation import Conversation
-from sakiyomi.drafters import Drafter, Surroundings, make_drafter, parse_drafters
+from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, parse_drafters
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
@@ -36,8 +38,10 @@ class LLM:
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair.
-        draft: "none", "auto", "model:<path or id>", a Drafter object, or several: joined by "+", or in a list. "auto"
-            uses ``tales-draft`` for ``tales``.
+        draft: "none", "auto", "model:<path or id>", "self-int8" (the target once more, with weights of 8 bits),
+            "early-exit:<layers>" (its own first layers), "oracle" or "oracle:<rate>" (the known answer, to measure what
+            a draft could bring), a Drafter object, or several: joined by "+", or in a list. "auto" uses ``tales-draft``
+            for ``tales``.
         cache: only "full" in this version.
         kv_budget: only None in this version.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -50,6 +54,8 @@ class LLM:
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
+        strict: a drafter that raises, or proposes what is no draft, ends the request with a ``DraftError``; otherwise
+            the request goes on without it, and the log says so once.
         allow_pickle: open pickle weights.
         trust_remote_code: run code that comes with a model.
 
@@ -72,6 +78,7 @@ class LLM:
         max_context: int | None = None,
         max_batch: int = 8,
         exact: bool = False,
+        strict: bool = False,
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
@@ -96,7 +103,15 @@ class LLM:
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]
-        around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
+        around = Surroundings(
+            loaded,
+            self.target.vocab_size,
+            self._load_beside,
+            self._pack_beside,
+            self.target,
+            functools.partial(self._rounded, target),
+            self._answer,
+        )
         self.draft: Drafter | None = make_drafter(drafters, around)
         given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
         if isinstance(given, PackedModel) and given not in self._models:
@@ -114,6 +129,7 @@ class LLM:
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
             exact=exact,
+            strict=strict,
             settle=self._settle,
         )
 
@@ -218,7 +234,7 @@ class LLM:
         for model in self._models:
             model.settle()
 
-    def _pack_target(self, loaded: Loaded, quantize: str | None) -> PackedModel:
+    def _pack_target(self, loaded: Loaded, quantize: str | None, **how: Any) -> PackedModel:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
             quantize = None
         size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
@@ -229,11 +245,33 @@ class LLM:
                 quantize=quantize,
                 text=_text(loaded) if quantize else (),
                 prepared=loaded.prepared,
-                **self._pack_options,
+                **{**self._pack_options, **how},
             )
             if loaded.save is not None:
                 loaded.save(packed)
         return packed
+
+    def _rounded(self, target: Any, kind: str) -> PackedModel:
+        """The target once more, its weights rounded, to run beside itself."""
+        loaded = load_model(target, quantize=kind, packed=True, **self._options)
+        packed = self._pack_target(loaded, kind, first_sizes=DRAFT_SIZES, exact=False)
+        self._models.append(packed)
+        return packed
+
+    def _answer(self, context: Context) -> tuple[list[int], float] | None:
+        """What the target says to a request by itself, and the seconds it took; None while every slot is taken."""
+        if not self.target.cache.free:
+            return None
+        own = self.engine
+        limits: dict[str, Any] = {"max_context": own.max_context, "chunk_size": own.chunk_size, "exact": own.exact}
+        plain, before = Engine(self.target, None, self.tokenizer, **limits), self.target.forward_seconds
+        params = replace(context.params, n=1, logprobs=None, stop_token_ids=sorted(context.stop_ids))
+        request = plain.submit(context.tokens, params, live=False)
+        request.context.noise = context.noise
+        (done,) = plain.complete([request])
+        spent = self.target.forward_seconds - before
+        self.target.forward_seconds = before  # it is not the target's own work for this request
+        return done.token_ids, spent
 
     def _load_beside(self, name: str) -> Loaded:
         return load_model(name, packed=True, **self._options)

@@ -151,6 +151,7 @@ class PackedModel:
         self._keeps = "logits_to_keep" in parameters
         self.passes_here = True
         shapes = prepared.shapes if prepared is not None else self._layer_shapes(int(self.config.num_hidden_layers))
+        self._layers = len(shapes)
         self._one_place = {shape.device for shape in shapes} == {self.device}
         self._owned, self._compile = owned, compile
         accelerated = self.device.type == "cuda" and self._one_place and self.passes_here and not exact
@@ -543,7 +544,7 @@ class PackedModel:
 
     def _prove(self) -> None:
         """After the first pass: every layer must have come to our cache, or the logits are not to be trusted."""
-        calls, layers = self.state.calls(), len(self.cache.shapes)
+        calls, layers = self.state.calls(), self._layers
         if calls != layers:
             raise UnsupportedError(
                 f"{type(self._model).__name__}: {calls} of {layers} attention layers reached the cache; "

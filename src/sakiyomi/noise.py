@@ -86,6 +86,11 @@ class RequestNoise(Uniforms):
         self._spare: list[Row] = []
         self._scratch = (_NO_HASHES, _NO_HASHES, _NO_NOISE)
 
+    @property
+    def state(self) -> int:
+        """64 bits of which all keyed noise is a function: equal for equal (seed, key)."""
+        return self._state
+
     def fork(self, name: str) -> Uniforms:
         """The stream called ``name``, for instance a drafter's; it goes on where it stopped when asked for again."""
         stream = self._forks.get(name)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ACCEPTANCES", "QUANTIZATIONS", "TREES", "Acceptance", "SamplingParams"]
 
-Acceptance = Literal["auto", "ratio", "coupled", "typical"]
-ACCEPTANCES = ("auto", "ratio", "coupled")
+Acceptance = Literal["auto", "ratio", "coupled", "block", "traversal", "typical"]
+ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal")
 TREES = ("auto", "chain", "best-first", "dynamic", "static")
 QUANTIZATIONS = ("int8", "int4")  # of a target; what they do is in kernels/rounding.py
 
@@ -48,7 +48,8 @@ class SamplingParams:
         logprobs: how many of the most probable tokens to report at each place; None: none.
         ignore_eos: go on after the model's end token.
         n: samples per prompt.
-        acceptance: rule by which draft tokens are accepted: "ratio" or "coupled", both lossless; "auto" chooses.
+        acceptance: rule by which draft tokens are accepted: "ratio", "coupled", "block" (a chain as a whole) or
+            "traversal" (a tree as a whole), all lossless; "auto" chooses.
         epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1).
 
     Raises:

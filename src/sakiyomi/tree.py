@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "TokenTree", "Verdict", 
 DraftKind = Literal["chain", "iid", "without_replacement", "point_mass", "merged"]
 VerdictKind = Literal["recovered", "bonus", "plain"]
 DRAFT_KINDS: frozenset[DraftKind] = frozenset(get_args(DraftKind))
+SUM_ERROR = 1e-3  # of a row of probabilities: a sum of 256000 float32 numbers stays well below, bfloat16 ones do not
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,16 @@ class TokenTree:
             vocab_size: number of tokens of the target; None: tokens are only checked not to be negative.
 
         Raises:
-            ValueError: lengths differ, a parent does not come before its child (which a cycle implies), or a token
-                does not exist.
+            ValueError: lengths differ, something is no integer, a parent does not come before its child (which a cycle
+                implies), or a token does not exist.
         """
         if len(self.tokens) != len(self.parents):
             raise ValueError(f"a tree of {len(self.tokens)} tokens has {len(self.parents)} parents; one each is needed")
+        # Floats would pass every comparison below, and numpy's integers end up in the user's tokens.
+        for value in (*self.tokens, *self.parents):
+            if type(value) is not int:
+                kind = type(value).__name__
+                raise ValueError(f"{value!r} is a {kind}; tokens and parents are Python integers: int(...)")
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
                 raise ValueError(
@@ -169,6 +175,12 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tree)
 
+    @property
+    def judged_as(self) -> DraftKind:
+        """What a rule has to take: "chain" for a path with one draw a token, point masses too; else the kind."""
+        path = self.tree.parents == tuple(range(-1, len(self) - 1))
+        return "chain" if path and len(self.draws) == len(self) else self.kind
+
     @cached_property
     def _draws_at(self) -> dict[int, tuple[Draw, ...]]:
         draws: dict[int, list[Draw]] = {}
@@ -194,7 +206,9 @@ class Draft:
         return Draft(tree, self.kind, draws, self.probs)
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Check the tree, that each node has a draw, and that the draws fit the kind.
+        """Check the tree, that each node has a draw, that the draws fit the kind, and that rows are distributions.
+
+        A row of 32000 probabilities takes some 15 us.
 
         Args:
             vocab_size: width of the target's rows; None: tokens and width are not compared with it.
@@ -205,7 +219,7 @@ class Draft:
         self.tree.validate(vocab_size)
         if self.kind not in DRAFT_KINDS:
             raise ValueError(f"a draft of kind {self.kind!r}; the kinds are {', '.join(sorted(DRAFT_KINDS))}")
-        rows, width = (0, vocab_size) if self.probs is None else self.probs.shape
+        rows, width = (0, vocab_size) if self.probs is None else _shape(self.probs)
         if vocab_size is not None and width != vocab_size:
             raise ValueError(f"rows of {width} probabilities; the target's vocabulary has {vocab_size} tokens")
         drawn: set[int] = set()
@@ -219,12 +233,38 @@ class Draft:
             raise ValueError(f"nodes {sorted(set(range(len(self))) - drawn)} have no draw; say who proposed each")
         if self.kind == "point_mass" and any(draw.row is not None for draw in self.draws):
             raise ValueError("a draft of point masses names rows of probabilities; a drawn one is of another kind")
+        if self.kind == "chain" and len(self.draws) > len(self):
+            raise ValueError(f"a chain of {len(self)} tokens has {len(self.draws)} draws; it has one a token")
         if self.kind == "chain" and self.tree.parents != tuple(range(-1, len(self) - 1)):
             raise ValueError(f"a chain with parents {self.tree.parents}; a tree is of another kind")
         if self.kind in ("iid", "without_replacement"):
             for parent in {self.tree.parents[draw.node] for draw in self.draws}:
                 if len({draw.row for draw in self.draws_at(parent)}) > 1:
                     raise ValueError(f"siblings under node {parent} of kind {self.kind!r} were drawn from unlike rows")
+        if self.probs is not None:
+            _check_rows(self.probs, {draw.row for draw in self.draws if draw.row is not None})
+
+
+def _shape(probs: Any) -> tuple[int, int]:
+    shape = tuple(getattr(probs, "shape", ()))
+    if len(shape) != 2 or not hasattr(probs, "is_floating_point") or not probs.is_floating_point():
+        raise ValueError(
+            f"probabilities are {type(probs).__name__} of shape {shape}; expected a float tensor (rows, V)"
+        )
+    return shape[0], shape[1]
+
+
+def _check_rows(probs: Tensor, used: set[int]) -> None:
+    """Refuse rows that are no distributions: text drawn by them would not be the target's."""
+    for row in sorted(used):
+        values = probs[row].detach()
+        total, least = float(values.sum()), float(values.min())
+        # Written so that a NaN, which makes the sum one, is refused too.
+        if not (abs(total - 1.0) <= SUM_ERROR and least >= 0.0):
+            raise ValueError(
+                f"row {row} of the probabilities sums to {total:.6g} and has {least:.6g} as its least; a row sums to "
+                "1 and has no negative number in it. A token of which it is not known may be left a point mass"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import draw
+from sakiyomi.numerics import draw, top_tokens
 from sakiyomi.tree import DRAFT_KINDS, Draft, Draw, TokenTree, Verdict
-from sakiyomi.verifiers import RatioVerifier, Rows
-from sakiyomi.verifiers.base import ended
+from sakiyomi.verifiers import BlockVerifier, RatioVerifier, Rows, TraversalVerifier
+from sakiyomi.verifiers.base import Rule, ended
 from sakiyomi.verifiers.greedy import follow
 from sakiyomi.verifiers.ratio import residual
 from statistical.harness import Propose, Table, as_probs
@@ -16,6 +18,7 @@ from statistical.harness import Propose, Table, as_probs
 
 class _Broken:
     name = "broken"
+    rule: Rule = "ratio"
     lossless = False
     takes = DRAFT_KINDS
 
@@ -105,6 +108,59 @@ class SiblingsWithoutResidual(_Broken):
             path.append(place)
 
 
+class NodesJudgedOnce(_Broken):
+    """Merged drafts: takes nodes for draws, so that a token which two drafters drew is tried once."""
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        first = {drawn.node: drawn for drawn in reversed(draft.draws)}
+        once = tuple(drawn for drawn in draft.draws if first[drawn.node] is drawn)
+        return RatioVerifier().verify(Draft(draft.tree, draft.kind, once, draft.probs), rows, noise)
+
+
+class BlockWithTokenResidual(_Broken):
+    """Judges the block, but draws the recovered token from max(p - q, 0) as the ratio rule does."""
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        verdict = BlockVerifier().verify(draft, rows, noise)
+        if verdict.kind != "recovered":
+            return verdict
+        assert draft.probs is not None
+        place = len(verdict.path)
+        left = residual(rows.row(place), draft.probs[place].numpy(), draft.tree.tokens[place])
+        return ended(draft, verdict.path, draw(left, noise.uniform()))
+
+
+class BlockByLastToken(_Broken):
+    """Looks for the longest beginning from the end, but judges each by the ratio of its last token alone."""
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        assert draft.probs is not None
+        for kept in range(len(draft), 0, -1):
+            row, token = rows.row(kept - 1), draft.tree.tokens[kept - 1]
+            if noise.uniform() * float(draft.probs[kept - 1, token]) < row[token]:
+                return ended(draft, range(kept), draw(rows.row(kept), noise.uniform()))
+        left = residual(rows.row(0), draft.probs[0].numpy(), draft.tree.tokens[0])
+        return ended(draft, (), draw(left, noise.uniform()))
+
+
+class TraversalWithoutUpdate(_Broken, TraversalVerifier):
+    """Goes on after a refusal with the target's row and the level as they were."""
+
+    @staticmethod
+    def _refuse(draft: Draft, place: Any) -> None:
+        pass
+
+
+class TraversalWithOldLevel(_Broken, TraversalVerifier):
+    """Takes the residual after a refusal, but leaves the level."""
+
+    @staticmethod
+    def _refuse(draft: Draft, place: Any) -> None:
+        level = place.level
+        TraversalVerifier._refuse(draft, place)
+        place.level = level
+
+
 class CoupledWithWrongKey(_Broken):
     """Keys the noise by the round's first position, for all of its tokens."""
 
@@ -128,6 +184,17 @@ def prune_after_drawing(table: Table, drawn: int, kept: int) -> Propose:
         tokens = sorted(tokens, key=lambda sibling: -table[token][sibling])[:kept]
         tree = TokenTree(tuple(tokens), (-1,) * kept)
         return Draft(tree, "iid", tuple(Draw(node, "draft", 0) for node in range(kept)), as_probs(table, [token]))
+
+    return propose
+
+
+def top_tokens_called_drawn(table: Table, count: int) -> Propose:
+    """A drafter that takes the most probable tokens and says that it drew them."""
+
+    def propose(token: int, position: int, noise: RequestNoise) -> Draft:
+        tokens = tuple(top_tokens(table[token], count))
+        draws = tuple(Draw(node, "draft", 0) for node in range(count))
+        return Draft(TokenTree(tokens, (-1,) * count), "without_replacement", draws, as_probs(table, [token]))
 
     return propose
 

@@ -45,10 +45,10 @@ def _normalised(table: NDArray[np.float64]) -> Table:
     return (table / table.sum(1, keepdims=True)).astype(np.float32)
 
 
-def pair(name: str) -> Pair:
-    """Two tables: "far" apart, of "truncated" (unlike) supports, of "disjoint" supports, or "equal"."""
-    random = np.random.default_rng(17)
-    target, draft = (random.dirichlet(np.full(V, 0.7), size=V) for _ in range(2))
+def pair(name: str, seed: int = 17) -> Pair:
+    """Two tables: "far" apart, of "truncated" (unlike) supports, of "disjoint" supports, "equal", or "peaked"."""
+    random = np.random.default_rng(seed)
+    target, draft = (random.dirichlet(np.full(V, 2.0 if name == "peaked" else 0.7), size=V) for _ in range(2))
     if name == "truncated":
         # As after top-k and top-p: each keeps five tokens, not the same ones.
         for table in (target, draft):
@@ -59,6 +59,12 @@ def pair(name: str) -> Pair:
         draft[:, : V // 2] = 0.0
     elif name == "equal":
         draft = target
+    elif name == "peaked":
+        # The draft is surer than the target of what both think likely: many draws fall together, some are refused.
+        for row in range(V):
+            target[row], draft[row] = 0.7 * target[row], 0.3 * draft[row]
+            target[row, (3 * row + 1) % V] += 0.3
+            draft[row, (3 * row + 1) % V] += 0.7
     result = Pair(_normalised(target), _normalised(draft))
     if name == "equal":
         assert result.distance == 0.0

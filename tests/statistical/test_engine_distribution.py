@@ -40,14 +40,14 @@ def model(seed: int) -> Any:
     return tiny_llama(vocab=V, layers=1, dim=16, seed=seed, initializer_range=0.5)
 
 
-def exact(params: SamplingParams) -> NDArray[np.float64]:
+def exact(params: SamplingParams, target: Any = None) -> NDArray[np.float64]:
     """The target's distribution over texts of ``LENGTH`` tokens, (V ** LENGTH), from transformers' logits."""
     sampler = Sampler(params, V)
     joint = np.ones(1)
     for depth in range(LENGTH):
         texts = [list(text) for text in itertools.product(range(V), repeat=depth)]
         with torch.no_grad():
-            logits = model(0)(input_ids=torch.tensor([PROMPT + text for text in texts])).logits[:, -1]
+            logits = (target or model(0))(input_ids=torch.tensor([PROMPT + text for text in texts])).logits[:, -1]
         probs = sampler.probs(sampler.process(logits, texts, PROMPT))
         joint = (joint[:, None] * probs.double().numpy()).reshape(-1)
     return joint / joint.sum()
@@ -90,12 +90,30 @@ def test_the_pair_is_far_apart() -> None:
     assert (p - q).abs().sum() / 2 > 0.3
 
 
-@pytest.mark.parametrize("warp", ["plain", "top-p", "penalty"])
-def test_ratio_with_a_draft_model(warp: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "warp"),
+    [("ratio", "plain"), ("ratio", "top-p"), ("ratio", "penalty"), ("block", "plain"), ("traversal", "top-p")],
+)
+def test_rules_with_a_draft_model(rule: str, warp: str) -> None:
     """The joint distribution of four tokens."""
-    values = params(acceptance="ratio", **WARPS[warp])
+    values = params(acceptance=rule, **WARPS[warp])
     p, distance = p_value(sample(drafter(), values), exact(values))
-    print(f"ratio {warp}: p = {p:.3g}, TV = {distance:.4f}")
+    print(f"{rule} {warp}: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
+
+
+def test_early_exit_tells_what_it_draws_from() -> None:
+    """Its rows come from a pass of the first of two layers, on the target's own cache."""
+    values = params(acceptance="block")
+    target = tiny_llama(vocab=V, layers=2, dim=16, seed=0, initializer_range=0.5)
+    llm = LLM((target, TOKENIZER), "early-exit:1", compile=False, max_batch=50, strict=True)
+    done = llm.generate([PROMPT], values)[0]
+    assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
+    seen = np.zeros(V**LENGTH, dtype=np.int64)
+    for out in done:
+        seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
+    p, distance = p_value(seen, exact(values, target))
+    print(f"early exit: p = {p:.3g}, TV = {distance:.4f}")
     assert p > LEVEL
 
 
@@ -181,10 +199,11 @@ def _retold(draft: Draft, how: Any) -> Draft:
     return Draft(draft.tree, draft.kind, draft.draws, probs / probs.sum(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("rule", ["ratio", "block"])
 @pytest.mark.parametrize("broken", [Overconfident, Shifted, Choosy])
-def test_broken_drafters_are_found(broken: type[ModelDrafter]) -> None:
+def test_broken_drafters_are_found(broken: type[ModelDrafter], rule: str) -> None:
     """Each would pass every test of equality: nothing but the distribution shows it."""
-    values = params(acceptance="ratio")
+    values = params(acceptance=rule)
     p, distance = p_value(sample(drafter(broken), values), exact(values))
-    print(f"{broken.__name__}: p = {p:.3g}, TV = {distance:.4f}")
+    print(f"{broken.__name__}, {rule}: p = {p:.3g}, TV = {distance:.4f}")
     assert p < 1e-9

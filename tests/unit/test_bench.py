@@ -418,6 +418,32 @@ def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> Non
         suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
 
 
+def test_row_of_block_verification(pair: BenchConfig) -> None:
+    found = suites.ROWS["block"](pair, suites.Note())
+    assert [line["gamma"] for line in found.lines] == [2, 4, 8]
+    for line in found.lines:
+        # On the same chains it never keeps less; measured taus are of unlike texts.
+        assert line["paired"] >= 1.0 and line["rounds"] > 0
+        assert 1.0 <= line["tau_block"] <= line["gamma"] + 1
+        assert line["ratio_tokens_per_second"] > 0
+    assert "no fewer" in found.notes[0]
+    assert len(found.table()[0]) == 9
+    json.dumps(found.to_dict())
+
+
+def test_row_of_the_oracle(pair: BenchConfig) -> None:
+    found = suites.ROWS["oracle"](dataclasses.replace(pair, max_new_tokens=13), suites.Note())
+    assert [line["rate"] for line in found.lines[:6]] == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    for line in found.lines:
+        assert line["equal"] and line["ratio"] > 0 and line["predicted"] > 0
+        assert line["expected"] == pytest.approx(sum(line["rate"] ** i for i in range(line["gamma"] + 1)))
+        if line["rate"] == 1.0:
+            assert line["passes"] == line["least"] == -(-12 // (line["gamma"] + 1)) * found.conditions["prompts"]
+    assert len({line["gamma"] for line in found.lines}) == 5
+    assert len(found.table()[0]) == 10
+    json.dumps(found.to_dict())
+
+
 def test_a_judge_of_more_prompts_than_texts() -> None:
     """Texts of a batch of 1, which part, when all prompts of the row are known."""
     model = tiny_llama()

@@ -37,12 +37,23 @@ def sweep_row() -> Row:
     return Row("sweep", "total tokens/s", lines, {"target": "tales"})
 
 
+def oracle_row() -> Row:
+    lines: list[dict[str, Any]] = []
+    for rate, gamma in ((0.5, 4), (0.8, 4), (1.0, 4), (1.0, 8)):
+        expected = sum(rate**i for i in range(gamma + 1))
+        figures = {"expected": expected, "tau": expected, "predicted": expected / 2, "ratio": expected / 2 or None}
+        counts = {"passes": 9, "least": 9 if rate == 1.0 else None, "oracle_tokens_per_second": 100.0}
+        lines.append({"rate": rate, "gamma": gamma} | figures | counts)
+    lines[1]["ratio"] = lines[1]["oracle_tokens_per_second"] = None  # other text than the plain one
+    return Row("oracle", "tokens a pass", lines, {"target": "tales"})
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_rows_are_drawn_one_below_the_other(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"rows.{suffix}"
     table = Row("bookkeeping", "ms a round", [{"sampling": "greedy", "ours_ms": 0.4}])
-    assert plot.draw([race_row(), table, sweep_row()], str(path), {"processor": "one"})
+    assert plot.draw([race_row(), table, sweep_row(), oracle_row()], str(path), {"processor": "one"})
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     alone = tmp_path / f"alone.{suffix}"

@@ -16,7 +16,7 @@ import sakiyomi.drafters.model
 import sakiyomi.model
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Scripted, texts_of
-from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
+from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
 from sakiyomi.audit import AuditConfig, audit
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
@@ -24,7 +24,7 @@ from sakiyomi.kernels import native
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.model import PackedModel
-from sakiyomi.tree import Draft, TokenTree
+from sakiyomi.tree import Draft, Draw, TokenTree
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -264,23 +264,124 @@ def test_a_draft_reads_a_long_prompt_between_rounds(monkeypatch: pytest.MonkeyPa
     assert drafts[0] == drafts[1] == 0 and max(drafts) == 3
 
 
-def test_a_drafter_that_proposes_nonsense_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    """No draw for a node, rows of another width: its own fault, not the requests'."""
+def rows(count: int, value: float = 1 / VOCAB, width: int = VOCAB) -> Tensor:
+    return torch.full((count, width), value)
 
-    class Undrawn(Scripted):
-        def draft(self, ahead: Sequence[int]) -> Draft:
-            return Draft(TokenTree.chain(ahead), self.kind)
 
-    class Narrow(Scripted):
-        kind = "chain"
+def drawn(ahead: Sequence[int], probs: Any, kind: Any = "chain") -> Draft:
+    return Draft(TokenTree.chain(ahead), kind, tuple(Draw(i, "odd", i) for i in range(len(ahead))), probs)
 
-        def draft(self, ahead: Sequence[int]) -> Draft:
-            return Draft.chain(ahead, self.name, torch.full((len(ahead), 7), 1 / 7))
 
-    for kind, message in ((Undrawn, "have no draw"), (Narrow, "7 probabilities")):
-        llm = llm_with(scripted(kind))
-        assert texts(llm) == wanted()
-        assert message in caplog.text
+def thrown(ahead: Sequence[int]) -> Draft:
+    raise RuntimeError("the draft fell off the table")
+
+
+FAULTS: dict[str, tuple[Any, str]] = {
+    "throws": (thrown, "RuntimeError: the draft fell off the table"),
+    "no draw": (lambda ahead: Draft(TokenTree.chain(ahead), "chain"), "have no draw"),
+    "narrow rows": (lambda ahead: drawn(ahead, rows(len(ahead), width=7)), "rows of 7 probabilities"),
+    "NaN": (lambda ahead: drawn(ahead, rows(len(ahead), torch.nan)), "sums to nan"),
+    "too large a sum": (lambda ahead: drawn(ahead, rows(len(ahead), 2 / VOCAB)), "sums to 2 "),
+    "negative": (lambda ahead: drawn(ahead, 2 / VOCAB - rows(len(ahead)) * torch.eye(VOCAB)[0] * 9), "as its least"),
+    "a list of rows": (lambda ahead: drawn(ahead, rows(len(ahead)).tolist()), "probabilities are list"),
+    "outside the vocabulary": (lambda ahead: Draft.chain([*ahead[:-1], VOCAB], "odd"), "outside the vocabulary"),
+    "negative token": (lambda ahead: Draft.chain([-1, *ahead[1:]], "odd"), "token -1"),
+    "a float": (lambda ahead: Draft.chain([float(t) for t in ahead], "odd"), "is a float"),  # type: ignore[misc]
+    "a tensor": (lambda ahead: Draft.chain(list(torch.tensor(ahead)), "odd"), "is a Tensor"),  # type: ignore[arg-type]
+    "a cycle": (
+        lambda ahead: Draft(TokenTree((1, 2), (1, 0)), "point_mass", (Draw(0, "odd"), Draw(1, "odd"))),
+        "hangs from node 1",
+    ),
+    "disorder": (
+        lambda ahead: Draft(TokenTree((1, 2), (1, -1)), "point_mass", (Draw(0, "odd"), Draw(1, "odd"))),
+        "node 0 hangs from node 1",
+    ),
+    "no draft": (lambda ahead: list(ahead), "a list in place of a Draft"),
+    "a kind that the rule does not take": (
+        lambda ahead: Draft(TokenTree((1, 2), (-1, -1)), "iid", (Draw(0, "odd", 0), Draw(1, "odd", 0)), rows(1)),
+        'does not take a draft of kind "iid"',
+    ),
+}
+
+
+class Odd(Scripted):
+    """Right at first; from the third round on each draft for a prompt of ``length`` tokens is odd."""
+
+    kind = "chain"
+
+    def __init__(self, how: Any, length: int = len(PROMPTS[0])) -> None:
+        super().__init__(texts_of(PROMPTS, wanted()), "sometimes", VOCAB)
+        self.how, self.length, self.odd = how, length, 0
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(contexts, gammas)
+        for i, context in enumerate(contexts):
+            if context.tokens[: self.length] in PROMPTS and len(self.asked) > 2:
+                self.odd += 1
+                drafts[i] = self.how(self._ahead(context.tokens, max(gammas[i], 2)))
+        return drafts
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if "kind" not in fault])
+def test_an_odd_draft_costs_its_request_the_drafter_and_nothing_else(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    how, message = FAULTS[fault]
+    drafter = Odd(how)
+    llm = llm_with(drafter)
+    for _ in range(2):
+        drafter.asked.clear()
+        drafter.odd = 0
+        done = llm.generate(PROMPTS, params())
+        assert [out.token_ids for out in done] == wanted()
+        assert drafter.odd == 1  # it is not asked again for this request
+        # A drafter that throws concerns all that it was asked for.
+        others = [len(drafter.asked) > 3, any(out.stats.drafted > 6 for out in done[1:])]
+        assert others == [fault != "throws"] * 2
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and message in said[0]
+    # The next request has its drafter again.
+    (out,) = llm.generate([PROMPTS[1]], params())
+    assert out.stats.drafted > 6
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_strict_ends_the_request(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    how, message = FAULTS[fault]
+    values = {"temperature": 1.0, "acceptance": "block"} if "kind" in fault else {}
+    llm = llm_with(Odd(how), strict=True)
+    ids = [llm.engine.add(tokens, params(**values)) for tokens in PROMPTS]
+    last: dict[int, Step] = {}
+    while llm.engine.busy:
+        last.update({step.request: step for step in llm.engine.step()})
+    failed = [isinstance(last[i].error, DraftError) for i in ids]
+    assert failed == [True, fault == "throws", fault == "throws"]
+    assert message in str(last[ids[0]].error) and "Odd" not in caplog.text
+    assert llm.target.cache.free == llm.target.cache.max_slots
+    with pytest.raises(DraftError, match="without strict"):
+        llm.generate(PROMPTS[0:1], params(**values))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(None, "NoneType"), ([], "0 drafts for 1 requests"), ([Draft.empty()] * 2, "2 drafts for 1")],
+)
+def test_an_answer_of_another_length(answer: Any, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    class Few(Scripted):
+        def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> Any:
+            return answer
+
+    llm = llm_with(Few({}, "always", VOCAB))
+    assert llm.generate(PROMPTS[:1], params())[0].token_ids == wanted()[0]
+    assert message in caplog.text
+
+
+def test_an_odd_draft_leaves_sampled_text_as_it_was() -> None:
+    """Under a seed the text is the same with and without a drafter, whatever it does."""
+    values: dict[str, Any] = {"temperature": 1.0, "seed": 5}
+    expected = texts(llm_with(), **values)
+    for fault in ("throws", "NaN", "too large a sum", "a cycle"):
+        assert texts(llm_with(Odd(FAULTS[fault][0])), **values) == expected
 
 
 class DepthFirst(Branching):

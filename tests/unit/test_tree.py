@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,9 @@ def test_empty() -> None:
         (TokenTree((1,), (-2,)), "node 0 hangs from node -2"),
         (TokenTree((-1,), (-1,)), "token -1"),
         (TokenTree((8,), (-1,)), "token 8, outside the vocabulary of 8"),
+        (TokenTree((3.0,), (-1,)), "3.0 is a float"),  # type: ignore[arg-type]
+        (TokenTree((np.int64(3),), (-1,)), "is a int64; tokens and parents are Python integers"),  # type: ignore[arg-type]
+        (TokenTree((3,), (None,)), "None is a NoneType"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_trees(tree: TokenTree, reason: str) -> None:
@@ -87,6 +91,11 @@ def test_chain_drafts() -> None:
     chosen.validate(8)
     assert chosen.kind == "point_mass"
     assert [draw.row for draw in chosen.draws] == [None, None]
+    # To a rule both are chains; siblings, or two draws of one token, are not.
+    assert drawn.judged_as == chosen.judged_as == Draft.empty().judged_as == "chain"
+    twice = Draft(TokenTree.chain([1]), "merged", (Draw(0, "a"), Draw(0, "b")))
+    assert twice.judged_as == "merged"
+    assert Draft(TokenTree((1, 2), (-1, -1)), "point_mass", (Draw(0, "a"), Draw(1, "a"))).judged_as == "point_mass"
 
 
 @pytest.mark.parametrize(
@@ -102,11 +111,25 @@ def test_chain_drafts() -> None:
             Draft(TokenTree((1, 2), (-1, -1)), "iid", (Draw(0, "d", 0), Draw(1, "d", 1)), torch.ones(2, 8)),
             "siblings under node -1 of kind 'iid'",
         ),
+        (Draft(TokenTree.chain([1]), "chain", (Draw(0, "d"), Draw(0, "d"))), "has 2 draws"),
+        (Draft.chain([1, 2], "d", torch.full((2, 8), 1 / 7)), "row 0 .* sums to 1.14286"),
+        (Draft.chain([1], "d", torch.full((1, 8), torch.nan)), "sums to nan"),
+        (Draft.chain([1], "d", torch.tensor([[1.5, -0.5, 0, 0, 0, 0, 0, 0]])), "has -0.5 as its least"),
+        (Draft.chain([1], "d", torch.full((1, 8), torch.inf)), "sums to inf"),
+        (Draft.chain([1], "d", torch.full((8,), 1 / 8)), r"shape \(8,\); expected a float tensor"),
+        (Draft.chain([1], "d", torch.ones(1, 8, dtype=torch.int64)), "expected a float tensor"),
+        (Draft.chain([1], "d", [[1 / 8] * 8]), "probabilities are list"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_drafts(draft: Draft, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         draft.validate(8)
+
+
+def test_only_rows_that_were_drawn_from_are_looked_at() -> None:
+    """The draft model keeps rows of a place where it stopped."""
+    probs = torch.cat([torch.full((1, 8), 1 / 8), torch.full((1, 8), torch.nan)])
+    Draft(TokenTree.chain([1]), "chain", (Draw(0, "d", 0),), probs).validate(8)
 
 
 def test_everything_is_frozen() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sakiyomi.errors import InputError
+from sakiyomi.kernels.build import native
 from sakiyomi.noise import RequestNoise
 from sakiyomi.sampling import Sampler, SamplingParams
 from sakiyomi.tree import DRAFT_KINDS, Draft, Draw, TokenTree
@@ -39,14 +40,18 @@ def tree_draft(tokens: tuple[int, ...], parents: tuple[int, ...], kind: str = "p
 WIDE = tree_draft((1, 3, 4, 2, 5), (-1, 0, 0, -1, 3))
 
 
+TREES = [verifier for verifier in VERIFIERS.values() if "point_mass" in verifier.takes]
+
+
 def test_every_verifier_says_what_it_is() -> None:
     for name, verifier in VERIFIERS.items():
         assert verifier.name == name
+        assert verifier.rule in ("greedy", "ratio", "coupled")
         assert verifier.takes <= DRAFT_KINDS
         assert isinstance(verifier.lossless, bool)
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS.values(), ids=list(VERIFIERS))
+@pytest.mark.parametrize("verifier", TREES, ids=lambda verifier: verifier.name)
 @pytest.mark.parametrize(
     ("choices", "path", "token", "kind", "refused"),
     [
@@ -72,7 +77,7 @@ def test_empty_draft_is_a_plain_step(verifier: Verifier) -> None:
     assert (verdict.path, verdict.token, verdict.kind, verdict.refused) == ((), 3, "plain", ())
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS.values(), ids=list(VERIFIERS))
+@pytest.mark.parametrize("verifier", TREES, ids=lambda verifier: verifier.name)
 def test_greedy_rows_from_logits(verifier: Verifier) -> None:
     """Temperature 0 through the sampler: the general rules agree with the fast one."""
     sampler = Sampler(SamplingParams(), V)
@@ -184,6 +189,92 @@ def test_ratio_refuses_another_vocabulary() -> None:
         VERIFIERS["ratio"].verify(draft, Rows.of_probs(TARGET, 0), RequestNoise(0))
 
 
+# Block and traversal verification, by hand
+
+P = torch.tensor([[0.5, 0.3, 0.2, 0, 0, 0, 0, 0], [0, 0.6, 0.4, 0, 0, 0, 0, 0], [0, 0, 0, 1.0, 0, 0, 0, 0]])
+Q = torch.tensor([[0.1, 0.6, 0.3, 0, 0, 0, 0, 0], [0, 0.3, 0.7, 0, 0, 0, 0, 0]])
+CHAINS = [VERIFIERS["block"], VERIFIERS["traversal"]]
+
+
+@pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
+def test_a_good_token_saves_the_doubtful_one_before_it(rule: Verifier) -> None:
+    """1 alone would stay with .3 / .6; with 1 after it, of twice the draft's probability, both stay for certain."""
+    verdict = rule.verify(Draft.chain([1, 1], "d", Q), Rows.of_probs(P, 0), Fixed(1 - 2**-53, 0.5))
+    assert (verdict.path, verdict.token, verdict.kind) == ((0, 1), 3, "bonus")
+
+
+@pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
+def test_levels_by_hand(rule: Verifier) -> None:
+    """The chain 1, 2 stays with .5 * .4 / .7 = .2857.
+
+    Else 1 stays with S / (S + 1 - .5), S = max(.5 * .6 - .3, 0) + max(.5 * .4 - .7, 0) = 0: never, and what is left at
+    the root is max(p - q, 0) = (.4, 0, 0) alone.
+    """
+    draft, rows = Draft.chain([1, 2], "d", Q), Rows.of_probs(P, 0)
+    assert rule.verify(draft, rows, Fixed(0.285, 0.5)).path == (0, 1)
+    refused = rule.verify(draft, rows, Fixed(0.286, 0.01, 0.999))
+    assert (refused.path, refused.token, refused.kind, refused.refused) == ((), 0, "recovered", (0,))
+    # With another second row S = .5 * .6 - .1 = .2: 1 stays with .2 / .7 = .2857, and 1 follows it.
+    other = torch.stack([Q[0], torch.tensor([0, 0.1, 0.9, 0, 0, 0, 0, 0])])
+    kept = rule.verify(Draft.chain([1, 2], "d", other), rows, Fixed(0.99, 0.285, 0.5))
+    assert (kept.path, kept.token, kept.kind, kept.refused) == ((0,), 1, "recovered", (1,))
+    assert rule.verify(Draft.chain([1, 2], "d", other), rows, Fixed(0.99, 0.287, 0.5)).path == ()
+
+
+@pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
+def test_a_token_that_the_target_excludes_ends_the_chain(rule: Verifier) -> None:
+    """Rows behind it are not read, and it costs no uniform."""
+    rows = Rows.of_probs(P, 0)
+    rows._probs.pop(1)
+    rows._probs.pop(2)
+    verdict = rule.verify(Draft.chain([7, 1], "d", torch.full((2, V), 1 / V)), rows, Fixed(0.5))
+    assert (verdict.path, verdict.kind, verdict.refused) == ((), "recovered", (0,))
+
+
+@pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
+def test_draws_may_stand_in_any_order(rule: Verifier) -> None:
+    """Only those of one place have to stand as they were drawn; rows too may lie anyhow."""
+    plain = Draft.chain([1, 2], "d", Q)
+    mixed = Draft(plain.tree, "chain", (Draw(1, "d", 0), Draw(0, "d", 1)), Q.flip(0))
+    for seed in range(100):
+        rows = Rows.of_probs(P, 0)
+        assert rule.verify(mixed, rows, RequestNoise(seed)) == rule.verify(plain, rows, RequestNoise(seed))
+
+
+def test_traversal_keeps_a_sibling_whose_subtree_failed() -> None:
+    """Leaf first: 3 behind 1 is refused for certain, then 1 itself is judged, then its sibling 2."""
+    tree = TokenTree((1, 7, 2), (-1, 0, -1))
+    draft = Draft(tree, "point_mass", tuple(Draw(node, "d") for node in range(3)))
+    rows = Rows.of_probs(torch.cat([P, one_hot(5)]), 0)
+    # 1 stays with .3: nothing is lost of it by 7, which was impossible.
+    assert VERIFIERS["traversal"].verify(draft, rows, Fixed(0.29, 0.5)).path == (0,)
+    # After that 2 stays with .2 / .7.
+    kept = VERIFIERS["traversal"].verify(draft, rows, Fixed(0.31, 0.28, 0.5))
+    assert (kept.path, kept.token, kept.refused) == ((2,), 5, (0,))
+    refused = VERIFIERS["traversal"].verify(draft, rows, Fixed(0.31, 0.29, 0.5))
+    assert (refused.path, refused.token, refused.refused) == ((), 0, (0, 2))
+
+
+@pytest.mark.parametrize("rule", CHAINS, ids=lambda rule: rule.name)
+def test_equal_rows_but_for_rounding(rule: Verifier) -> None:
+    """Nothing can be refused; a uniform as large as can be must not lead into a residual of rounding errors."""
+    p = torch.softmax(torch.randn(3, V, generator=torch.Generator().manual_seed(3)), -1)
+    q = (p[:2] * (1 + 1e-7)).clone()
+    for seed in range(200):
+        verdict = rule.verify(Draft.chain([1, 2], "d", q), Rows.of_probs(p, 0), RequestNoise(seed))
+        assert verdict.path == (0, 1)
+
+
+def test_a_chain_of_a_thousand_tokens() -> None:
+    """No recursion."""
+    rows = torch.full((2001, V), 1 / V)
+    for name in ("block", "traversal"):
+        verdict = VERIFIERS[name].verify(
+            Draft.chain([3] * 2000, "d", rows[:2000]), Rows.of_probs(rows, 0), RequestNoise(0)
+        )
+        assert len(verdict.path) == 2000
+
+
 # The coupled rule
 
 
@@ -219,6 +310,7 @@ def test_coupled_with_long_rows_and_support() -> None:
 
 
 def test_rows_are_the_samplers() -> None:
+    few_are_known = native() is not None
     logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
     params = SamplingParams(temperature=0.7, top_k=9, repetition_penalty=1.3, logit_bias={5: 1.0})
     sampler = Sampler(params, 64)
@@ -227,7 +319,8 @@ def test_rows_are_the_samplers() -> None:
     rows = Rows(logits, sampler, 2, WIDE.tree, [7, 9])
     assert len(rows) == 6
     assert np.array_equal(rows.row(4), sampler.probs(processed)[4].numpy())
-    assert np.array_equal(rows.support(4), np.flatnonzero(rows.row(4)))
+    if few_are_known:  # else nobody knows that they are few
+        assert np.array_equal(rows.support(4), np.flatnonzero(rows.row(4)))
     assert torch.equal(rows.logits, processed)
     assert torch.equal(rows.probs(), sampler.probs(processed))
     assert np.array_equal(rows.row(2), rows.probs()[2].numpy())
@@ -265,13 +358,20 @@ def test_choose_verifier() -> None:
     sampled = SamplingParams(temperature=1.0)
     seeded = SamplingParams(temperature=1.0, seed=1)
     assert choose_verifier(SamplingParams(acceptance="coupled"), "chain").name == "greedy"
-    assert choose_verifier(sampled, "chain").name == "ratio"
+    assert choose_verifier(sampled, "chain").name == "block"
     assert choose_verifier(sampled, "point_mass").name == "ratio"
     for kind in ("iid", "without_replacement", "merged"):
         assert choose_verifier(sampled, kind).name == "coupled"  # type: ignore[arg-type]
     for kind in DRAFT_KINDS:
         assert choose_verifier(seeded, kind).name == "coupled"
         assert choose_verifier(SamplingParams(temperature=1.0, seed=1, acceptance="ratio"), kind).name == "ratio"
+    # Where nothing is drafted every rule fits.
+    for rule in ("ratio", "coupled", "block", "traversal"):
+        assert choose_verifier(SamplingParams(temperature=1.0, acceptance=rule), None).name == rule
+    with pytest.raises(
+        InputError, match=r'"block" does not take a draft of kind "iid".*"ratio", "coupled", "traversal"'
+    ):
+        choose_verifier(SamplingParams(temperature=1.0, acceptance="block"), "iid")
 
 
 def test_check_fits_names_the_alternatives() -> None:

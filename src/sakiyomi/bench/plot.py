@@ -73,6 +73,8 @@ def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> bool:
 def _painter(row: Row) -> Callable[[Any, Row], None] | None:
     if any(line.get("plain_tokens_per_second") for line in row.lines):
         return _curves
+    if any(line.get("oracle_tokens_per_second") for line in row.lines):
+        return _points
     return _bars if any(line.get("tokens_per_second") for line in row.lines) else None
 
 
@@ -82,7 +84,7 @@ def _small(conditions: Mapping[str, Any]) -> str:
 
 def _height(row: Row) -> float:
     """Inches."""
-    return 4.2 if _painter(row) is _curves else 1.5 + 0.42 * len(row.lines)
+    return 4.2 if _painter(row) in (_curves, _points) else 1.5 + 0.42 * len(row.lines)
 
 
 def _bars(part: Any, row: Row) -> None:
@@ -141,3 +143,28 @@ def _curves(part: Any, row: Row) -> None:
     throughput.set(ylabel="tokens/s of all requests", xlabel="requests at once")
     latency.set(ylabel="seconds a request, median", xlabel="requests at once")
     throughput.legend(frameon=False, fontsize=9)
+
+
+def _points(part: Any, row: Row) -> None:
+    """Tokens a pass and speed-up by rate, beside the theory; at rate 1 passes by gamma, beside the fewest possible."""
+    tokens, speed, passes = part.subplots(1, 3)
+    rates = [line for line in row.lines if line["gamma"] == row.lines[0]["gamma"]]
+    xs = [line["rate"] for line in rates]
+    tokens.plot(xs, [line["expected"] for line in rates], "-", color=BASELINE, label="theory")
+    tokens.plot(xs, [line["tau"] for line in rates], "o", color=BAR, markersize=5, label="measured")
+    seen = [line for line in rates if line["ratio"] is not None]
+    speed.plot(xs, [line["expected"] for line in rates], "-", color=BASELINE, label="passes cost alike")
+    speed.plot(xs, [line["predicted"] for line in rates], "--", color=WAYS["plain"], label="with the passes' costs")
+    speed.plot([line["rate"] for line in seen], [line["ratio"] for line in seen], "o", color=BAR, label="measured")
+    sure = sorted((line for line in row.lines if line["rate"] == 1.0), key=lambda line: line["gamma"])
+    gammas = [line["gamma"] for line in sure]
+    passes.plot(gammas, [line["least"] for line in sure], "-", color=BASELINE, label="fewest possible")
+    passes.plot(gammas, [line["passes"] for line in sure], "o", color=BAR, label="measured")
+    tokens.set(ylabel="tokens a pass", xlabel=f"rate, gamma {row.lines[0]['gamma']}")
+    speed.set(ylabel="speed-up over plain", xlabel="rate")
+    passes.set(ylabel="passes, rate 1", xlabel="gamma")
+    for axes in (tokens, speed, passes):
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)

@@ -26,6 +26,9 @@ HEADS = {
     "batch_kv_bytes": ("batch MB", 1e-6),
     "plain_tokens_per_second": ("plain tok/s", 1),
     "speculative_tokens_per_second": ("spec tok/s", 1),
+    "ratio_tokens_per_second": ("ratio tok/s", 1),
+    "block_tokens_per_second": ("block tok/s", 1),
+    "oracle_tokens_per_second": ("tok/s", 1),
     "plain_latency_seconds": ("plain s", 1),
     "speculative_latency_seconds": ("spec s", 1),
 }

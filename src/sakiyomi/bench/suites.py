@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from sakiyomi.bench.block import block
 from sakiyomi.bench.bookkeeping import bookkeeping
 from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
+from sakiyomi.bench.oracle import oracle
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.scoring import scoring
@@ -34,12 +36,14 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "coverage": coverage,
     "scoring": scoring,
     "useless": useless,
+    "block": block,
+    "oracle": oracle,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,
 }
 
-TABLES = {"bookkeeping", "passes", "scoring", "coverage", "exact", "compiling"}
+TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}
 """Rows of which nothing can be drawn."""
 
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}

@@ -29,8 +29,9 @@ class ModelOptions:
 
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
-        draft: drafter: auto (tales-draft for tales, else none), none, or model:FOLDER (an embedded name or a hub id
-            works as well).
+        draft: drafter: auto (tales-draft for tales, else none), none, model:FOLDER (an embedded name or a hub id
+            works as well), self-int8 (the target in 8 bits), early-exit:LAYERS (its first layers), or oracle:RATE (the
+            known answer, to measure what a draft could bring).
         cache: cache policy; full keeps everything.
         kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
         chunk_size: tokens of a prompt that are read at once.
@@ -42,6 +43,7 @@ class ModelOptions:
         max_context: most tokens of prompt and text together; the model's own limit if not given.
         max_batch: requests at once at most.
         exact: output is bit-equal for every draft, gamma and batch.
+        strict: a drafter that fails ends the text with an error; otherwise the text goes on without it.
         allow_pickle: open pickle weights, which can run any code.
         trust_remote_code: run Python code that comes with the model.
     """
@@ -58,6 +60,7 @@ class ModelOptions:
     max_context: int | None = None
     max_batch: int = 8
     exact: bool = False
+    strict: bool = False
     allow_pickle: bool = False
     trust_remote_code: bool = False
 

@@ -24,12 +24,18 @@ class Surroundings:
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
         pack: makes what ``load`` gave ready to run beside the target.
+        packed: the target as it runs (``sakiyomi.model.PackedModel``).
+        rounded: makes the target once more, with weights of fewer bits, ready to run beside it.
+        answer: what the target says to a request by itself (``drafters.oracle.Answer``).
     """
 
     target: Any
     vocab_size: int
     load: Callable[[str], Any]
     pack: Callable[[Any], Any]
+    packed: Any
+    rounded: Callable[[str], Any]
+    answer: Callable[[Context], Any]
 
 
 def _model(argument: str, around: Surroundings) -> Drafter:
@@ -43,9 +49,49 @@ def _model(argument: str, around: Surroundings) -> Drafter:
     return ModelDrafter(around.pack(loaded), around.vocab_size)
 
 
+def _oracle(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.oracle import Oracle
+
+    try:
+        rate = float(argument) if argument else 1.0
+    except ValueError:
+        raise InputError(f'draft "oracle:{argument}" has no rate; write oracle:0.8, or oracle for 1') from None
+    return Oracle(around.answer, around.vocab_size, rate)
+
+
+def _early_exit(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.early_exit import EarlyExit
+    from sakiyomi.layers import FirstLayers
+
+    try:
+        count = int(argument)
+    except ValueError:
+        raise InputError(f'draft "early-exit:{argument}" names no layer; write early-exit:<layers to run>') from None
+    return EarlyExit(FirstLayers(around.packed, count))
+
+
+def _self_int8(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.model import ModelDrafter
+
+    if argument:
+        raise InputError(f'draft "self-int8:{argument}"; self-int8 takes nothing behind a colon')
+    if around.packed.rounding is not None:
+        raise InputError(
+            "draft self-int8: the target's own weights are rounded, and a rounded copy would not be faster; leave out "
+            "quantize, or choose another draft"
+        )
+    return ModelDrafter(around.rounded("int8"), around.vocab_size, name="self-int8")
+
+
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
     "model": _model,
+    "self-int8": _self_int8,
+    "early-exit": _early_exit,
+    "oracle": _oracle,
 }
+
+FORMS = {"model": "model:<path or id>", "early-exit": "early-exit:<layers>", "oracle": "oracle:<rate>"}
+"""How specs are written, for messages."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
@@ -68,7 +114,7 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
         parts = _JOINT.split(spec)
         for part in parts:
             if part not in ("none", "auto") and part.partition(":")[0] not in DRAFTERS:
-                known = ", ".join(f'"{name}"' for name in ("none", "auto", *DRAFTERS))
+                known = ", ".join(f'"{FORMS.get(name, name)}"' for name in ("none", "auto", *DRAFTERS))
                 raise InputError(
                     f"unknown draft {part!r}; this version has {known}, several joined by +, or a Drafter object"
                 )

@@ -32,6 +32,8 @@ class Context:
         nodes: most tokens wanted in this round's tree; set before each round. As many as the depth wanted: a chain.
         worth: what a token is worth against the time that it takes, in rounds whose size is "auto"; who can weigh his
             own proposals may then go less or more deep than he is asked to. None: the size is as asked for.
+        slot: the request's place in the target's cache, for a drafter that runs part of the target; it holds the keys
+            and values of all tokens but the last. Set before each round.
         memory: for the drafter's own use, one entry a drafter.
     """
 
@@ -43,6 +45,7 @@ class Context:
     stop_ids: frozenset[int]
     nodes: int = 1
     worth: Worth | None = None
+    slot: int = -1
     memory: dict[str, Any] = field(default_factory=dict)
 
 

@@ -6,16 +6,20 @@ from sakiyomi.errors import InputError
 from sakiyomi.params import SamplingParams
 from sakiyomi.tree import DraftKind
 from sakiyomi.verifiers.base import Rows, Verifier
+from sakiyomi.verifiers.block import BlockVerifier
 from sakiyomi.verifiers.coupled import CoupledVerifier
 from sakiyomi.verifiers.greedy import GreedyVerifier
 from sakiyomi.verifiers.ratio import RatioVerifier, residual
+from sakiyomi.verifiers.traversal import TraversalVerifier
 
 __all__ = [
     "VERIFIERS",
+    "BlockVerifier",
     "CoupledVerifier",
     "GreedyVerifier",
     "RatioVerifier",
     "Rows",
+    "TraversalVerifier",
     "Verifier",
     "check_fits",
     "choose_verifier",
@@ -26,20 +30,25 @@ VERIFIERS: dict[str, Verifier] = {
     "greedy": GreedyVerifier(),
     "ratio": RatioVerifier(),
     "coupled": CoupledVerifier(),
+    "block": BlockVerifier(),
+    "traversal": TraversalVerifier(),
 }
 
+AUTOMATIC: dict[DraftKind | None, str] = {"chain": "block", "point_mass": "ratio", None: "ratio"}
+"""What "auto" is without a seed; the coupled rule for other kinds."""
 
-def choose_verifier(params: SamplingParams, kind: DraftKind, branches: bool = False) -> Verifier:
+
+def choose_verifier(params: SamplingParams, kind: DraftKind | None, branches: bool = False) -> Verifier:
     """The rule for a request.
 
     Greedy at temperature 0, whatever ``acceptance`` says: there all rules agree. Else what was asked for; "auto" is the
     coupled rule where a seed is given (its text depends on the seed alone) and for trees and merged drafts, where it
-    accepts most; the ratio rule for a single drawn chain, where that accepts most, and for point masses, where the two
-    accept alike and the ratio rule is the cheaper.
+    accepts most; block verification for a single drawn chain, of which it accepts most; the ratio rule for point
+    masses, of which all accept alike and that one is the cheapest.
 
     Args:
         params: of the request.
-        kind: what the drafter proposes.
+        kind: what the drafter proposes; None: nothing is drafted, and every rule fits.
         branches: it makes trees that follow the position's noise where the rule is coupled.
 
     Raises:
@@ -47,12 +56,13 @@ def choose_verifier(params: SamplingParams, kind: DraftKind, branches: bool = Fa
     """
     if params.greedy:
         return VERIFIERS["greedy"]
-    name = params.acceptance
+    name: str = params.acceptance
     if name == "auto":
-        alone = kind in ("chain", "point_mass") and not branches
-        name = "ratio" if alone and params.seed is None else "coupled"
+        free = params.seed is None and not branches
+        name = AUTOMATIC.get(kind, "coupled") if free else "coupled"
     verifier = VERIFIERS[name]
-    check_fits(kind, verifier)
+    if kind is not None:
+        check_fits(kind, verifier)
     return verifier
 
 

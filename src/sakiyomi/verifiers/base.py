@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sakiyomi.errors import InputError
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, Tokens, as_row
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, TokenTree, Verdict, VerdictKind
 from sakiyomi.warping import best, chance, require_number
 
-__all__ = ["Rows", "Verifier", "ended"]
+__all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended"]
+
+Rule = Literal["greedy", "ratio", "coupled"]
 
 _NO_TREE = TokenTree()
 
@@ -179,6 +182,11 @@ class Verifier(Protocol):
         ...
 
     @property
+    def rule(self) -> Rule:
+        """How a draft for it comes about, as in ``Context.rule``: "ratio" for every rule that reads probabilities."""
+        ...
+
+    @property
     def lossless(self) -> bool:
         """Whether the output has the target's own distribution; True enrols the rule in the distribution tests."""
         ...
@@ -207,3 +215,20 @@ def ended(draft: Draft, path: Sequence[int], token: int, refused: Sequence[int] 
     elif draft.tree.children(path[-1] if path else -1):
         kind = "recovered"
     return Verdict(tuple(path), token, kind, tuple(refused))
+
+
+def draft_rows(draft: Draft, rows: Rows) -> Row | None:
+    """The distributions that a draft was drawn from, (rows, V) float32; None where it has none.
+
+    Raises:
+        InputError: they are over another number of tokens than the target's.
+    """
+    if draft.probs is None:
+        return None
+    probs = as_row(draft.probs)
+    if probs.shape[1] != rows.width:
+        raise InputError(
+            f"draft probabilities are over {probs.shape[1]} tokens, the target's over {rows.width}; "
+            "pad them with zeros, or cut off what the target cannot say before drawing"
+        )
+    return probs

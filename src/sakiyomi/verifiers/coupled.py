@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sakiyomi.noise import RequestNoise
 from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
-from sakiyomi.verifiers.base import Rows
+from sakiyomi.verifiers.base import Rows, Rule
 from sakiyomi.verifiers.greedy import follow
 
 __all__ = ["CoupledVerifier"]
@@ -19,6 +19,7 @@ class CoupledVerifier:
     """Keeps the longest path of the target's own noisy choices; takes every draft and reads no draft probability."""
 
     name = "coupled"
+    rule: Rule = "coupled"
     lossless = True
     takes: frozenset[DraftKind] = DRAFT_KINDS
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sakiyomi.noise import RequestNoise
 from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
-from sakiyomi.verifiers.base import Rows, ended
+from sakiyomi.verifiers.base import Rows, Rule, ended
 
 __all__ = ["GreedyVerifier", "follow"]
 
@@ -41,6 +41,7 @@ class GreedyVerifier:
     """Keeps the longest path of most probable tokens; takes every draft, and needs no distribution and no noise."""
 
     name = "greedy"
+    rule: Rule = "greedy"
     lossless = True
     takes: frozenset[DraftKind] = DRAFT_KINDS
 

@@ -7,16 +7,15 @@ sampling (Jeon et al. 2024, 2402.14160; Sequoia, 2402.12374).
 
 from __future__ import annotations
 
-from sakiyomi.errors import InputError
 from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, as_row, draw, positive_part
+from sakiyomi.numerics import Row, draw, positive_part
 from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
-from sakiyomi.verifiers.base import Rows, ended
+from sakiyomi.verifiers.base import Rows, Rule, draft_rows, ended
 
-__all__ = ["RatioVerifier", "residual"]
+__all__ = ["LEAST_MASS", "RatioVerifier", "residual", "without"]
 
 # Below this mass a residual is rounding error of float32 rows, not a distribution.
-_LEAST_MASS = 1e-7
+LEAST_MASS = 1e-7
 
 
 class RatioVerifier:
@@ -28,6 +27,7 @@ class RatioVerifier:
     """
 
     name = "ratio"
+    rule: Rule = "ratio"
     lossless = True
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
@@ -39,12 +39,7 @@ class RatioVerifier:
         """
         path: list[int] = []
         refused: list[int] = []
-        probs = None if draft.probs is None else as_row(draft.probs)
-        if probs is not None and probs.shape[1] != rows.width:
-            raise InputError(
-                f"draft probabilities are over {probs.shape[1]} tokens, the target's over {rows.width}; "
-                "pad them with zeros, or cut off what the target cannot say before drawing"
-            )
+        probs = draft_rows(draft, rows)
         place = -1
         while True:
             child, left = self._try_children(draft, place, rows.row(place + 1), probs, noise, refused)
@@ -78,7 +73,7 @@ class RatioVerifier:
                 refused.append(drawn.node)
             target = residual(target, row, token)
             if distinct and row is not None:
-                untried = _without(row, token)
+                untried = without(row, token)
         return None, target
 
 
@@ -97,12 +92,12 @@ def residual(target: Row, drawn_from: Row | None, token: int) -> Row:
         rounding alone.
     """
     if drawn_from is None:
-        return _without(target, token)
-    left, mass = positive_part(target, drawn_from, _LEAST_MASS)
-    return left if mass >= _LEAST_MASS else _without(target, token)
+        return without(target, token)
+    left, mass = positive_part(target, drawn_from, LEAST_MASS)
+    return left if mass >= LEAST_MASS else without(target, token)
 
 
-def _without(row: Row, token: int) -> Row:
+def without(row: Row, token: int) -> Row:
     """The row without one token, normalised; the row itself where it had no other."""
     left = row.copy()
     left[token] = 0.0

@@ -1,0 +1,106 @@
+"""The known answer as draft: what reading ahead brings with a draft that is right at a given rate and costs nothing.
+
+A ceiling to measure against, not a way to be faster: the answer comes from the target itself. The first time that a
+request is seen, the target answers it plainly, in the time of that request (counted as prefill); the answer is kept, so
+that the same request costs nothing from the second time on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from sakiyomi.drafters.base import Context
+from sakiyomi.errors import InputError
+from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
+
+__all__ = ["Answer", "Oracle"]
+
+logger = logging.getLogger("sakiyomi")
+Answer = Callable[[Context], tuple[list[int], float] | None]
+"""The target's own continuation of a request and the seconds that it took; None: not now, all places are taken."""
+KEPT = 1024  # answers
+
+
+class Oracle:
+    """Proposes the target's own text with independent errors; a chain of point masses.
+
+    Greedy requests have an answer, and coupled ones; under another rule the text is not known before it is drawn.
+
+    Args:
+        answer: asks the target.
+        vocab_size: of the target; wrong tokens are below it.
+        rate: probability that a proposed token is right: alpha of this drafter.
+
+    Raises:
+        InputError: the rate is no probability.
+    """
+
+    name = "oracle"
+    kind: DraftKind = "point_mass"
+
+    def __init__(self, answer: Answer, vocab_size: int, rate: float = 1.0) -> None:
+        if not 0.0 <= rate <= 1.0:
+            raise InputError(f"the oracle's rate is {rate}; it is the chance that a proposed token is right, 0 to 1")
+        self.rate, self.prefill_seconds = rate, 0.0
+        self._answer, self._vocab_size = answer, vocab_size
+        self._said = False
+        self._known: OrderedDict[tuple[object, ...], list[int]] = OrderedDict()
+
+    @property
+    def forward_seconds(self) -> float:
+        """All of it is spent before the first draft."""
+        return self.prefill_seconds
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``."""
+        return [self._chain(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+
+    def _chain(self, context: Context, gamma: int) -> Draft:
+        ahead = self._ahead(context)[:gamma]
+        stream = context.noise.fork(self.name)
+        tokens = []
+        for token in ahead:
+            if stream.uniform() >= self.rate:
+                token = (token + 1 + int(stream.uniform() * (self._vocab_size - 1))) % self._vocab_size
+            tokens.append(token)
+        draws = tuple(Draw(node, self.name, prob=self.rate) for node in range(len(tokens)))
+        return Draft(TokenTree.chain(tokens), self.kind, draws)
+
+    def _ahead(self, context: Context) -> list[int]:
+        """What the target will say from here on; asked anew where the text has taken another way than foretold.
+
+        That happens where two tokens are as good as equal and rounding decides, which passes of unlike sizes do in
+        unlike ways (``exact=True`` prevents it).
+        """
+        start: int
+        answer: list[int]
+        start, answer = context.memory.get(self.name, (0, []))
+        said = context.tokens[start:]
+        if not start or said != answer[: len(said)]:
+            found = self._find(context)
+            if found is None:
+                return []
+            start, answer = context.memory[self.name] = (len(context.tokens), found)
+        return answer[len(context.tokens) - start :]
+
+    def _find(self, context: Context) -> list[int] | None:
+        if context.rule == "ratio":
+            raise InputError(
+                "an oracle does not know text that is drawn without a seed; give a seed, acceptance='coupled', or "
+                "temperature 0"
+            )
+        key = (tuple(context.tokens), repr(context.params), context.rule == "coupled" and context.noise.state)
+        if key not in self._known:
+            found = self._answer(context)
+            if found is None:
+                if not self._said:
+                    logger.warning("the oracle finds no free slot to answer in and drafts nothing yet; raise max_batch")
+                self._said = True
+                return None
+            self._known[key], seconds = found
+            self.prefill_seconds += seconds
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return self._known[key]

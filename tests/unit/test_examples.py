@@ -1,0 +1,58 @@
+"""What the guides and examples show is what works."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from sakiyomi.drafters.base import Context
+from sakiyomi.embedded import embedded
+from sakiyomi.errors import LoadError
+from sakiyomi.tree import DRAFT_KINDS
+from sakiyomi.verifiers.base import Rule
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "add-a-drafter.md").read_text(encoding="utf-8")
+
+
+def run(*arguments: str) -> str:
+    try:
+        embedded("tales")
+    except LoadError:
+        pytest.skip("the model tales has not been trained in this checkout")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_drafter_of_ones_own() -> None:
+    *_, same, figures = run(str(ROOT / "examples" / "own_drafter.py"), "--quick").splitlines()
+    assert same == "the same text without it: True"
+    tau, share = re.findall(r"[\d.]+", figures)
+    assert float(tau) > 1.1 and float(share) > 5
+
+
+def test_the_guides_code_runs() -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    body = code.partition("class Echo:\n")[2].partition("\nllm =")[0]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 10
+    assert 0.0 <= float(run("-c", code)) <= 1.0
+
+
+def test_the_guide_knows_all_kinds_rules_and_files() -> None:
+    for name in DRAFT_KINDS:
+        assert f"| `{name}` |" in GUIDE
+    for name in get_args(Rule):
+        assert f'`"{name}"`' in GUIDE
+    for name in Context.__dataclass_fields__:
+        assert f"`{name}`" in GUIDE or name in ("id", "noise")
+    for path in re.findall(r"`((?:tests|src)/[\w./-]+)`", GUIDE):
+        assert (ROOT / path).exists(), path
