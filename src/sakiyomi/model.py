@@ -115,7 +115,7 @@ class PackedModel:
         text: Sequence[int] = (),
         prepared: Prepared | None = None,
     ) -> None:
-        if quantize:
+        if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_rounding(f"quantize={quantize!r}", model.dtype)
         self.config = model.config.get_text_config()
         head = model.get_output_embeddings()

@@ -672,3 +672,12 @@ def test_costs_of_a_pair(pair: BenchConfig) -> None:
     assert math.isclose(found["v"][1], 1.0)
     alone = costs(LLM(pair.target, draft="none", compile=False), context=32, repeats=2)
     assert alone["c"] is None
+
+
+def test_costs_while_every_place_is_taken(pair: BenchConfig) -> None:
+    llm = LLM(pair.target, draft="none", compile=False, max_batch=1)
+    with llm.conversation() as conversation:
+        conversation.generate([5, 6, 7], SamplingParams(max_new_tokens=2))
+        with pytest.raises(InputError, match="close a conversation, or load with a larger max_batch"):
+            costs(llm)
+    assert costs(llm, context=32, repeats=2)["target_ms"][1] > 0

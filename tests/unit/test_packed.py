@@ -7,10 +7,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -18,11 +21,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import sakiyomi.kernels.native
 import toys
 from architectures import ALL, CONFIGS, make, model_of, prompt
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
+from sakiyomi.cli import app
 from sakiyomi.embedded import embedded
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.loading import load_model, packed, read_checkpoint
@@ -222,6 +227,17 @@ def test_weights_that_transformers_converts(tmp_path: Path, monkeypatch: pytest.
     assert same(load(folder, quantize="int8"), load((model_of("mixtral"), TOKENIZER), quantize="int8"))
 
 
+def test_the_command_says_once_where_the_copy_is(fresh: Path) -> None:
+    command = ["generate", "Once", "--target", str(fresh), "--draft", "none", "--quantize", "int8"]
+    command += ["--compile", "false", "--max-new-tokens", "2"]
+    first, second = (CliRunner().invoke(app, command) for _ in range(2))
+    (line,) = [line for line in first.stderr.splitlines() if str(fresh / COPY) in line]
+    assert re.search(r"packed copy of 79.0 kB is kept in .*; remove that folder to have the space back", line)
+    assert "int8: " in first.stderr and "int8: " in second.stderr
+    assert "packed copy" not in second.stderr
+    assert first.stdout == second.stdout
+
+
 def test_a_pair_is_not_saved(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     model = tiny_llama()
@@ -418,6 +434,62 @@ def test_a_file_in_its_place(fresh: Path, caplog: pytest.LogCaptureFixture) -> N
     (fresh / COPY).write_text("mine")
     nothing_written(fresh, caplog, COPY)
     assert (fresh / COPY).read_text() == "mine"
+
+
+def killed_while_saving(fresh: Path) -> Path:
+    """What a process leaves that is killed while it writes the copy of a model."""
+    code = (
+        "import os, signal, sys\nfrom sakiyomi import LLM\nfrom sakiyomi.loading import packed\n"
+        "packed.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code, str(fresh)], env=environment, timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = [path for path in fresh.iterdir() if path.is_dir()]
+    assert left.name.startswith(f"{COPY}.") and left.suffix == ".tmp"
+    return left
+
+
+def test_the_next_load_removes_what_a_killed_one_left(fresh: Path) -> None:
+    left = killed_while_saving(fresh)
+    load(fresh, quantize="int8")
+    left.mkdir()
+    load(fresh, quantize="int8")  # from the copy
+    assert {path.name for path in fresh.iterdir() if path.is_dir()} == {COPY}
+
+
+def test_what_may_still_be_written_stays(tmp_path: Path) -> None:
+    """Of a living process, of another machine's where something changes, of another copy, of somebody else."""
+    alive, here, gone = os.getpid(), packed._HERE, 2**22 + 1  # above every number of a process
+    old = time.time() - 2 * packed._SILENT
+    kept = [
+        f"{COPY}.{alive}-{here}-00000000.tmp",
+        f"{COPY}.{gone}-ffffffff-00000000.tmp",
+        f"sakiyomi-int4-float32.{gone}-{here}-00000000.tmp",
+        f"{COPY}.mine.tmp",
+    ]
+    removed = [
+        f"{COPY}.{gone}-{here}-00000001.tmp",
+        f"{COPY}.{gone}-{here}-00000002.old",
+        f"{COPY}.1-eeeeeeee-00000003.tmp",
+    ]
+    for name in (*kept, *removed):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "packed.safetensors").write_bytes(b"half of it")
+        os.utime(tmp_path / name, (old, old))
+    os.utime(tmp_path / removed[-1] / "packed.safetensors", (old, old))
+    packed.remove_leftovers(tmp_path / COPY)
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
+    packed.remove_leftovers(tmp_path / "nowhere" / COPY)
+
+
+def test_the_self_test_runs_once_a_load(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[NativeModel] = []
+    monkeypatch.setattr("sakiyomi.kernels.rounding._adds_up", lambda native: runs.append(native) or True)
+    for count, target in enumerate((fresh, fresh, fresh / COPY, (tiny_llama(), TOKENIZER)), start=1):
+        load(target, quantize=None if target == fresh / COPY else "int8")
+        assert len(runs) == count
 
 
 def test_ctrl_c_while_saving(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from sakiyomi.loading.packed import (
     packed_files,
     read_about,
     read_packed,
+    remove_leftovers,
     save_packed,
     source_key,
 )
@@ -155,6 +156,7 @@ def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, b
     check_rounding(f"quantize={quantize!r}", dtype)
     key = source_key(folder, checkpoint)
     copy = copy_place(reader.gguf or folder, quantize, dtype, beside=beside)
+    remove_leftovers(copy)
     if is_packed(copy):
         try:
             return _from_packed(copy, name, tokenizer, dtype, reader.device, reader.trust_remote_code, key=key)
@@ -200,7 +202,8 @@ def _from_packed(
         raise InputError(
             f"dtype is {dtype} and {name!r} is packed in {stored}; leave dtype at 'auto', or pass the model itself"
         )
-    check_rounding(f"the packed model {name!r}", stored)
+    if key is None:  # else the model itself was asked for, and this is known
+        check_rounding(f"the packed model {name!r}", stored)
     checkpoint, size = packed_files(folder)
     require_bytes(size, f"the packed model {name!r}", remedy="free memory, or choose a smaller model")
     register()
@@ -304,6 +307,8 @@ def _local_folder(name: str) -> Path | None:
             f"{name!r} is a file, expected a folder in Hugging Face format (config.json, model.safetensors, "
             "tokenizer.json) or a .gguf file; pass the folder"
         )
+    if path.suffix.lower() == ".gguf":
+        raise LoadError(f"there is no file {name!r}; check the path (relative to {Path.cwd()})")
     if not looks_like_hub_id(name):
         raise LoadError(f"there is no folder {name!r}; check the path (relative to {Path.cwd()})")
     return None
