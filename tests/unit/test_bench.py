@@ -29,7 +29,7 @@ from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.cli.output import table
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.kernels.native import PackedLinear
@@ -504,7 +504,11 @@ def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
 
 def test_row_of_peers(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(llamacpp, "cache_folder", lambda: tmp_path)
-    found = suites.ROWS["peers"](pair, suites.Note())
+    file = tmp_path / "held-out.txt"
+    file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
+    found = suites.ROWS["peers"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+    assert all(line["perplexity"] > 1 for line in found.lines)
+    assert len({line["perplexity"] for line in found.lines if "q8_0" in line["name"]}) <= 1
     names = [line["name"] for line in found.lines]
     assert names[:5] == [
         "transformers plain",
@@ -527,6 +531,15 @@ def test_row_of_peers(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert all(equal for name, equal in others.items() if "sakiyomi" in name)
     assert all(line["equal"] for line in found.lines if line["name"] not in others)
     assert all(line["tokens_per_second"] > 0 for line in found.lines)
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None:
+    LLM(pair.target, draft="none", compile=False, quantize="int8")
+    copy = str(Path(pair.target) / "sakiyomi-int8-float32")
+    for values in ({"target": copy}, {"draft": f"model:{copy}"}):
+        with pytest.raises(UnsupportedError, match=r"sakiyomi-int8-float32' is a packed copy.* the model's own folder"):
+            suites.run(dataclasses.replace(pair, rows=("passes", "peers"), **values))
 
 
 def test_row_of_peers_says_who_is_left_out(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

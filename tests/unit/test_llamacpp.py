@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from sakiyomi.bench import llamacpp
 from sakiyomi.bench.llamacpp import LlamaCpp, gguf_file, gguf_folder, missing
 from sakiyomi.bench.peers import Transformers
+from sakiyomi.bench.quality import perplexity, their_logits
 from sakiyomi.errors import LoadError, UnsupportedError
 from sakiyomi.loading import Loaded, load_model
 from sakiyomi.params import SamplingParams
@@ -58,6 +59,21 @@ def test_embeddings_of_their_own_an_end_token_and_rows_that_are_no_blocks(tmp_pa
     assert run.generate(prompt, PARAMS) == free[: free.index(free[6]) + 1]
     for kind in ("BF16", "F16", "Q8_0", "Q4_0"):  # 48 numbers are a block and a half
         assert len(LlamaCpp(gguf_file(loaded, kind), 40).generate(prompt, SamplingParams(max_new_tokens=5))) == 5
+
+
+@needed
+def test_perplexity_by_its_own_passes(tmp_path: Path) -> None:
+    """In float32 it is that of transformers; rounded weights have one of their own."""
+    loaded = tiny(tmp_path / "model", tiny_llama())
+    chunks = [list(range(5, 60)), list(range(200, 170, -1))]
+    found = {
+        kind: perplexity(LlamaCpp(gguf_file(loaded, kind), 64, wide=True, every=True).logits, chunks)
+        for kind in ("F32", "Q8_0", "Q4_0")
+    }
+    expected = perplexity(their_logits(loaded.model), chunks)
+    assert found["F32"] == pytest.approx(expected, rel=1e-3)
+    assert found["Q8_0"] != found["F32"] and found["Q8_0"] == pytest.approx(expected, rel=0.02)
+    assert found["Q4_0"] != found["Q8_0"] and found["Q4_0"] == pytest.approx(expected, rel=0.5)
 
 
 @needed

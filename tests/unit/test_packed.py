@@ -520,7 +520,7 @@ def test_options_that_contradict_a_packed_folder(good: Path, monkeypatch: pytest
     copy = good / COPY
     refused(InputError, "packed copy already", "leave quantize at None", target=copy, quantize="int4")
     refused(InputError, "bfloat16", "float32", "leave dtype at 'auto'", target=copy, dtype="bfloat16")
-    with pytest.raises(UnsupportedError, match="only LLM runs; pass the model itself"):
+    with pytest.raises(UnsupportedError, match="only LLM runs; pass the model's own folder"):
         load_model(copy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+
+from torch import Tensor
 
 from sakiyomi.bench import llamacpp
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.llamacpp import KINDS, LlamaCpp, gguf_file
 from sakiyomi.bench.models import WAYS, Pair
+from sakiyomi.bench.quality import CHUNK, Logits
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
 from sakiyomi.bench.speed import everybody, pair_conditions
@@ -57,13 +61,30 @@ def _llamacpp(pair: Pair, note: Note) -> list[Contender]:
         params = SamplingParams(max_new_tokens=config.max_new_tokens)
         return Contender(name, partial(_lap, run, pair.prompts, params), judge, against=None if judge else name)
 
-    found = []
+    plain, drafted = [], []
     for kind in (KINDS[dtype], *ROUNDED):
         note(f"peers: llama.cpp {kind}")
-        run, name = open_(gguf_file(pair.target, kind)), f"llama.cpp {kind.lower()} plain"
-        found.append(contender(name, run, None if kind in ROUNDED else pair.judge()))
-    drafted = open_(gguf_file(pair.target, "Q8_0"), draft=gguf_file(pair.draft, "Q8_0"), gamma=config.gamma)
-    return [*found, contender("llama.cpp q8_0 with its draft", drafted)]
+        file = gguf_file(pair.target, kind)
+        ways = [contender(f"llama.cpp {kind.lower()} plain", open_(file), None if kind in ROUNDED else pair.judge())]
+        if kind == "Q8_0":
+            run = open_(file, draft=gguf_file(pair.draft, kind), gamma=config.gamma)
+            ways.append(contender("llama.cpp q8_0 with its draft", run))
+        first, *others = pair.quality.grade(ways, _logits(file, wide=dtype == "float32"))
+        plain.append(first)
+        drafted += others
+    return plain + drafted
+
+
+def _logits(file: Path, wide: bool) -> Logits:
+    """By llama.cpp's own passes. Opened when it is asked, which it is only where there is a held-out text."""
+    opened: list[LlamaCpp] = []
+
+    def logits(tokens: Sequence[int]) -> Tensor:
+        if not opened:
+            opened.append(LlamaCpp(file, CHUNK, wide=wide, every=True))
+        return opened[0].logits(tokens)
+
+    return logits
 
 
 def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Lap:

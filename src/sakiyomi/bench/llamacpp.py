@@ -50,6 +50,7 @@ class LlamaCpp:
         draft: GGUF file of a draft model; None: plain.
         gamma: draft tokens a round.
         wide: keep keys and values in float32; llama.cpp's own choice is float16.
+        every: of a pass all rows' logits are kept, as ``logits`` wants them.
 
     Attributes:
         rounds: passes of the target after a draft, so far.
@@ -64,12 +65,13 @@ class LlamaCpp:
         gamma: int = 4,
         *,
         wide: bool = False,
+        every: bool = False,
     ) -> None:
         self._stop = frozenset(stop)
         # A draft may reach past the last token that is asked for.
         places = context + gamma + 1
         self._drafter = None if draft is None else _Drafter(_open(draft, places, wide), gamma)
-        self._llama = _open(file, places, wide, self._drafter)
+        self._llama = _open(file, places, wide, self._drafter, every=every)
 
     @property
     def rounds(self) -> int:
@@ -88,6 +90,12 @@ class LlamaCpp:
             if token in self._stop and not params.ignore_eos:
                 break
         return found
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """(T, V) float32: row i predicts what follows token i of a text of T tokens. Needs ``every``."""
+        self._llama.reset()
+        self._llama.eval(list(tokens))
+        return torch.from_numpy(self._llama.scores[: len(tokens)].copy())
 
 
 class _Drafter:
@@ -111,7 +119,7 @@ def _greedy(llama: Any, prompt: Sequence[int]) -> Iterator[int]:
     return tokens
 
 
-def _open(file: Path, places: int, wide: bool, drafter: _Drafter | None = None) -> Any:
+def _open(file: Path, places: int, wide: bool, drafter: _Drafter | None = None, *, every: bool = False) -> Any:
     import llama_cpp
 
     stored = llama_cpp.GGML_TYPE_F32 if wide else llama_cpp.GGML_TYPE_F16
@@ -124,7 +132,7 @@ def _open(file: Path, places: int, wide: bool, drafter: _Drafter | None = None) 
             type_k=stored,
             type_v=stored,
             # Of a drafted pass every row counts.
-            logits_all=drafter is not None,
+            logits_all=every or drafter is not None,
             draft_model=drafter,
             verbose=False,
         )

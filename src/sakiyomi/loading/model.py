@@ -130,7 +130,7 @@ def load_model(
         config, tokenizer = config_of(folder), _read_tokenizer(folder, trust_remote_code)
         if is_packed(folder):
             if not packed:
-                raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model itself")
+                raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
             if quantize:
                 raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
             return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
