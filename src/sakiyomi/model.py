@@ -175,7 +175,8 @@ class PackedModel:
             self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
             self._take((None if self.unsettled else self._native()) or Dense(self.cache, by_row=exact))
-        self.sizes: tuple[int, ...] = SIZES
+        # A capture costs no compiler's seconds: there larger batches have their own as well.
+        self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else SIZES
         self._proven = False
         if quantize:
             self._judge_rounding()
@@ -218,7 +219,7 @@ class PackedModel:
     @property
     def ready(self) -> frozenset[int]:
         """Row counts whose passes run on graphs now. A request keeps to those of its beginning (see `score`)."""
-        if self._captured is not None:  # captured at first use
+        if self._captured is not None and not self._captured.failed:  # captured at first use
             return frozenset(self.sizes)
         return self.graphs.ready if self.graphs is not None else frozenset()
 
@@ -464,9 +465,11 @@ class PackedModel:
         key = (size, size in graphs)
         if key not in self._seconds:
             empty = Plan([])
+            if self._captured is not None:
+                self.cache.reserve(0, 1)  # else there is nothing to capture
             for _ in range(3):  # the first ones pay for warming up; without requests nothing is written
                 self._run(empty, size, graphs=graphs)
-                if self._seconds[key] > SLOW:
+                if self._seconds.get(key, 0.0) > SLOW:
                     break
         return self._seconds[key]
 
@@ -486,21 +489,22 @@ class PackedModel:
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
             allowed = keep is None and (graphs is None or size in graphs)
+            captured = self._captured if allowed and self._capturable(plan, size) else None
             began = time.perf_counter()
             if graph is not None and allowed:
                 logits = graph(ids, positions)
-            elif self._captured is not None and allowed and plan.rows:
-                logits = self._captured.run(ids, positions)
+            elif captured is not None:
+                logits = captured.run(ids, positions)
             elif isinstance(self.state, OwnAttention):
                 logits = self._call_own(self.state, ids, positions)[None]
                 logits = logits if keep is None else logits[:, keep]
             else:
                 logits = self._plain(ids, positions, keep)
             if self.device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(self.device)
             spent = time.perf_counter() - began
-            if keep is None:
-                key = (size, allowed and (graph is not None or self._captured is not None))
+            if keep is None and not (captured is not None and captured.fresh):
+                key = (size, allowed and (graph is not None or captured is not None))
                 self._seconds[key] = running_mean(self._seconds.get(key), spent)
             self.forward_seconds += spent
             for watcher in self.watchers:
@@ -508,6 +512,10 @@ class PackedModel:
             if not self._proven and plan.rows:
                 self._prove()
             return logits
+
+    def _capturable(self, plan: Plan, size: int) -> bool:
+        """Whether a pass has one of few shapes, which come again."""
+        return not plan.prompts and size <= self.sizes[-1] and bool(self.cache.room)
 
     def _inputs(self, plan: Plan, size: int) -> tuple[Tensor, Tensor]:
         """Token ids and positions of a pass, (1, size) each; rows that only fill it up are zeros."""

@@ -170,8 +170,15 @@ class SlotCache:
                 new[: self.slots, :, : self.room] = old
             return fresh
 
-        keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
-        values = larger(self.values, [shape.value_dim for shape in self.shapes])
+        try:
+            keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
+            values = larger(self.values, [shape.value_dim for shape in self.shapes])
+        except torch.OutOfMemoryError as error:  # of what an accelerator has left not every part can be used
+            raise MemoryLimitError(
+                f"the KV cache needs {self.pair_bytes * slots * room:,} bytes for {slots} requests of {room} tokens, "
+                f"and the device did not give them beside the present ones; shorten the prompt, or lower "
+                "max_new_tokens or max_batch"
+            ) from error
         self.keys, self.values, self.slots, self.room, self._untold = keys, values, slots, room, True
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:

@@ -50,6 +50,16 @@ def _paths(parents: tuple[int, ...]) -> tuple[Ints, ...]:
     return tuple(np.array(path, np.int64) for path in paths)
 
 
+@functools.lru_cache(maxsize=512)
+def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(rows, rows) bool, which rows of its tree each row sees, and (rows,) how deep it lies, 0 for a root."""
+    paths = _paths(parents)
+    own = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for i, path in enumerate(paths):
+        own[i, torch.from_numpy(path)] = True
+    return own, torch.tensor([len(path) - 1 for path in paths])
+
+
 class Plan:
     """A pass: segments laid out one after the other.
 
@@ -104,25 +114,33 @@ class Plan:
         parents = self.parts[segment].parents
         return np.arange(row + 1) if parents is None else _paths(parents)[row]
 
-    def visible(self, segment: int, window: int = 0) -> Tensor:
+    @cached_property
+    def prompts(self) -> bool:
+        """Whether a chunk of a prompt is among the segments."""
+        return any(part.prompt for part in self.parts)
+
+    def visible(self, segment: int, window: int = 0, device: torch.device | str = "cpu") -> Tensor:
         """Which columns of its slot each row of a segment sees.
 
         Args:
             segment: index of the segment.
             window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0 for
                 none.
+            device: of the result.
 
         Returns:
             (rows, length + rows) bool; column `length + i` holds row i.
         """
         _, _, rows, length, _ = self.table[segment]
-        seen = torch.zeros(rows, length + rows, dtype=torch.bool)
-        seen[:, :length] = True
-        for i in range(rows):
-            path = self.path(segment, i)
-            if window:
-                oldest = length + len(path) - window
-                seen[i, : max(0, min(oldest, length))] = False
-                path = path[max(0, oldest - length) :]
-            seen[i, length + torch.from_numpy(path)] = True
+        parents = self.parts[segment].parents
+        column = torch.arange(length + rows, device=device)
+        if parents is None:
+            position = column[length:, None]
+            seen = column <= position
+            return seen & (column > position - window) if window else seen
+        own, depth = (tensor.to(device) for tensor in _family(parents))
+        seen = torch.cat([own.new_ones(rows, length), own], 1)
+        if window:
+            position = torch.cat([column[:length], length + depth])  # of siblings the same
+            seen &= position > length + depth[:, None] - window
         return seen
