@@ -58,6 +58,14 @@ def _weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor as it lies in memory: one of torchao's says what it would take unrounded."""
+    parts = getattr(type(tensor), "__tensor_flatten__", None)
+    if parts is None:
+        return tensor.nbytes
+    return sum(getattr(tensor, name).nbytes for name in parts(tensor)[0] if getattr(tensor, name) is not None)
+
+
 def _rope_limit(config: Any) -> int:
     """Context up to which a position's rotary embedding depends on the position alone.
 
@@ -149,7 +157,8 @@ class PackedModel:
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
         self.passes_here = True
-        shapes = prepared.shapes if prepared is not None else self._layer_shapes(int(self.config.num_hidden_layers))
+        known = prepared.shapes if prepared is not None else None
+        shapes = known or self._layer_shapes(int(self.config.num_hidden_layers))
         self._one_place = {shape.device for shape in shapes} == {self.device}
         self._owned, self._compile = owned, compile
         accelerated = self.device.type == "cuda" and self._one_place and self.passes_here and not exact
@@ -209,8 +218,7 @@ class PackedModel:
             tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
         ]
         others = [weight for module in modules for weight in module.parameters(recurse=False)]
-        size: int = sum(tensor.nbytes for tensor in (*packed, *others))
-        return size
+        return sum(map(_stored_bytes, (*packed, *others)))
 
     @property
     def _has_experts(self) -> bool:

@@ -27,13 +27,19 @@ import sakiyomi.kernels.native
 import toys
 from architectures import ALL, CONFIGS, make, model_of, prompt
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.suites import ROWS
 from sakiyomi.cli import app
 from sakiyomi.embedded import embedded
 from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.rounding import compare
 from sakiyomi.loading import load_model, packed, read_checkpoint
-from sakiyomi.loading.reader import Reader, torchao
+from sakiyomi.loading import model as loading_model
+from sakiyomi.loading.accelerated import torchao
+from sakiyomi.loading.reader import Reader
 from sakiyomi.memory import readable
 from sakiyomi.model import structural_copy
+from sakiyomi.prompts import STORIES
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -566,6 +572,75 @@ def test_torchao_rounds_what_is_loaded_for_a_gpu(fresh: Path) -> None:
         ids = torch.tensor([prompt(30)])
         got, wanted = structural_copy(model)(ids).logits.float(), tiny_llama()(ids).logits
     assert float((got - wanted).norm() / wanted.norm()) < 0.2
+
+
+@pytest.fixture
+def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be rounded for the CPU goes the way of a GPU instead."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(
+        "sakiyomi.loading.model._to_be_rounded",
+        lambda reader, config, tokenizer, kind, beside: loading_model._rounded_by_torchao(
+            reader, config, tokenizer, kind
+        ),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "40kB"}])
+def test_what_torchao_changed_is_reported(fresh: Path, by_torchao: None, options: dict[str, Any]) -> None:
+    tiny_llama().save_pretrained(fresh, **options)
+    llm = load(fresh, quantize="int8", dtype="bfloat16")
+    report = llm.target.rounding
+    assert report is not None
+    assert (report.kind, report.layers, report.kept, report.tokens) == ("int8", 14, ("lm_head",), 512)
+    ids = torch.tensor([TOKENIZER("\n".join(STORIES)).input_ids[:512]])
+    with torch.no_grad():
+        before = tiny_llama().bfloat16()(ids).logits[0]
+        after = (
+            Reader("it", fresh, read_checkpoint(fresh), torch.bfloat16, torch.device("cpu"))
+            .read(torchao("int8", "it", torch.bfloat16))(ids)
+            .logits[0]
+        )
+    assert (report.agreement, report.divergence) == pytest.approx(compare(before, after), rel=0.05)
+    assert 0.5 < report.agreement < 1 and 0 < report.divergence < 0.1
+    assert not [path for path in fresh.iterdir() if path.is_dir()], "there is no packed copy of it"
+    assert all(len(row) == 8 for row in tokens(llm))
+
+
+def test_bytes_that_torchao_s_weights_take(fresh: Path, by_torchao: None) -> None:
+    whole = load(fresh, dtype="bfloat16").target.weight_bytes
+    rounded = load(fresh, quantize="int8", dtype="bfloat16").target.weight_bytes
+    head = tiny_llama().lm_head.weight.numel() * 2
+    assert whole is not None and rounded is not None
+    assert 0.5 * (whole - head) < rounded - head < 0.65 * (whole - head)  # with their scales
+
+
+def test_weights_that_cannot_stay_on_disk(fresh: Path, by_torchao: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then main memory has to hold the model, which is asked before."""
+    monkeypatch.setattr("sakiyomi.loading.model.by_layer", lambda *_: False)
+    monkeypatch.setattr(Reader, "read_later", lambda self: pytest.fail("left on disk"))
+    assert load(fresh, quantize="int8", dtype="bfloat16").target.rounding is not None
+    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: 1000)
+    refused(MemoryLimitError, "1.0 kB are available", target=fresh, quantize="int8", dtype="bfloat16")
+
+
+def test_the_bench_has_speeds_of_what_torchao_rounded(fresh: Path, by_torchao: None) -> None:
+    config = BenchConfig(
+        target=str(fresh),
+        draft=f"model:{fresh}",
+        dtype="bfloat16",
+        quantize="int8",
+        repeats=1,
+        max_new_tokens=8,
+        prompt_tokens=12,
+        count=2,
+        gamma=2,
+        compile=False,
+    )
+    found = ROWS["speculative"](config, Note())
+    assert all(line["tokens_per_second"] for line in found.lines)
+    assert [line["equal"] for line in found.lines[3:]] == [True, True], found.notes
+    assert str(found.conditions["rounding"]).startswith("int8: 14 layers, 1 kept as they were (lm_head)")
 
 
 def test_torchao_in_4_bits_knows_bfloat16_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from sakiyomi.embedded import embedded, is_embedded_name
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
+from sakiyomi.loading.accelerated import read_rounded
 from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.loading.families import check_supported, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
@@ -36,7 +37,7 @@ from sakiyomi.loading.packed import (
     source_key,
 )
 from sakiyomi.loading.placeholder import register
-from sakiyomi.loading.reader import Reader, quiet, short, torchao
+from sakiyomi.loading.reader import Reader, quiet, short
 from sakiyomi.memory import require_bytes
 
 if TYPE_CHECKING:
@@ -145,9 +146,10 @@ def load_model(
         raise UnsupportedError(
             f"quantize={quantize!r} on a GPU takes no GGUF file; pass the model's folder, or device='cpu'"
         )
-    settings = torchao(quantize, name, final) if quantize else None
-    check_memory(name, config, checkpoint, final, place, quantize=quantize, trust_remote_code=trust_remote_code)
-    return Loaded(_to_device(reader.read(settings), place, name).eval(), tokenizer, name, folder, owned=True)
+    if quantize:
+        return _rounded_by_torchao(reader, config, tokenizer, quantize)
+    check_memory(name, config, checkpoint, final, place, trust_remote_code=trust_remote_code)
+    return Loaded(_to_device(reader.read(), place, name).eval(), tokenizer, name, folder, owned=True)
 
 
 def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, beside: bool) -> Loaded:
@@ -179,6 +181,20 @@ def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, b
         tokenizer=tokenizer,
     )
     return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save)
+
+
+def _rounded_by_torchao(reader: Reader, config: Any, tokenizer: Any, quantize: str) -> Loaded:
+    """A model that is rounded on its GPU while it is read, and what that changed."""
+    check = functools.partial(
+        check_memory, reader.name, config, reader.checkpoint, reader.dtype, trust_remote_code=reader.trust_remote_code
+    )
+    check(reader.device, quantize=quantize)
+    layered = by_layer(config, reader.checkpoint)
+    if not layered:
+        check(parse_device("cpu"))
+    model, report = read_rounded(reader, quantize, tokenizer, layered=layered)
+    prepared = Prepared(native=None, shapes=None, report=report, siblings=[])
+    return Loaded(model, tokenizer, reader.name, reader.folder, owned=True, prepared=prepared)
 
 
 def _from_packed(
