@@ -298,6 +298,19 @@ def test_forwards_are_counted_and_hooks_come_off() -> None:
     assert not draft._forward_pre_hooks
 
 
+def test_the_clock_waits_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call returns before its work is done there, which would be counted as bookkeeping."""
+    model, waited = tiny_llama(), []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    with ForwardClock([model]):
+        model(torch.tensor([[1]]))
+    assert not waited
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda", 1)))
+    with ForwardClock([model]):
+        model(torch.tensor([[1]]))
+    assert waited == [torch.device("cuda", 1)] * 2
+
+
 def test_figures_of_a_round_sum_up() -> None:
     stats = Stats(rounds=4, committed=10, seconds=1.0, prefill_seconds=0.2, draft_seconds=0.1, score_seconds=0.5)
     found = round_figures(stats)

@@ -37,6 +37,15 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needed
+def test_beside_others_on_a_gpu_it_has_to_run_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: False)
+    assert missing() is None
+    assert "built for the CPU alone" in str(missing(gpu=True))
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    assert missing(gpu=True) is None
+
+
+@needed
 def test_the_tokens_are_those_of_transformers() -> None:
     """In float32, where near-ties are rare; with drafts of every length, refused ones and accepted ones."""
     target, draft = (load_model(name, dtype="float32") for name in ("tales", "tales-draft"))

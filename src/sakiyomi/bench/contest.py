@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -50,12 +49,13 @@ def peers(config: BenchConfig, note: Note) -> Row:
 
 def _llamacpp(pair: Pair, note: Note) -> list[Contender]:
     """llama.cpp in the pair's dtype, with its two common roundings, and with its own draft model."""
-    absent = llamacpp.missing()
+    gpu = pair.target.model.device.type == "cuda"
+    absent = llamacpp.missing(gpu=gpu)
     if absent:
         raise UnsupportedError(absent)
     config, dtype = pair.config, pair.dtypes["dtype"]
     context = max(map(len, pair.prompts)) + config.max_new_tokens
-    open_ = partial(LlamaCpp, context=context, stop=pair.stop, wide=dtype == "float32")
+    open_ = partial(LlamaCpp, context=context, stop=pair.stop, wide=dtype == "float32", gpu=gpu)
 
     def contender(name: str, run: LlamaCpp, judge: Judge | None = None) -> Contender:
         params = SamplingParams(max_new_tokens=config.max_new_tokens)
@@ -69,19 +69,19 @@ def _llamacpp(pair: Pair, note: Note) -> list[Contender]:
         if kind == "Q8_0":
             run = open_(file, draft=gguf_file(pair.draft, kind), gamma=config.gamma)
             ways.append(contender("llama.cpp q8_0 with its draft", run))
-        first, *others = pair.quality.grade(ways, _logits(file, wide=dtype == "float32"))
+        first, *others = pair.quality.grade(ways, _logits(partial(open_, file, context=CHUNK)))
         plain.append(first)
         drafted += others
     return plain + drafted
 
 
-def _logits(file: Path, wide: bool) -> Logits:
+def _logits(open_: Callable[..., LlamaCpp]) -> Logits:
     """By llama.cpp's own passes. Opened when it is asked, which it is only where there is a held-out text."""
     opened: list[LlamaCpp] = []
 
     def logits(tokens: Sequence[int]) -> Tensor:
         if not opened:
-            opened.append(LlamaCpp(file, CHUNK, wide=wide, every=True))
+            opened.append(open_(every=True))
         return opened[0].logits(tokens)
 
     return logits

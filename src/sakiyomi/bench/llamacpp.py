@@ -32,12 +32,23 @@ _LAYOUT = 1
 _PACKAGES = {"gguf": "gguf", "llama_cpp": "llama-cpp-python"}
 
 
-def missing() -> str | None:
-    """What has to be installed first, with the command; None if everything is there."""
+def missing(*, gpu: bool = False) -> str | None:
+    """What has to be installed first, with the command; None if everything is there.
+
+    Args:
+        gpu: it is to run on a GPU.
+    """
     absent = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if not absent:
-        return None
+        alone = "llama-cpp-python is built for the CPU alone; build it for the GPU that the others run on"
+        return alone if gpu and not _on_gpu() else None
     return f"{' and '.join(absent)} not installed; pip install 'sakiyomi[bench]'"
+
+
+def _on_gpu() -> bool:
+    import llama_cpp
+
+    return bool(llama_cpp.llama_supports_gpu_offload())
 
 
 class LlamaCpp:
@@ -51,6 +62,7 @@ class LlamaCpp:
         gamma: draft tokens a round.
         wide: keep keys and values in float32; llama.cpp's own choice is float16.
         every: of a pass all rows' logits are kept, as ``logits`` wants them.
+        gpu: all layers are computed on the first GPU; see ``missing``.
 
     Attributes:
         rounds: passes of the target after a draft, so far.
@@ -66,12 +78,13 @@ class LlamaCpp:
         *,
         wide: bool = False,
         every: bool = False,
+        gpu: bool = False,
     ) -> None:
         self._stop = frozenset(stop)
         # A draft may reach past the last token that is asked for.
         places = context + gamma + 1
-        self._drafter = None if draft is None else _Drafter(_open(draft, places, wide), gamma)
-        self._llama = _open(file, places, wide, self._drafter, every=every)
+        self._drafter = None if draft is None else _Drafter(_open(draft, places, wide, gpu=gpu), gamma)
+        self._llama = _open(file, places, wide, self._drafter, every=every, gpu=gpu)
 
     @property
     def rounds(self) -> int:
@@ -119,7 +132,9 @@ def _greedy(llama: Any, prompt: Sequence[int]) -> Iterator[int]:
     return tokens
 
 
-def _open(file: Path, places: int, wide: bool, drafter: _Drafter | None = None, *, every: bool = False) -> Any:
+def _open(
+    file: Path, places: int, wide: bool, drafter: _Drafter | None = None, *, every: bool = False, gpu: bool
+) -> Any:
     import llama_cpp
 
     stored = llama_cpp.GGML_TYPE_F32 if wide else llama_cpp.GGML_TYPE_F16
@@ -133,6 +148,7 @@ def _open(file: Path, places: int, wide: bool, drafter: _Drafter | None = None, 
             type_v=stored,
             # Of a drafted pass every row counts.
             logits_all=every or drafter is not None,
+            n_gpu_layers=-1 if gpu else 0,
             draft_model=drafter,
             verbose=False,
         )
@@ -223,7 +239,7 @@ def _write(path: Path, model: Any, kind: str) -> None:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        weight = tensor.float()
+        weight = tensor.cpu().float()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _interleaved(weight, head_dim)
         type_ = gguf.GGMLQuantizationType.F32 if weight.dim() == 1 else wanted
