@@ -531,13 +531,11 @@ def test_row_of_peers(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch, tmp_pa
         "sakiyomi speculative",
     ]
     if missing() is None:
-        assert names[5:8] == [
-            "llama.cpp f32 plain",
-            "llama.cpp q8_0 plain",
-            "llama.cpp q4_0 plain",
-        ]
-        drafted = next(line for line in found.lines if line["name"].startswith("llama.cpp q8_0 with its draft"))
-        assert 1 <= drafted["tau"] <= 3
+        wanted = ["f32 plain", "q8_0 plain", "q8_0 with its draft", "q4_0 plain"]
+        dead = {note.split()[1] for note in found.notes if "llama.cpp dies by SIG" in note}
+        wanted = [f"llama.cpp {name}" for name in wanted if name.split()[0] not in dead]
+        assert names[5 : 5 + len(wanted)] == wanted
+        assert all(1 <= line["tau"] <= 3 for line in found.lines if line["name"] == "llama.cpp q8_0 with its draft")
     others = {line["name"]: line["equal"] for line in found.lines if line.get("weights") == "other"}
     assert all(("q8_0" in name or "q4_0" in name or "int" in name) for name in others)
     assert all(equal is None for name, equal in others.items() if "llama.cpp" in name)

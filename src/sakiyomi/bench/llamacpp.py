@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -23,7 +26,7 @@ from sakiyomi.kernels.build import cache_folder
 from sakiyomi.loading import Loaded
 from sakiyomi.params import SamplingParams
 
-__all__ = ["KINDS", "LlamaCpp", "gguf_file", "gguf_folder", "missing"]
+__all__ = ["KINDS", "LlamaCpp", "check", "gguf_file", "gguf_folder", "missing"]
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """ggml's names of torch's dtypes."""
@@ -154,6 +157,23 @@ def _open(
         )
     except ValueError as error:  # whatever is wrong with the file
         raise LoadError(f"llama.cpp cannot load {file}: {error}; remove the file to have it written again") from error
+
+
+def check(file: Path) -> None:
+    """Have another process compute a few rows with a file: a build that dies there would take this one along.
+
+    (Seen with rounded weights on a processor with AMX.)
+
+    Raises:
+        UnsupportedError: it died.
+    """
+    code = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval([1, 2, 3, 4])"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, check=False)
+    if done.returncode < 0:
+        raise UnsupportedError(
+            f"llama.cpp dies by {signal.Signals(-done.returncode).name} on {file.name}; build llama-cpp-python anew "
+            "for this machine, or another version"
+        )
 
 
 # ---------------------------------------------------------------- files
