@@ -170,10 +170,17 @@ def legend(console: Console) -> None:
 
 
 class _Lines(logging.Handler):
-    """What the library has to say, as lines on stderr."""
+    """What the library has to say, as lines on stderr; the same of target and draft once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        note(record.getMessage())
+        text = record.getMessage()
+        if text not in self.said:
+            self.said.add(text)
+            note(text)
 
 
 def quiet() -> None:
@@ -183,6 +190,7 @@ def quiet() -> None:
     notes.set_verbosity_error()
     notes.disable_progress_bar()
     own = logging.getLogger("sakiyomi")
-    if not any(isinstance(handler, _Lines) for handler in own.handlers):
-        own.addHandler(_Lines())
-        own.setLevel(logging.INFO)
+    for handler in [handler for handler in own.handlers if isinstance(handler, _Lines)]:
+        own.removeHandler(handler)
+    own.addHandler(_Lines())
+    own.setLevel(logging.INFO)
