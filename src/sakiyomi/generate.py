@@ -23,7 +23,7 @@ from torch import Tensor
 from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context, Drafter, Rule
 from sakiyomi.errors import InputError, MemoryLimitError, RemovedError
-from sakiyomi.gamma import Costs, make_policy
+from sakiyomi.gamma import Costs, Gain, Size, make_policy
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
@@ -81,6 +81,7 @@ class Engine:
         self._lock = threading.RLock()
         self._overhead = 1e-4
         self._draft_step = 0.0
+        self._gain = Gain()
         self._broken = False
 
     @property
@@ -129,8 +130,9 @@ class Engine:
         tokens = self._tokens(prompt)
         if any(isinstance(word, str) for word in params.bad_words):
             params = _with_ids(params, self.tokenizer)
-        kind = self.drafter.kind if self.drafter is not None else "point_mass"
-        verifier = choose_verifier(params, kind)
+        kind_for = getattr(self.drafter, "kind_for", None)
+        kind = "point_mass" if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
+        verifier = choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
         rule: Rule = verifier.name  # type: ignore[assignment]
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
@@ -141,7 +143,7 @@ class Engine:
             len(tokens),
             Sampler(params, self.target.vocab_size),
             verifier,
-            make_policy(params.gamma),
+            make_policy(params),
             TextStream(self.tokenizer, params.stop),
             last,
             keep_rounds=rounds_trace,
@@ -231,7 +233,9 @@ class Engine:
     def _round(self, requests: list[Request], graphs: frozenset[int]) -> list[Step]:
         began = time.perf_counter()
         drafting, catching_up, scoring = self._draft_seconds(), self._catch_up_seconds(), self.target.forward_seconds
+        passes = self._draft_passes()
         drafts = self._draft(requests, graphs)
+        passes = self._draft_passes() - passes or max((draft.tree.depth for draft in drafts), default=0)
         steps = self._make_room(requests, drafts)
         if not requests:
             return steps
@@ -240,14 +244,22 @@ class Engine:
         logits = self._score(requests, drafts, graphs)
         scoring = self.target.forward_seconds - scoring
         row = 0
+        kept: list[int] = []
         for request, draft in zip(requests, drafts, strict=True):
             rows = request.rows(logits[row : row + len(draft) + 1], draft)
             row += len(draft) + 1
             request.stats.prefill_seconds += catching_up
             request.stats.draft_seconds += drafting
             request.stats.score_seconds += scoring
+            before = len(request.tokens)
             steps += self._decide(request, draft, rows)
-        self._learn(drafts, drafting, time.perf_counter() - began - drafting - catching_up - scoring)
+            kept.append(len(request.tokens) - before - 1)
+        seconds = time.perf_counter() - began - catching_up
+        for request, draft, accepted in zip(requests, drafts, kept, strict=True):
+            request.policy.observe(draft.tree.depth, accepted, seconds)
+        if any(len(draft) for draft in drafts):
+            self._gain.add(1 + sum(kept) / len(kept), seconds)
+        self._learn(drafting, passes, seconds - drafting - scoring)
         return steps
 
     def _decide(self, request: Request, draft: Draft, rows: Rows) -> list[Step]:
@@ -256,7 +268,6 @@ class Engine:
             verdict = request.verifier.verify(draft, rows, request.context.noise)
             if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
                 self._keep(request, verdict.path)
-                request.policy.observe(max(draft.tree.depths(), default=-1) + 1, len(verdict.path))
             return [request.commit(draft, verdict, rows)]
         except Exception as error:
             return [request.fail(error)]
@@ -273,15 +284,15 @@ class Engine:
 
         def costs() -> Costs:
             score = functools.partial(self.target.pass_seconds, graphs=graphs)
-            return Costs(score, self._draft_step, self._overhead, len(requests))
+            return Costs(score, self._draft_step, self._overhead, len(requests), self._gain.rate)
 
         wanted = []
         for i, request in enumerate(requests):
             room = request.last - len(request.tokens) - 1  # the target's own token comes on top
-            gamma = min(request.policy.next(costs), room) if room > 0 else 0
-            if gamma > 0:
-                request.context.nodes = gamma
-                wanted.append((i, gamma))
+            size = request.policy.next(costs) if room > 0 else Size(0, 0)
+            if size.depth:
+                request.context.nodes, request.context.worth = size.nodes, size.worth
+                wanted.append((i, min(size.depth, room)))
         if not wanted:
             return drafts
         try:
@@ -387,12 +398,14 @@ class Engine:
     def _catch_up_seconds(self) -> float:
         return float(getattr(self.drafter, "prefill_seconds", 0.0))
 
-    def _learn(self, drafts: list[Draft], drafting: float, overhead: float) -> None:
+    def _draft_passes(self) -> int:
+        return int(getattr(self.drafter, "passes", 0))
+
+    def _learn(self, drafting: float, passes: int, overhead: float) -> None:
         """Running means of what a draft step and a round's bookkeeping cost."""
         self._overhead += 0.1 * (overhead - self._overhead)
-        depth = max((max(draft.tree.depths(), default=-1) + 1 for draft in drafts), default=0)
-        if depth:
-            self._draft_step = running_mean(self._draft_step or None, drafting / depth)
+        if passes:
+            self._draft_step = running_mean(self._draft_step or None, drafting / passes)
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

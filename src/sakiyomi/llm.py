@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sakiyomi.conversation import Conversation
-from sakiyomi.drafters import Drafter, Surroundings, make_drafter
+from sakiyomi.drafters import Drafter, Surroundings, make_drafter, parse_drafters
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.kernels.build import builder
@@ -36,7 +36,8 @@ class LLM:
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair.
-        draft: "none", "auto", "model:<path or id>", or a Drafter object. "auto" uses ``tales-draft`` for ``tales``.
+        draft: "none", "auto", "model:<path or id>", a Drafter object, or several: joined by "+", or in a list. "auto"
+            uses ``tales-draft`` for ``tales``.
         cache: only "full" in this version.
         kv_budget: only None in this version.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -59,7 +60,7 @@ class LLM:
     def __init__(
         self,
         target: str | os.PathLike[str] | tuple[Any, Any],
-        draft: str | Drafter | Sequence[str] = "auto",
+        draft: str | Drafter | Sequence[str | Drafter] = "auto",
         *,
         cache: str = "full",
         kv_budget: int | str | None = None,
@@ -83,7 +84,7 @@ class LLM:
         for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise InputError(f"{name}={value!r}; expected a whole number of at least 1")
-        self._spec = _spec(draft)
+        drafters = parse_drafters(draft)
         self._options: dict[str, Any] = {
             "dtype": dtype,
             "device": device,
@@ -96,7 +97,7 @@ class LLM:
         self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]
         around = Surroundings(loaded, self.target.vocab_size, self._load_beside, self._pack_beside)
-        self.draft: Drafter | None = make_drafter(self._spec, around) if isinstance(self._spec, str) else self._spec
+        self.draft: Drafter | None = make_drafter(drafters, around)
         given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
         if isinstance(given, PackedModel) and given not in self._models:
             self._models.append(given)
@@ -247,24 +248,6 @@ class LLM:
         )
         self._models.append(packed)
         return packed
-
-
-def _spec(draft: Any) -> Any:
-    if isinstance(draft, str):
-        return draft
-    if hasattr(draft, "propose"):
-        missing = [name for name in ("name", "kind") if not hasattr(draft, name)]
-        if missing:
-            raise InputError(
-                f"the drafter {type(draft).__name__} has no {missing[0]}; a drafter needs name, kind and propose"
-            )
-        return draft
-    if isinstance(draft, Sequence) and len(draft) == 1 and (isinstance(draft[0], str) or hasattr(draft[0], "propose")):
-        return _spec(draft[0])
-    raise InputError(
-        f"draft={draft!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose; several "
-        "drafters are not available in this version"
-    )
 
 
 def _text(loaded: Loaded) -> list[int]:

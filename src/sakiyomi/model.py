@@ -149,6 +149,7 @@ class PackedModel:
         self.watchers: list[Callable[[Plan, float], None]] = []
         self._small_head = _weights(head) < SMALL_HEAD * sum(map(_weights, model.modules()))
         self._seconds: dict[tuple[int, bool], float] = {}
+        self._warm: set[tuple[int, bool]] = set()
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._model = structural_copy(model).eval()
         for module in self._model.modules():
@@ -475,7 +476,7 @@ class PackedModel:
             empty = Plan([])
             if self._captured is not None:
                 self.cache.reserve(0, 1)  # else there is nothing to capture
-            for _ in range(3):  # the first ones pay for warming up; without requests nothing is written
+            for _ in range(4):  # the first one warms up; without requests nothing is written
                 self._run(empty, size, graphs=graphs)
                 if self._seconds.get(key, 0.0) > SLOW:
                     break
@@ -511,9 +512,11 @@ class PackedModel:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             spent = time.perf_counter() - began
-            if keep is None and not (captured is not None and captured.fresh):
+            if keep is None:
                 key = (size, allowed and (graph is not None or captured is not None))
-                self._seconds[key] = running_mean(self._seconds.get(key), spent)
+                if key in self._warm and not (captured is not None and captured.fresh):
+                    self._seconds[key] = running_mean(self._seconds.get(key), spent)
+                self._warm.add(key)  # the first pass of a graph takes as long as hundreds
             self.forward_seconds += spent
             for watcher in self.watchers:
                 watcher(plan, spent)

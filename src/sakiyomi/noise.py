@@ -97,7 +97,13 @@ class RequestNoise(Uniforms):
         return stream
 
     def top(self, position: int, weights: Row, count: int = 1, support: Tokens | None = None) -> list[int]:
-        """Tokens with the largest log weight + Gumbel noise of this position, best first.
+        """Tokens with the largest log weight + Gumbel noise of this position, best first; see ``ranked``."""
+        return self.ranked(position, weights, count, support)[0]
+
+    def ranked(
+        self, position: int, weights: Row, count: int = 1, support: Tokens | None = None
+    ) -> tuple[list[int], list[float]]:
+        """Tokens with the largest log weight + Gumbel noise of this position, best first, and these sums.
 
         The first is a draw from the weights; all are a draw without replacement. This is the fast way of
         ``argmax(log p + gumbel)``: the winner has the largest weight / E, E = -log(1 - w) exponential and w uniform.
@@ -109,6 +115,9 @@ class RequestNoise(Uniforms):
             weights: (V,) float32 on the CPU, not negative, not all 0; they sum to about 1.
             count: how many; fewer come back where fewer weights are positive.
             support: tokens, ascending, outside of which all weights are known to be 0: only theirs is hashed then.
+
+        Returns:
+            (tokens, sums), as many of each.
         """
         if support is not None:
             return _best(weights[support], self._noise(position, support), support, count)
@@ -119,7 +128,7 @@ class RequestNoise(Uniforms):
             floor = float(weights[likely]) / -math.log1p(float(noise[likely]) * -_SCALE) * _SCALE * _SLACK
             peak, bound[likely] = bound[likely], 0.0
             if bound.max() < floor:
-                return [likely]
+                return [likely], [math.log(floor / (_SCALE * _SLACK))]
             bound[likely] = peak
         else:
             some = largest(bound, count)
@@ -220,9 +229,8 @@ def _exponential(noise: Row) -> NDArray[np.float64]:
     return -np.log1p(noise.astype(np.float64) * -_SCALE)
 
 
-def _best(weights: Row, noise: Row, tokens: Tokens, count: int) -> list[int]:
+def _best(weights: Row, noise: Row, tokens: Tokens, count: int) -> tuple[list[int], list[float]]:
     scores = weights / _exponential(noise)
-    if count == 1:
-        return [int(tokens[scores.argmax()])]
-    order = np.argsort(-scores, kind="stable")[:count]
-    return [int(tokens[i]) for i in order if scores[i] > 0]
+    order = [scores.argmax()] if count == 1 else np.argsort(-scores, kind="stable")[:count]
+    best = [i for i in order if scores[i] > 0]
+    return [int(tokens[i]) for i in best], [math.log(scores[i]) for i in best]

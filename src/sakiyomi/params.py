@@ -15,10 +15,11 @@ from sakiyomi.errors import InputError
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = ["ACCEPTANCES", "QUANTIZATIONS", "Acceptance", "SamplingParams"]
+__all__ = ["ACCEPTANCES", "QUANTIZATIONS", "TREES", "Acceptance", "SamplingParams"]
 
 Acceptance = Literal["auto", "ratio", "coupled", "typical"]
 ACCEPTANCES = ("auto", "ratio", "coupled")
+TREES = ("auto", "chain", "best-first", "dynamic", "static")
 QUANTIZATIONS = ("int8", "int4")  # of a target; what they do is in kernels/rounding.py
 
 
@@ -36,6 +37,10 @@ class SamplingParams:
         stop: strings that end the text (one string counts as a list of one).
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
         gamma: draft tokens, or tree depth, a round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
+        tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
+            "dynamic" (the best few places of every level are read on), "static" (the best shape for the acceptance
+            measured by rank), or "auto": with gamma "auto" a tree of what pays, with a number a chain.
+        nodes: most nodes of the tree: a number, "auto" (by measured costs) or "heuristic" (starts at 5; +2 / -1).
         repetition_penalty: above 1 makes tokens of prompt and text less probable, below 1 more.
         bad_words: words, or lists of token ids, that must not be generated.
         logit_bias: added to the logits of these tokens.
@@ -59,6 +64,8 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     gamma: int | str = "auto"
+    tree: str = "auto"
+    nodes: int | str = "auto"
     repetition_penalty: float = 1.0
     bad_words: Sequence[str | Sequence[int]] = ()
     logit_bias: Mapping[int, float] | None = None
@@ -79,6 +86,13 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Temperature 0, or so near that float32 logits cannot tell it from 0."""
         return self.temperature < 1e-30
+
+    @property
+    def builder(self) -> str:
+        """Name of the tree's builder: what "auto" stands for."""
+        if self.tree != "auto":
+            return self.tree
+        return "best-first" if self.gamma == "auto" or self.nodes != "auto" else "chain"
 
     def validate(self) -> None:
         """Refuse what cannot be meant; called on construction.
@@ -102,6 +116,7 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos is {self.ignore_eos!r}; it is True or False")
         self._validate_gamma()
+        self._validate_tree()
         self._validate_acceptance()
         for text in self.stop:
             if not isinstance(text, str) or not text:
@@ -126,6 +141,17 @@ class SamplingParams:
                 raise InputError(f'gamma is {self.gamma!r}; it is a number of tokens, "auto" or "heuristic"')
         else:
             _integer("gamma", self.gamma, 1, 'to generate without a draft pass draft="none"')
+
+    def _validate_tree(self) -> None:
+        if self.tree not in TREES:
+            raise InputError(f"tree is {self.tree!r}; available are {', '.join(map(repr, TREES))}")
+        if isinstance(self.nodes, str):
+            if self.nodes not in ("auto", "heuristic"):
+                raise InputError(f'nodes is {self.nodes!r}; it is a number of nodes, "auto" or "heuristic"')
+        else:
+            _integer("nodes", self.nodes, 1, 'to generate without a draft pass draft="none"')
+        if self.tree == "chain" and self.nodes != "auto":
+            raise InputError(f"nodes is {self.nodes!r} and tree is 'chain', which has gamma nodes: leave one out")
 
     def _validate_acceptance(self) -> None:
         known = ", ".join(f'"{name}"' for name in ACCEPTANCES)

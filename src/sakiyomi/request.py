@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.drafters.base import Context
-from sakiyomi.gamma import GammaPolicy
+from sakiyomi.gamma import SizePolicy
 from sakiyomi.numerics import as_row
 from sakiyomi.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.sampling import Sampler
@@ -71,7 +71,7 @@ class Request:
     prompt_tokens: int
     sampler: Sampler
     verifier: Verifier
-    policy: GammaPolicy
+    policy: SizePolicy
     text: TextStream
     last: int
     keep_rounds: bool = False

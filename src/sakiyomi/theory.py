@@ -7,6 +7,8 @@ section 3.
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -14,7 +16,16 @@ from operator import mul
 
 from sakiyomi.errors import InputError
 
-__all__ = ["acceptance", "expected_tokens", "marginal_gamma", "operations_ratio", "optimal_gamma", "speedup"]
+__all__ = [
+    "acceptance",
+    "best_tree",
+    "expected_tokens",
+    "expected_tree_tokens",
+    "marginal_gamma",
+    "operations_ratio",
+    "optimal_gamma",
+    "speedup",
+]
 
 # A draft that costs nothing and is often right has no best length; this is where the search ends.
 _LONGEST = 100_000
@@ -145,6 +156,55 @@ def marginal_gamma(
         if speed > fastest:
             best, fastest = gamma, speed
     return best, fastest
+
+
+def best_tree(ranks: Sequence[float], nodes: int, depth: int) -> list[tuple[int, ...]]:
+    """The tree of so many nodes and levels with the most expected tokens, where chances depend on the rank alone.
+
+    A node is worth the product of the chances along its path, which falls from parent to child and from sibling to
+    sibling, so that taking the most valuable one that can be taken, again and again, is best: the greedy rule of Medusa
+    (arXiv 2401.10774, section 2.3.3) finds what Sequoia's dynamic programme over budget and depth does (2402.12374,
+    section 3.1.2).
+
+    Args:
+        ranks: chance that the first, second, ... child of a place is the one that is accepted; not growing.
+        nodes: 0 or more.
+        depth: levels, at least 1.
+
+    Returns:
+        Nodes as paths of ranks, (0,) the root's first child, the most valuable first: any beginning of the list is the
+        best tree of that many nodes.
+
+    Raises:
+        InputError: an argument outside its range.
+    """
+    chances = [_fraction("ranks", chance) for chance in ranks]
+    if not chances or any(first < second for first, second in itertools.pairwise(chances)):
+        raise InputError(f"ranks is {list(ranks)!r}; expected chances by rank, the largest first, at least one")
+    _count("nodes", nodes, 0)
+    _count("depth", depth, 1)
+    chosen: list[tuple[int, ...]] = []
+    frontier: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))]
+    while frontier and len(chosen) < nodes:
+        value, path = heapq.heappop(frontier)
+        chosen.append(path)
+        last = path[-1]
+        if len(path) < depth:
+            heapq.heappush(frontier, (value * chances[0], (*path, 0)))
+        if last + 1 < len(chances) and chances[last] > 0.0:
+            heapq.heappush(frontier, (value * chances[last + 1] / chances[last], (*path[:-1], last + 1)))
+    return chosen
+
+
+def expected_tree_tokens(ranks: Sequence[float], paths: Sequence[Sequence[int]]) -> float:
+    """Tokens per target pass of a tree, recovered or bonus token included: 1 + sum over nodes of its chance.
+
+    Args:
+        ranks: chance that the first, second, ... child of a place is the one that is accepted.
+        paths: nodes as ``best_tree`` gives them; those above a node are nodes too.
+    """
+    chances = [_fraction("ranks", chance) for chance in ranks]
+    return 1.0 + math.fsum(math.prod(chances[rank] for rank in path) for path in paths)
 
 
 def _geometric(ratio: float, terms: int) -> float:

@@ -59,6 +59,11 @@ class TokenTree:
         """(n) distance from the last committed token, less one: 0 for its children."""
         return self._depths
 
+    @property
+    def depth(self) -> int:
+        """Levels; 0 for the empty tree."""
+        return max(self._depths, default=-1) + 1
+
     def children(self, node: int) -> tuple[int, ...]:
         """Nodes that continue ``node`` (-1: the last committed token), in the order in which they were added."""
         return self._children.get(node, ())
@@ -120,12 +125,15 @@ class Draw:
         row: row of ``Draft.probs`` with the distribution it was drawn from; None: it was chosen, not drawn (a point
             mass), which is always safe to say and only lowers the acceptance.
         prob: the drafter's probability of the token, for traces; None where it has none.
+        chance: how likely the drafter takes it to be accepted, if its parent was; None: as ``prob``. It decides how
+            nodes of several drafters share a tree, and nothing else.
     """
 
     node: int
     drafter: str
     row: int | None = None
     prob: float | None = None
+    chance: float | None = None
 
 
 @dataclass(frozen=True)

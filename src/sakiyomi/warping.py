@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sakiyomi.errors import InputError
 from sakiyomi.kernels.build import loaded
-from sakiyomi.numerics import Row, Tokens, as_row
+from sakiyomi.numerics import Row, Tokens, as_row, top_tokens
 from sakiyomi.params import SamplingParams
 
-__all__ = ["best", "best_token", "chance", "fill_row", "reference_probs", "require_number"]
+__all__ = ["best", "best_token", "chance", "fill_row", "leading", "reference_probs", "require_number"]
 
 # Longest list of tokens that the kernel gives back, and its answer for a row that has none (row.h).
 _FEW, _NO_NUMBER = 1024, -2
@@ -125,6 +125,34 @@ def best(logits: Tensor) -> tuple[int, float]:
     if math.isinf(float(logits[token])):  # leaves nothing to the others
         return token, 1.0
     return token, chance(logits, token)
+
+
+def leading(logits: Tensor, count: int) -> tuple[list[int], list[float]]:
+    """The most probable tokens of a row, the likeliest first and of equal ones the lower first, with their log softmax.
+
+    Args:
+        logits: (V,) of any float type, on any device.
+        count: how many; a row of fewer gives all.
+
+    Raises:
+        InputError: the row is not a number, or has no token left.
+    """
+    count = min(count, logits.shape[0])
+    kernels = _kernels(logits)
+    if kernels is not None:
+        tokens, found = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
+        total: float = kernels.sk_leading(
+            logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[0], count, tokens, found
+        )
+        if math.isfinite(total):
+            return list(tokens), [value - total for value in found]
+    row = as_row(logits)
+    first = top_tokens(row, count)
+    require_number(float(row[first[0]]))
+    if math.isinf(float(row[first[0]])):  # leaves nothing to the others
+        return first[:1], [0.0]
+    total = float(row[first[0]]) + math.log(float(np.exp(row - row[first[0]]).sum(dtype=np.float64)))
+    return first, [float(row[token]) - total for token in first]
 
 
 def reference_probs(logits: Tensor, params: SamplingParams) -> Tensor:

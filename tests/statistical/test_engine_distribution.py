@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters import Context
+from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model import PackedModel
 from sakiyomi.sampling import Sampler
@@ -52,12 +53,13 @@ def exact(params: SamplingParams) -> NDArray[np.float64]:
     return joint / joint.sum()
 
 
-def sample(drafter: Any, params: SamplingParams) -> NDArray[np.int64]:
+def sample(drafter: Any, params: SamplingParams, least: float = 1.5) -> NDArray[np.int64]:
+    """Texts by number; ``least``: draft tokens a text without which this would be a test of plain decoding."""
     llm = LLM((model(0), TOKENIZER), drafter, compile=False, max_batch=50)
     done = llm.generate([PROMPT], params)[0]
     assert not llm.engine._broken, "the drafter raised"
     if not isinstance(drafter, str):
-        assert sum(out.stats.drafted for out in done) > 1.5 * SAMPLES
+        assert sum(out.stats.drafted for out in done) > least * SAMPLES
     seen = np.zeros(V**LENGTH, dtype=np.int64)
     for out in done:
         seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
@@ -105,6 +107,48 @@ def test_coupled_with_a_draft_model() -> None:
     print(f"coupled: p = {p:.3g}, TV = {distance:.4f}")
     assert p > LEVEL
     assert np.array_equal(seen, sample("none", values))
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "static": {"tree": "static", "nodes": 6},  # drawn without replacement
+    "best-first": {"tree": "best-first", "nodes": 5},  # chosen: point masses
+    "chain of what pays": {"gamma": "auto"},
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_ratio_with_trees_of_a_draft_model(name: str) -> None:
+    values = params(acceptance="ratio", **TREES[name])
+    p, distance = p_value(sample(drafter(), values, 0.0 if name == "chain of what pays" else 1.5), exact(values))
+    print(f"ratio {name}: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
+
+
+@pytest.mark.parametrize("more", [{}, {"tree": "static", "nodes": 6}, {"tree": "best-first", "nodes": 3}], ids=str)
+def test_ratio_with_merged_models(more: dict[str, Any]) -> None:
+    """Two drafts of one target, drawn and chosen: draws of both at one node, and of one at its sibling."""
+    other = ModelDrafter(PackedModel(model(2), max_slots=50, compile=False), V, "other")
+    values = params(acceptance="ratio", **more)
+    p, distance = p_value(sample(MergedDrafter([drafter(), other]), values), exact(values))
+    print(f"ratio merged {more}: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
+
+
+class Pruning(MergedDrafter):
+    """Broken: of the drawn nodes the most valuable ones are kept, as may be done with chosen ones."""
+
+    @staticmethod
+    def _kept(nodes: Any, most: int, worth: Any) -> list[int]:
+        order = sorted(range(len(nodes)), key=lambda i: (nodes[i].parent >= 0, -(nodes[i].draws[0][1].prob or 0.0)))
+        return sorted(order[:1])
+
+
+def test_a_merged_tree_that_is_pruned_after_drawing_is_found() -> None:
+    other = ModelDrafter(PackedModel(model(2), max_slots=50, compile=False), V, "other")
+    values = params(acceptance="ratio", gamma=1)
+    p, distance = p_value(sample(Pruning([drafter(), other]), values, 0.5), exact(values))
+    print(f"pruned after drawing: p = {p:.3g}, TV = {distance:.4f}")
+    assert p < LEVEL
 
 
 class Overconfident(ModelDrafter):

@@ -117,6 +117,23 @@ def test_prompts_trees_and_ragged_batches_give_the_models_own_logits(packed: Pac
     torch.testing.assert_close(logits, expected[10:12], atol=2e-5, rtol=1e-4)
 
 
+def test_a_tree_in_several_passes(packed: PackedModel) -> None:
+    """As a drafter reads it, level by level, beside another request."""
+    tokens = list(range(20, 40))
+    with torch.no_grad():
+        expected = tiny_llama()(torch.tensor([tokens])).logits[0]
+    first, second = packed.cache.take(), packed.cache.take()
+    for slot in (first, second):
+        packed.cache.reserve(slot, 100)
+        packed.score([Segment(slot, 0, tokens[:6], prompt=True)], last=True)
+    parents = (-1, 0, 0, 2, 1)  # rows 0, 2 and 3 are the text
+    rows = [tokens[6], 3, tokens[7], tokens[8], 4]
+    found = [packed.score([Segment(second, 6, [9]), Segment(first, 6, rows[:1], parents[:1])])[1]]
+    found += [packed.score([Segment(first, 7, rows[1:3], parents[:3], done=1)])[1]]
+    found += [packed.score([Segment(first, 9, rows[3:], parents, done=3), Segment(second, 7, [9])])[0]]
+    torch.testing.assert_close(torch.stack(found), expected[6:9], atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, softcaps, shared key heads, values of another size: a prompt in chunks, a tree, one row."""
@@ -195,6 +212,9 @@ def test_what_a_row_sees(parents: tuple[int, ...] | None, window: int) -> None:
             columns = [length + node for node in path] + list(range(length))[::-1]
             expected[row, columns[:window] if window else columns] = True
         assert torch.equal(plan.visible(0, window), expected)
+        for done in range(1, count if parents else 0):  # the same rows, some of them from passes before
+            plan = Plan([Segment(0, length + done, list(range(count - done)), parents, done=done)])
+            assert torch.equal(plan.visible(0, window), expected[done:])
 
 
 # ---------------------------------------------------------------- captures

@@ -1,10 +1,27 @@
-"""Draft lengths: what each policy asks for after what it has seen."""
+"""Draft sizes: what each policy asks for after what it has seen."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from sakiyomi.gamma import MOST, PROBE, PROBE_EVERY, AutoGamma, ConstantGamma, Costs, HeuristicGamma, make_policy
+from sakiyomi.gamma import (
+    LOSS,
+    MOST,
+    MOST_NODES,
+    PATIENCE,
+    PROBE,
+    PROBE_EVERY,
+    PROBE_LATEST,
+    AutoSize,
+    Costs,
+    FixedSize,
+    Size,
+    Worth,
+    make_policy,
+)
+from sakiyomi.params import SamplingParams
 
 
 def costs(draft: float = 0.1, slope: float = 0.02, overhead: float = 0.0) -> Costs:
@@ -12,9 +29,9 @@ def costs(draft: float = 0.1, slope: float = 0.02, overhead: float = 0.0) -> Cos
     return Costs(lambda rows: 1.0 + slope * (rows - 1), draft, overhead)
 
 
-def after(accepted: float, rounds: int = 60, gamma: int = 4) -> AutoGamma:
+def after(accepted: float, rounds: int = 60, gamma: int = 4, seconds: float = 1.0, trees: bool = False) -> AutoSize:
     """Having seen drafts of which every token is accepted, or none, in turn, so that the mean is right."""
-    policy, level = AutoGamma(), 0.0
+    policy, level = AutoSize(trees), 0.0
     for _ in range(rounds):
         kept = 0
         while kept < gamma:
@@ -23,71 +40,117 @@ def after(accepted: float, rounds: int = 60, gamma: int = 4) -> AutoGamma:
                 break
             level -= 1.0
             kept += 1
-        policy.observe(gamma, kept)
+        policy.observe(gamma, kept, seconds)
     return policy
 
 
+def policy(**options: object) -> object:
+    return make_policy(SamplingParams(**options))  # type: ignore[arg-type]
+
+
 def test_names() -> None:
-    assert isinstance(make_policy(3), ConstantGamma)
-    assert isinstance(make_policy("heuristic"), HeuristicGamma)
-    assert isinstance(make_policy("auto"), AutoGamma)
+    assert policy(gamma=3).next(costs) == Size(3, 3)  # type: ignore[attr-defined]
+    assert policy(gamma=3, tree="dynamic", nodes=9).next(costs) == Size(3, 9)  # type: ignore[attr-defined]
+    assert policy(gamma=5, nodes=2).next(costs) == Size(2, 2)  # type: ignore[attr-defined]
+    assert policy(gamma="heuristic").next(costs) == Size(5, 5)  # type: ignore[attr-defined]
+    assert policy(gamma=4, nodes="heuristic").next(costs) == Size(4, 5)  # type: ignore[attr-defined]
+    assert isinstance(policy(), AutoSize)
+    assert isinstance(policy(tree="chain"), AutoSize)
+    asked = policy(gamma=4, tree="best-first").next(costs)  # type: ignore[attr-defined]
+    assert (asked.depth, asked.nodes, asked.worth.depth) == (4, MOST_NODES, 4)
+    asked = policy(tree="static", nodes=9).next(costs)  # type: ignore[attr-defined]
+    assert (asked.depth, asked.nodes) == (MOST, 9)
 
 
 def test_heuristic_starts_at_five_and_moves_by_two_up_one_down() -> None:
-    policy = HeuristicGamma()
+    policy = make_policy(SamplingParams(gamma="heuristic"))
     asked = []
     for accepted in (5, 7, 2, 0, None, 7):
-        asked.append(policy.next(costs))
-        policy.observe(0 if accepted is None else asked[-1], accepted or 0)
+        asked.append(policy.next(costs).depth)
+        policy.observe(0 if accepted is None else asked[-1], accepted or 0, 1.0)
     assert asked == [5, 7, 9, 8, 7, 7]
-    assert policy.gamma == 9
+    assert policy.next(costs).depth == 9
     for _ in range(20):
-        policy.observe(policy.gamma, 0)
-    assert policy.gamma == 1
+        policy.observe(policy.next(costs).depth, 0, 1.0)
+    assert policy.next(costs).depth == 1
+
+
+def test_heuristic_nodes_grow_only_with_a_wholly_accepted_deepest_path() -> None:
+    policy = make_policy(SamplingParams(gamma=4, nodes="heuristic"))
+    assert isinstance(policy, FixedSize)
+    sizes = []
+    for depth, accepted in ((3, 3), (4, 3), (2, 2), (4, 0), (4, 0)):
+        sizes.append(policy.next(costs).nodes)
+        policy.observe(depth, accepted, 1.0)
+    assert sizes == [5, 7, 6, 8, 7]
 
 
 def test_acceptance_is_estimated_by_place() -> None:
     """The first token is always kept, the second never: the third is never reached and taken to be as the second."""
-    policy = AutoGamma()
+    policy = AutoSize()
     for _ in range(200):
-        policy.observe(4, 1)
+        policy.observe(4, 1, 1.0)
     first, second = policy.alphas()
     assert first > 0.95 and second < 0.15
 
 
 def test_more_is_drafted_where_more_is_accepted() -> None:
-    asked = [after(rate).next(costs) for rate in (0.3, 0.6, 0.9)]
+    asked = [after(rate).next(costs).depth for rate in (0.3, 0.6, 0.9)]
     assert asked == sorted(asked)
     assert asked[0] < asked[2] <= MOST
 
 
 def test_less_is_drafted_where_drafting_costs_more() -> None:
-    cheap, dear = (after(0.8).next(lambda c=c: costs(draft=c)) for c in (0.02, 0.4))
+    cheap, dear = (after(0.8).next(lambda c=c: costs(draft=c)).depth for c in (0.02, 0.4))
     assert cheap > dear
 
 
 def test_nothing_is_drafted_where_it_does_not_pay_but_now_and_then() -> None:
+    """Probes come after 24 rounds, then twice as many, and so on."""
     policy = after(0.2)
-    asked = [policy.next(lambda: costs(draft=0.5)) for _ in range(2 * PROBE_EVERY)]
-    assert asked.count(0) == len(asked) - 2
-    assert [i for i, gamma in enumerate(asked) if gamma == PROBE] == [PROBE_EVERY - 1, 2 * PROBE_EVERY - 1]
+    asked = [policy.next(lambda: costs(draft=0.5)).depth for _ in range(3 * PROBE_EVERY)]
+    assert [i for i, gamma in enumerate(asked) if gamma] == [PROBE_EVERY - 1, 3 * PROBE_EVERY - 1]
+    assert asked[PROBE_EVERY - 1] == PROBE
+    waits = []
+    for _ in range(8):
+        waits.append(next(i for i in range(1, 1000) if policy.next(lambda: costs(draft=0.5)).depth))
+    assert waits[-1] == PROBE_LATEST
 
 
-def test_it_begins_again_when_the_text_becomes_easier() -> None:
-    policy = after(0.1)
-    assert policy.next(lambda: costs(draft=0.3)) == 0
+@pytest.mark.parametrize("trees", [False, True])
+def test_a_measured_loss_switches_it_off_whatever_was_predicted(trees: bool) -> None:
+    """Three of four tokens are accepted and the predicted costs are fine, but rounds take six times a plain one."""
+    losing, winning = (after(0.75, seconds=seconds, trees=trees) for seconds in (6.0, 1.5))
+    assert losing.next(costs).depth == 0
+    assert winning.next(costs).depth > 0
+    early = after(0.75, PATIENCE - 1, seconds=6.0, trees=trees)
+    assert early.next(costs).depth > 0
+
+
+def test_a_gain_that_is_next_to_none_is_no_loss() -> None:
+    policy = AutoSize()
+    for _ in range(50):
+        policy.observe(4, 1, 2.0 / (LOSS + 0.01))
+    assert policy._gain.rate == pytest.approx(LOSS + 0.01)
+    assert policy.next(lambda: costs(slope=0.0, draft=0.01)).depth > 0
+
+
+@pytest.mark.parametrize("trees", [False, True])
+def test_it_begins_again_when_the_text_becomes_easier(trees: bool) -> None:
+    policy = after(0.0, trees=trees, seconds=1.5)
+    assert policy.next(lambda: costs(draft=0.3)).depth == 0
     for _ in range(60):
-        policy.observe(PROBE, PROBE)
-    assert policy.next(lambda: costs(draft=0.3)) > 0
+        policy.observe(PROBE, PROBE, 1.5)
+    assert policy.next(lambda: costs(draft=0.3)).depth > 0
 
 
 def test_a_pass_that_grows_with_its_rows_keeps_drafts_short() -> None:
-    flat, steep = (after(0.9).next(lambda s=s: costs(slope=s)) for s in (0.0, 0.5))
+    flat, steep = (after(0.9).next(lambda s=s: costs(slope=s)).depth for s in (0.0, 0.5))
     assert flat > steep
 
 
 def test_the_measured_overhead_counts() -> None:
-    assert after(0.5).next(lambda: costs(overhead=5.0)) == 0
+    assert after(0.5).next(lambda: costs(overhead=5.0)).depth == 0
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -98,6 +161,31 @@ def test_rows_of_all_requests_are_paid_for(batch: int) -> None:
         asked.append(rows)
         return 1.0 + 0.1 * rows
 
-    AutoGamma().next(lambda: Costs(score, 0.1, 0.0, batch))
+    AutoSize().next(lambda: Costs(score, 0.1, 0.0, batch))
     assert all(rows % batch == 0 for rows in asked)
     assert max(asked) == batch * (MOST + 1)
+
+
+def test_a_token_is_worth_what_else_the_time_would_bring() -> None:
+    """At two tokens a second a node has to be worth 0.2 where it costs a tenth of a second."""
+    worth = Worth(2.0, costs(slope=0.1))
+    assert worth.size([0.9, 0.5, 0.21, 0.19, 0.1]) == 3
+    assert worth.size([0.15, 0.1]) == 0
+    assert worth.pays(0.21, 0.1) and not worth.pays(0.19, 0.1)
+    assert worth.price(7) == pytest.approx(0.2)
+
+
+def test_steps_of_the_pass_are_taken_whole_or_not_at_all() -> None:
+    """Four rows cost what two do: nodes that do not pay alone pay together."""
+    stairs = Costs(lambda rows: 1.0 if rows == 1 else 1.5 if rows <= 4 else 3.0, 0.1, 0.0)
+    assert Worth(1.0, stairs).size([0.3, 0.2, 0.1, 0.1]) == 3
+    assert Worth(1.0, stairs).size([0.3, 0.1, 0.05, 0.05]) == 0
+
+
+def test_what_other_requests_had_is_expected_first() -> None:
+    fresh = AutoSize(True)
+    assert fresh.next(costs).worth.rate == pytest.approx(1.0)  # type: ignore[union-attr]
+    assert fresh.next(lambda: replace(costs(), rate=2.5)).worth.rate == pytest.approx(2.5)  # type: ignore[union-attr]
+    for _ in range(100):
+        fresh.observe(4, 3, 1.0)
+    assert 2.5 < fresh.next(lambda: replace(costs(), rate=2.5)).worth.rate < 4.0  # type: ignore[union-attr]

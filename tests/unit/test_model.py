@@ -134,6 +134,25 @@ def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> Non
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_a_tree_level_by_level(name: str, path: str) -> None:
+    """A draft model reads its tree a level a pass: rows see those above them in passes before, and no others."""
+    model, target = model_of(name), packed(model_of(name))
+    prefix, company = prompt(3 * WINDOW, 1), prompt(5, 2)
+    slot, _ = fill(target, prefix)
+    other, _ = fill(target, company)
+    tokens = prompt(len(TREE), 4)
+    got = []
+    for first, last in ((0, 1), (1, 4), (4, len(TREE))):
+        fresh = Segment(slot, len(prefix) + first, tokens[first:last], TREE[:last], done=first)
+        beside = Segment(other, len(company) + first, tokens[first:last], TREE[:last], done=first)
+        got.append(target.score([beside, fresh])[last - first :])
+    assert_rows(model, torch.cat(got), prefix, tokens, TREE)
+    target.cache.keep(slot, len(prefix), (0, 1, 3, 6))
+    committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
+    assert_rows(model, target.score([Segment(slot, len(committed), prompt(2, 3))]), committed, prompt(2, 3), (-1, 0))
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_keep_a_path_then_go_on(name: str, path: str) -> None:
     """After a round the kept path, which was scattered over the pass, is the cache; everything refused is gone."""
     model, target = model_of(name), packed(model_of(name))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.drafters.base import Context, Drafter, Rule
+from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.errors import InputError
 
-__all__ = ["DRAFTERS", "Context", "Drafter", "Rule", "Surroundings", "make_drafter"]
+__all__ = ["DRAFTERS", "Context", "Drafter", "Rule", "Surroundings", "make_drafter", "parse_drafters"]
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,74 @@ DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
 }
 
 
-def make_drafter(spec: str, around: Surroundings) -> Drafter | None:
-    """The drafter that a spec names; None for "none".
+def parse_drafters(spec: Any) -> list[str | Drafter]:
+    """The specs and objects that ``draft`` names, one each; models are not looked for yet.
+
+    Args:
+        spec: a spec, several joined by "+", an object with ``propose``, or a list of these.
+
+    Raises:
+        InputError: no such drafter in this version, or something that is none.
+    """
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        if not spec:
+            raise InputError('draft is an empty list; to generate without a draft pass "none"')
+        return [part for entry in spec for part in parse_drafters(entry)]
+    if isinstance(spec, str):
+        parts = _JOINT.split(spec)
+        for part in parts:
+            if part not in ("none", "auto") and part.partition(":")[0] not in DRAFTERS:
+                known = ", ".join(f'"{name}"' for name in ("none", "auto", *DRAFTERS))
+                raise InputError(
+                    f"unknown draft {part!r}; this version has {known}, several joined by +, or a Drafter object"
+                )
+        return [*parts]
+    if not hasattr(spec, "propose"):
+        raise InputError(
+            f"draft={spec!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose"
+        )
+    missing = [name for name in ("name", "kind") if not hasattr(spec, name)]
+    if missing:
+        raise InputError(f"the drafter {type(spec).__name__} has no {missing[0]}; it needs name, kind and propose")
+    return [spec]
+
+
+def make_drafter(parts: Sequence[str | Drafter], around: Surroundings) -> Drafter | None:
+    """The drafter that ``parse_drafters`` found, several of them merged; None for "none".
 
     "auto" takes the draft that belongs to an embedded target, and none otherwise.
 
     Raises:
-        InputError: no such drafter in this version.
+        InputError: its model or file cannot be used beside this target.
     """
+    made = [made for part in parts if (made := _one(part, around)) is not None]
+    if len(made) < 2:
+        return made[0] if made else None
+    taken: set[str] = set()
+    for drafter in made:
+        if drafter.name in taken:  # traces and streams of uniforms go by the name
+            _rename(drafter, taken)
+        taken.add(drafter.name)
+    # Those that run no model propose first: where they are sure, the others need not be asked.
+    return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "forward_seconds")))
+
+
+def _one(spec: str | Drafter, around: Surroundings) -> Drafter | None:
+    if not isinstance(spec, str):
+        return spec
     if spec == "auto":
         spec = "model:tales-draft" if around.target.name == "tales" else "none"
-    if spec == "none":
-        return None
     kind, _, argument = spec.partition(":")
-    if kind not in DRAFTERS or "+" in kind:
-        known = ", ".join(f'"{name}:<path or id>"' for name in DRAFTERS)
-        raise InputError(f'unknown draft {spec!r}; this version has "none", "auto", {known}, or pass a Drafter object')
-    return DRAFTERS[kind](argument, around)
+    return None if kind == "none" else DRAFTERS[kind](argument, around)
+
+
+def _rename(drafter: Drafter, taken: set[str]) -> None:
+    number = next(i for i in itertools.count(2) if f"{drafter.name}-{i}" not in taken)
+    try:
+        drafter.name = f"{drafter.name}-{number}"  # type: ignore[misc]
+    except AttributeError:
+        raise InputError(f"two drafters are called {drafter.name!r}; give them different names") from None
+
+
+_JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, DRAFTERS)) + r")(?:[:+]|$))")
+"""A + before the name of a drafter; others belong to a path."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from sakiyomi.gamma import Worth
 from sakiyomi.noise import RequestNoise
 from sakiyomi.params import SamplingParams
 from sakiyomi.tree import Draft, DraftKind
@@ -29,6 +30,8 @@ class Context:
         noise: the request's randomness; position of the next token is ``len(tokens)``.
         stop_ids: tokens that end the text: nothing after one of them is worth proposing.
         nodes: most tokens wanted in this round's tree; set before each round. As many as the depth wanted: a chain.
+        worth: what a token is worth against the time that it takes, in rounds whose size is "auto"; who can weigh his
+            own proposals may then go less or more deep than he is asked to. None: the size is as asked for.
         memory: for the drafter's own use, one entry a drafter.
     """
 
@@ -39,6 +42,7 @@ class Context:
     noise: RequestNoise
     stop_ids: frozenset[int]
     nodes: int = 1
+    worth: Worth | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,9 +50,10 @@ class Drafter(Protocol):
     """Proposes tokens that the target then checks. A wrong proposal costs time, never correctness.
 
     A drafter of one's own needs ``name``, ``kind`` and ``propose``; the other members are looked for and may be
-    missing: ``end(context)`` when a request is over, or, in a conversation, when the next one has begun; before that
-    ``inherit(context, earlier)``, which may take over what it remembers of the one before; ``forward_seconds`` and
-    ``prefill_seconds``.
+    missing: ``kind_for(params)``, where the kind depends on what is asked for, and trees follow the position's noise;
+    ``passes``, the draft passes made so far, a level each; ``end(context)`` when a request is over, or, in a
+    conversation, when the next one has begun; before that ``inherit(context, earlier)``, which may take over what it
+    remembers of the one before; ``forward_seconds`` and ``prefill_seconds``.
     """
 
     @property

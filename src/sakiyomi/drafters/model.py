@@ -2,50 +2,129 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
+from sakiyomi.builders import BUILDERS, Builder, Growth
+from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.errors import MemoryLimitError
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.numerics import Row, draw
+from sakiyomi.numerics import Row, draw, draw_distinct, top_tokens
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.warping import best, best_token
+from sakiyomi.warping import best, best_token, leading
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sakiyomi.gamma import Worth
     from sakiyomi.model import PackedModel
+    from sakiyomi.params import SamplingParams
 
 __all__ = ["ModelDrafter"]
 
-Rows = NDArray[np.float32]
 LONG = 64  # tokens from which on catching up is a prompt's work, in chunks, without logits of every row
 CHUNK = 512
+_FOLLOWED = 0.8  # of the nodes of a level that are accepted so many have a child that is, where the draft is good
+# How much surer than the draft's own softmax one may be of its choice, before anything was seen (docs/log.md).
+SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 
 @dataclass(eq=False, slots=True)
 class _Seat:
-    """A request's place in the draft's cache, and the tokens whose keys and values lie there."""
+    """A request's place in the draft's cache.
+
+    Attributes:
+        held: committed tokens whose keys and values lie there.
+        sure: so many of those were compared with the committed tokens before.
+        reading: the tree that was read last; its rows lie behind what is held.
+    """
 
     slot: int
     held: list[int]
     sampler: Sampler
-    sure: int = 0  # so many of those held were compared with the committed tokens before
+    sure: int = 0
+    reading: _Reading | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    """The draft of one request while it grows.
+
+    Attributes:
+        rows: candidates that were read, in the order of their rows in the cache.
+        listed: of each place that was read its first candidate, and all tokens that were listed with their scores.
+        probs: distributions that candidates were drawn from, with the place of each.
+        drawn: candidates are drawn from these, and not chosen: then nothing may be dropped for what it is.
+    """
+
+    context: Context
+    seat: _Seat
+    growth: Growth
+    builder: Builder
+    drawn: bool
+    rows: list[int] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
+    chances: list[float | None] = field(default_factory=list)
+    probs: list[Row] = field(default_factory=list)
+    probs_of: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def worth(self) -> Worth | None:
+        """What a token is worth, where the size is a matter of that and of the candidates' own chances."""
+        return None if self.drawn else self.context.worth
+
+    def path(self, candidate: int) -> list[int]:
+        """Tokens from the root down to a candidate."""
+        tokens: list[int] = []
+        while candidate >= 0:
+            tokens.append(self.growth.tokens[candidate])
+            candidate = self.growth.parents[candidate]
+        return tokens[::-1]
+
+    def draft(self, name: str) -> Draft:
+        """What is proposed."""
+        growth, worth = self.growth, self.worth
+        chosen = self.builder.chosen(growth)
+        if worth is not None:
+            chosen = chosen[: worth.size([growth.values[candidate] for candidate in chosen])]
+        chosen.sort()
+        node = {candidate: i for i, candidate in enumerate(chosen)} | {-1: -1}
+        tree = TokenTree(
+            tuple(growth.tokens[candidate] for candidate in chosen),
+            tuple(node[growth.parents[candidate]] for candidate in chosen),
+        )
+        draws = tuple(
+            Draw(
+                node[candidate],
+                name,
+                self.probs_of.get(growth.parents[candidate]),
+                self.chances[candidate],
+                growth.chances[candidate],
+            )
+            for candidate in chosen
+        )
+        kind: DraftKind = "point_mass"
+        if self.drawn:
+            kind = "chain" if tree.parents == tuple(range(-1, len(tree) - 1)) else "without_replacement"
+        return Draft(tree, kind, draws, torch.from_numpy(np.stack(self.probs)) if self.probs else None)
 
 
 class ModelDrafter:
-    """Drafts a chain with a small causal LM.
+    """Drafts a tree, or a chain, with a small causal LM: a level a pass, all requests at once.
 
-    Under "greedy" it proposes its most probable tokens, under "ratio" it draws from its distribution after the same
-    warpers as the target's, and keeps it; under "coupled" it takes the top of log q + the position's noise.
+    Under "greedy" candidates are its most probable tokens, under "coupled" the top of log q + the position's noise; of
+    a chain or a static tree under "ratio" they are drawn from its distribution after the same warpers as the target's,
+    which is kept, and of the other trees, whose nodes are chosen afterwards, they are its most probable tokens.
 
     Args:
         model: the draft.
@@ -58,7 +137,14 @@ class ModelDrafter:
     def __init__(self, model: PackedModel, vocab_size: int, name: str = "model") -> None:
         self.model, self.name = model, name
         self.prefill_seconds = 0.0
+        self.passes = 0
+        self._besides = 1e-4  # seconds of a level outside the model
         self._vocab_size = vocab_size
+        self._confidence = {rule: Confidence(sharpness) for rule, sharpness in SHARPNESS.items()}
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """What is proposed to a request that is sampled by the ratio rule."""
+        return {"chain": "chain", "static": "without_replacement"}.get(params.builder, "point_mass")  # type: ignore[return-value]
 
     @property
     def forward_seconds(self) -> float:
@@ -79,34 +165,35 @@ class ModelDrafter:
             self.model.cache.release(seat.slot)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass a depth."""
-        chains: dict[int, _Chain] = {}
+        """See ``Drafter.propose``; all requests advance together, one pass a level."""
+        readings: dict[int, _Reading] = {}
         for context, gamma in zip(contexts, gammas, strict=True):
             # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
-            gamma = min(gamma, self.model.max_context - len(context.tokens))
-            if gamma > 0 and self._follow(context):
-                chains[context.id] = _Chain(context, gamma)
-        active = list(chains.values())
+            room = self.model.max_context - len(context.tokens)
+            if room > 0 and self._follow(context):
+                seat: _Seat = context.memory[self.name]
+                readings[context.id] = seat.reading = self._begin(context, seat, gamma, room)
+        active = list(readings.values())
+        began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
         while active:
-            segments = []
-            for chain in list(active):
-                seat: _Seat = chain.context.memory[self.name]
-                fresh = self._missing(chain)
-                if not self._has_room(seat, len(fresh)):
-                    active.remove(chain)
-                    continue
-                segments.append(Segment(seat.slot, len(seat.held), fresh))
+            active = [reading for reading in active if self._has_room(reading)]
             if not active:
                 break
+            segments = [self._segment(reading) for reading in active]
             logits = self.model.score(segments)
-            row = -1
-            for chain, segment in zip(active, segments, strict=True):
-                row += len(segment.tokens)
-                # Not before the pass: interrupted, it would leave tokens here whose keys were never written.
-                chain.context.memory[self.name].held.extend(segment.tokens)
-                self._extend(chain, logits[row])
-            active = [chain for chain in active if not chain.done]
-        return [chains[c.id].draft(self.name) if c.id in chains else Draft.empty() for c in contexts]
+            self.passes += 1
+            row = 0
+            for reading, segment in zip(active, segments, strict=True):
+                count = len(segment.tokens)
+                self._take(reading, logits[row : row + count])
+                row += count
+            active = [reading for reading in active if reading.fresh]
+        if self.passes > passes:
+            besides = time.perf_counter() - began - (self.model.forward_seconds - inside)
+            self._besides = running_mean(self._besides, besides / (self.passes - passes))
+        return [readings[c.id].draft(self.name) if c.id in readings else Draft.empty() for c in contexts]
+
+    # ------------------------------------------------------------ following the text
 
     def _follow(self, context: Context) -> bool:
         """Bring the request's place up to date, a chunk at most; whether the draft can go on from there this round."""
@@ -114,7 +201,7 @@ class ModelDrafter:
         before = self.model.forward_seconds
         if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
             fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
-            if not self._knows(fresh) or not self._has_room(seat, len(fresh)):
+            if not self._knows(fresh) or not self._reserve(seat, len(fresh)):
                 return False
             self.model.score([Segment(seat.slot, len(seat.held), fresh, prompt=True)], last=True)
             seat.held.extend(fresh)
@@ -123,7 +210,7 @@ class ModelDrafter:
         return len(missing) <= LONG and self._knows(missing)
 
     def _seat(self, context: Context) -> _Seat:
-        """The request's place, without what is held there but was not accepted."""
+        """The request's place: of what was read ahead it keeps what was accepted."""
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None:
             sampler = Sampler(context.params, self._vocab_size)
@@ -132,85 +219,147 @@ class ModelDrafter:
         right = seat.sure
         while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
             right += 1
+        if right == len(held) and seat.reading is not None:
+            self._keep(seat, seat.reading, tokens)
+            right = len(held)
         del held[right:]
-        seat.sure = right
+        seat.sure, seat.reading = right, None
         return seat
+
+    def _keep(self, seat: _Seat, reading: _Reading, tokens: Sequence[int]) -> None:
+        """Keep the rows of the path that was accepted, and learn from what the target chose at every place of it."""
+        confidence = self._confidence[reading.context.rule]
+        rows = {candidate: row for row, candidate in enumerate(reading.rows)}
+        first, place = len(seat.held), -1
+        path: list[int] = []
+        for position in range(first, len(tokens)):
+            if place not in reading.listed:
+                break
+            start, listed, scores = reading.listed[place]
+            rank = listed.index(tokens[position]) if tokens[position] in listed else None
+            confidence.learn(scores, rank)
+            place = start + rank if rank is not None else len(reading.growth.tokens)
+            # The last token's logits are wanted: it is read again.
+            if place in rows and len(path) == position - first and position < len(tokens) - 1:
+                path.append(rows[place])
+        self.model.cache.keep(seat.slot, first, path)
+        seat.held.extend(tokens[first : first + len(path)])
 
     def _knows(self, tokens: Sequence[int]) -> bool:
         """Whether the draft has these tokens: the target's vocabulary may be padded further than its own."""
         return self.model.vocab_size >= self._vocab_size or max(tokens) < self.model.vocab_size
 
-    def _has_room(self, seat: _Seat, count: int) -> bool:
+    def _reserve(self, seat: _Seat, columns: int) -> bool:
         """Room for more tokens. Without the memory for it the request goes on undrafted."""
         try:
-            self.model.cache.reserve(seat.slot, len(seat.held) + count)
+            self.model.cache.reserve(seat.slot, len(seat.held) + columns)
         except MemoryLimitError:
             return False
         return True
 
-    def _missing(self, chain: _Chain) -> list[int]:
-        held = len(chain.context.memory[self.name].held)
-        return chain.tokens[-1:] if chain.tokens else chain.context.tokens[held:]
+    # ------------------------------------------------------------ reading ahead
 
-    def _extend(self, chain: _Chain, logits: Tensor) -> None:
-        """Choose the next token of a chain from the logits (V of the draft,) of its last one."""
-        missing = self._vocab_size - logits.shape[0]
+    def _begin(self, context: Context, seat: _Seat, gamma: int, room: int) -> _Reading:
+        name = context.params.builder
+        if context.rule == "ratio" and context.params.tree == "auto" and context.params.nodes == "auto":
+            name = "chain"
+        drawn = context.rule == "ratio" and name in ("chain", "static")
+        depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
+        growth = Growth(depth, depth if name == "chain" else context.nodes)
+        builder = BUILDERS[name](self._confidence[context.rule].ranks)
+        if builder.picks and context.worth is not None:
+            # A pass grows by steps: a node may pay that is worth less than its share of the largest one.
+            growth.floor = context.worth.price(growth.nodes) / 2
+        return _Reading(context, seat, growth, builder, drawn)
+
+    def _has_room(self, reading: _Reading) -> bool:
+        seat = reading.seat
+        missing = 0 if reading.growth.levels else len(reading.context.tokens) - len(seat.held)
+        return self._reserve(seat, missing + len(reading.rows) + len(reading.fresh))
+
+    def _segment(self, reading: _Reading) -> Segment:
+        """The rows of a request in the next pass: first the committed tokens that are missing, then a level a pass."""
+        seat, growth = reading.seat, reading.growth
+        if not growth.levels:
+            return Segment(seat.slot, len(seat.held), reading.context.tokens[len(seat.held) :])
+        rows = {candidate: row for row, candidate in enumerate((*reading.rows, *reading.fresh))}
+        parents = tuple(rows.get(growth.parents[candidate], -1) for candidate in rows)
+        tokens = [growth.tokens[candidate] for candidate in reading.fresh]
+        done = len(reading.rows)
+        return Segment(seat.slot, len(seat.held) + done, tokens, parents, done=done)
+
+    def _take(self, reading: _Reading, logits: Tensor) -> None:
+        """Candidates behind the rows of a pass, (rows, V of the draft), and what to read next."""
+        seat, growth = reading.seat, reading.growth
+        if not growth.levels:
+            # Not before the pass: interrupted, it would leave tokens here whose keys were never written.
+            seat.held.extend(reading.context.tokens[len(seat.held) :])
+            places, logits = [-1], logits[-1:]
+        else:
+            places = reading.fresh
+            reading.rows.extend(places)
+        reading.fresh = []
+        growth.begin_level()
+        missing = self._vocab_size - logits.shape[1]
         if missing:  # vocabularies may be padded differently
-            logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:missing]
+            logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :missing]
         try:
-            self._choose(chain, logits)
+            for place, row in zip(places, logits, strict=True):
+                self._list(reading, place, row)
         except Exception:
             # The user's own processor, or no token left: the target's rows meet it too, and end this request alone.
-            chain.stopped = True
-
-    def _choose(self, chain: _Chain, logits: Tensor) -> None:
-        context = chain.context
-        sampler: Sampler = context.memory[self.name].sampler
-        if sampler.edits:
-            logits = sampler.process(logits[None], [chain.tokens], context.tokens)[0]
-        if context.rule == "greedy":
-            # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
-            chain.add(*(best(logits) if logits.is_cpu else (best_token(logits), None)))
             return
-        probs = chain.row(self._vocab_size)
-        support = sampler.fill(logits, probs)
+        if growth.levels < growth.depth:
+            stops = reading.context.stop_ids
+            fresh = [c for c in reading.builder.expand(growth) if growth.tokens[c] not in stops]
+            reading.fresh = fresh if self._pays(reading, fresh) else []
+
+    def _pays(self, reading: _Reading, places: list[int]) -> bool:
+        """Whether reading these places is worth its pass."""
+        if reading.worth is None or not places:
+            return True
+        price, values = reading.worth.price(reading.growth.nodes), reading.growth.values
+        gain = sum(max(0.0, _FOLLOWED * values[place] - price) for place in places)
+        return reading.worth.pays(gain, self.model.pass_seconds(len(places)) + self._besides)
+
+    def _list(self, reading: _Reading, place: int, logits: Tensor) -> None:
+        """Offer the candidates of a place."""
+        growth, context, sampler = reading.growth, reading.context, reading.seat.sampler
+        count = reading.builder.wanted(growth, place)
+        if not count:
+            return
+        path = reading.path(place) if sampler.edits or context.rule != "greedy" else []
+        if sampler.edits:
+            logits = sampler.process(logits[None], [path], context.tokens)[0]
+        tokens, chances, scores = self._candidates(reading, place, logits, count, len(context.tokens) + len(path))
+        estimated = self._confidence[context.rule].chances(scores) if len(scores) > 1 else [chances[0] or 0.5]
+        reading.listed[place] = (len(growth.tokens), tokens, scores)
+        reading.chances.extend(chances[: growth.offer(place, tokens, estimated)])
+
+    def _candidates(
+        self, reading: _Reading, place: int, logits: Tensor, count: int, position: int
+    ) -> tuple[list[int], list[float | None], list[float]]:
+        """(tokens, the draft's probabilities, scores) of a place, the likeliest first."""
+        context = reading.context
+        if context.rule == "greedy":
+            if count == 1:
+                # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
+                token, chance = best(logits) if logits.is_cpu else (best_token(logits), None)
+                return [token], [chance], [0.0]
+            tokens, scores = leading(logits, count)
+            return tokens, [float(np.exp(score)) for score in scores], scores
+        probs = np.empty(self._vocab_size, np.float32)
+        support = reading.seat.sampler.fill(logits, probs)
         if context.rule == "coupled":
-            token = context.noise.top(len(context.tokens) + len(chain.tokens), probs, support=support)[0]
-            chain.add(token, float(probs[token]))
+            tokens, scores = context.noise.ranked(position, probs, count, support)
+        elif not reading.drawn:
+            tokens = [token for token in top_tokens(probs, count) if probs[token] > 0.0]
+            scores = [float(np.log(probs[token])) for token in tokens]
         else:
-            token = draw(probs, context.noise.fork(self.name).uniform(), support)
-            chain.add(token, float(probs[token]), drawn=True)
-
-
-class _Chain:
-    """The draft of one request while it grows."""
-
-    def __init__(self, context: Context, gamma: int) -> None:
-        self.context, self.gamma, self.stopped = context, gamma, False
-        self.tokens: list[int] = []
-        self.chances: list[float | None] = []
-        self._rows: Rows | None = None
-        self._drawn = False
-
-    @property
-    def done(self) -> bool:
-        return self.stopped or len(self.tokens) >= self.gamma or self.tokens[-1] in self.context.stop_ids
-
-    def row(self, width: int) -> Row:
-        """Where the distribution of the next token goes, (width,)."""
-        if self._rows is None:
-            self._rows = np.empty((self.gamma, width), np.float32)
-        row: Row = self._rows[len(self.tokens)]
-        return row
-
-    def add(self, token: int, chance: float | None, *, drawn: bool = False) -> None:
-        """The next token; ``drawn`` from the distribution in its row."""
-        self.tokens.append(token)
-        self.chances.append(chance)
-        self._drawn = drawn
-
-    def draft(self, name: str) -> Draft:
-        drawn, count = self._drawn, len(self.tokens)
-        draws = tuple(Draw(i, name, i if drawn else None, chance) for i, chance in enumerate(self.chances))
-        probs = torch.from_numpy(self._rows[:count]) if drawn and self._rows is not None else None
-        return Draft(TokenTree.chain(self.tokens), "chain" if drawn else "point_mass", draws, probs)
+            uniforms = context.noise.fork(self.name)
+            tokens = [draw(probs, uniforms.uniform(), support)] if count == 1 else []
+            tokens = tokens or draw_distinct(probs, count, uniforms.uniform)
+            scores = [float(np.log(probs[token])) for token in tokens]
+            reading.probs_of[place] = len(reading.probs)
+            reading.probs.append(probs)
+        return tokens, [float(probs[token]) for token in tokens], scores

@@ -18,13 +18,14 @@ struct Layer {
 };
 
 struct Segment {
-  // cache slot, first row in the pass, rows, pairs in the cache before the pass, whether it is a chunk of a prompt (a chain)
-  int32_t slot, row, rows, length, prompt;
+  // cache slot, first row in the pass, rows, pairs in the cache before the pass, whether it is a chunk of a prompt (a chain);
+  // how many of those pairs, the last ones, are rows of the same tree
+  int32_t slot, row, rows, length, prompt, done;
 };
 
 struct Paths {
   const int32_t* start;  // per row of the pass: where its path begins in `rows`, and behind the last row where that ends
-  const int32_t* rows;   // rows (counted from the segment's first) from the tree's root down to the row itself
+  const int32_t* rows;   // rows (counted from the tree's first) from the tree's root down to the row itself
 };
 
 struct View {  // [1, heads, rows, dim] with any strides but the last
@@ -207,14 +208,15 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
                   int64_t heads, float scaling, float softcap, int64_t window) {
   using L = typename Lane<T>::type;
   static thread_local Scratch<T> s;
-  const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group, length = seg.length;
+  const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group;
+  const int64_t length = seg.length - seg.done, tree = seg.done + seg.rows;  // pairs that all rows see, rows of the tree
   const int64_t lanes = (kd + Lane<T>::numbers - 1) / Lane<T>::numbers, padded = (vd + 15) / 16 * 16;
-  const int64_t stride = (length + seg.rows + 47) / 16 * 16, own_stride = (seg.rows + 15) / 16 * 16;
+  const int64_t stride = (length + tree + 47) / 16 * 16, own_stride = (tree + 15) / 16 * 16;
   T* keys = (T*)layer.keys + (seg.slot * layer.heads + head) * layer.room * kd;
   T* values = (T*)layer.values + (seg.slot * layer.heads + head) * layer.room * vd;
   for (int64_t i = 0; i < seg.rows; ++i) {
-    std::memcpy(keys + (length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
-    std::memcpy(values + (length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
+    std::memcpy(keys + (seg.length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
+    std::memcpy(values + (seg.length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
   }
   s.q.resize(rows * lanes);
   s.scores.resize(rows * stride);
@@ -237,7 +239,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     }
   };
   score_columns(0, length, s.scores.data(), stride);
-  score_columns(length, length + seg.rows, s.own.data(), own_stride);
+  score_columns(length, length + tree, s.own.data(), own_stride);
   int64_t lowest = length;  // the first key that any row sees
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t* start = paths.start + seg.row + r / group;

@@ -34,6 +34,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_calls": ([], _int64),
     "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
     "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
+    "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _pointer, _pointer], _double),
     "sk_warp": (
         [_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer],
         _int64,

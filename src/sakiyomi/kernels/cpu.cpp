@@ -200,6 +200,10 @@ double sk_chance(const void* row, int half, int64_t n, int64_t token) {
   return half ? chance((const bf16*)row, n, token) : chance((const float*)row, n, token);
 }
 
+double sk_leading(const void* row, int half, int64_t n, int64_t count, int64_t* tokens, float* logits) {
+  return half ? leading((const bf16*)row, n, count, tokens, logits) : leading((const float*)row, n, count, tokens, logits);
+}
+
 int64_t sk_warp(const void* row, int half, int64_t n, double temperature, int64_t top_k, double top_p, double min_p, float* out,
                 int64_t* support) {
   return half ? warp((const bf16*)row, n, temperature, top_k, top_p, min_p, out, support)
@@ -238,7 +242,7 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
   layers[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
 }
 
-// `table`: the segments, then the parent of every row within its segment, -1 for none.
+// `table`: the segments, then for each the parent of every row of its tree, -1 for none.
 void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   Pass& pass = current;
   pass.size = count ? size : -1;
@@ -247,15 +251,15 @@ void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   pass.path_start.assign(1, 0);
   pass.path.clear();
   const int32_t* parent = table + count * sizeof(Segment) / sizeof(int32_t);
-  for (const Segment& s : pass.segments)
-    for (int32_t i = 0; i < s.rows; ++i, ++parent) {
-      if (*parent >= 0) {
-        int32_t from = pass.path_start[s.row + *parent], to = pass.path_start[s.row + *parent + 1];
-        for (int32_t at = from; at < to; ++at) pass.path.push_back(int32_t(pass.path[at]));
-      }
-      pass.path.push_back(i);
+  for (const Segment& s : pass.segments) {
+    for (int32_t i = s.done; i < s.done + s.rows; ++i) {
+      size_t first = pass.path.size();
+      for (int32_t row = i; row >= 0; row = parent[row]) pass.path.push_back(row);
+      std::reverse(pass.path.begin() + first, pass.path.end());
       pass.path_start.push_back((int32_t)pass.path.size());
     }
+    parent += s.done + s.rows;
+  }
   pass.source = at::Tensor();
   pass.waiting.clear();
   pass.calls = 0;

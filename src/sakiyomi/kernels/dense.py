@@ -91,7 +91,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
             mask: Tensor | None = None
             if dense.by_row and not prompt:
                 path = plan.path(i, a)
-                columns = torch.tensor([*range(length), *(length + path).tolist()], device=q.device)
+                columns = torch.tensor([*range(length - plan.parts[i].done), *path.tolist()], device=q.device)
                 columns = columns[-window:] if window else columns
                 part_keys, part_values = keys[:, columns], values[:, columns]
             else:

@@ -32,6 +32,8 @@ class Segment:
         parents: for each row the row (of this segment) it follows, -1 for the first; None means a chain.
         prompt: a chunk of a prompt. Such rows may be computed together, by another kernel than the rows of a decoding
             pass.
+        done: so many of the pairs in the slot, the last ones, are rows of the same tree from passes before. Rows are
+            then counted from the first of those, and ``parents`` begins with theirs.
     """
 
     slot: int
@@ -39,6 +41,7 @@ class Segment:
     tokens: Sequence[int]
     parents: tuple[int, ...] | None = None
     prompt: bool = False
+    done: int = 0
 
 
 @functools.lru_cache(maxsize=512)
@@ -81,7 +84,8 @@ class Plan:
             if part.parents is None:
                 self.positions.extend(range(length, length + len(part.tokens)))
             else:
-                self.positions.extend([length + len(path) - 1 for path in _paths(part.parents)])
+                first = length - part.done - 1
+                self.positions.extend([first + len(path) for path in _paths(part.parents)[part.done :]])
 
     @property
     def rows(self) -> int:
@@ -101,18 +105,25 @@ class Plan:
 
     @property
     def packed(self) -> bytes:
-        """For the compiled kernels, in int32: the table, then each row's parent within its segment, -1 for none."""
+        """For the compiled kernels, in int32: the table with ``done``, then each row's parent, -1 for none."""
         numbers: list[int] = []
-        for line in self.table:
-            numbers += line
+        for line, part in zip(self.table, self.parts, strict=True):
+            numbers += (*line, part.done)
         for part in self.parts:
             numbers += range(-1, len(part.tokens) - 1) if part.parents is None else part.parents
         return struct.pack(f"{len(numbers)}i", *numbers)
 
     def path(self, segment: int, row: int) -> Ints:
-        """Rows of a segment, counted from its first, from the root down to the row itself."""
-        parents = self.parts[segment].parents
-        return np.arange(row + 1) if parents is None else _paths(parents)[row]
+        """Columns of a row of the pass and of those above it in its tree, the row itself last.
+
+        Args:
+            segment: index of the segment.
+            row: counted from the first of this pass.
+        """
+        part = self.parts[segment]
+        if part.parents is None:
+            return np.arange(part.length, part.length + row + 1)
+        return part.length - part.done + _paths(part.parents)[part.done + row]
 
     @cached_property
     def prompts(self) -> bool:
@@ -129,18 +140,19 @@ class Plan:
             device: of the result.
 
         Returns:
-            (rows, length + rows) bool; column `length + i` holds row i.
+            (rows, length + rows) bool; column `length + i` holds row i of this pass.
         """
         _, _, rows, length, _ = self.table[segment]
-        parents = self.parts[segment].parents
+        part = self.parts[segment]
         column = torch.arange(length + rows, device=device)
-        if parents is None:
+        if part.parents is None:
             position = column[length:, None]
             seen = column <= position
             return seen & (column > position - window) if window else seen
-        own, depth = (tensor.to(device) for tensor in _family(parents))
-        seen = torch.cat([own.new_ones(rows, length), own], 1)
+        own, depth = (tensor.to(device) for tensor in _family(part.parents))
+        before = length - part.done
+        seen = torch.cat([own.new_ones(rows, before), own[part.done :]], 1)
         if window:
-            position = torch.cat([column[:length], length + depth])  # of siblings the same
-            seen &= position > length + depth[:, None] - window
+            position = torch.cat([column[:before], before + depth])  # of siblings the same
+            seen &= position > before + depth[part.done :, None] - window
         return seen

@@ -101,6 +101,34 @@ Stretch softmax(const T* logits, int64_t n, float sharpness, float* out) {
   return whole;
 }
 
+// The `count` largest of a row, largest first and of equal ones the first one first; log of the sum of all exponentials, not a
+// number where the row has none.
+template <typename T>
+double leading(const T* row, int64_t n, int64_t count, int64_t* tokens, float* logits) {
+  Stretch whole = look_all(row, n, 1, nullptr).back();
+  if (std::isnan(whole.top)) return NAN;
+  int64_t found = 0;
+  auto insert = [&](int64_t token, float x) {
+    int64_t at = found < count ? found++ : count - 1;
+    for (; at > 0 && logits[at - 1] < x; --at) logits[at] = logits[at - 1], tokens[at] = tokens[at - 1];
+    logits[at] = x, tokens[at] = token;
+  };
+  int64_t i = 0;
+  for (; i < count; ++i) insert(i, value_of(row[i]));
+  for (; i + 16 <= n; i += 16) {
+    f16v x = load16(row + i);
+    i16v larger = (i16v)(x > f16v{} + logits[count - 1]);
+    int64_t any[8];
+    std::memcpy(any, &larger, 64);
+    if ((any[0] | any[1] | any[2] | any[3]) | (any[4] | any[5] | any[6] | any[7]))
+      for (int t = 0; t < 16; ++t)
+        if (x[t] > logits[count - 1]) insert(i + t, x[t]);
+  }
+  for (; i < n; ++i)
+    if (value_of(row[i]) > logits[count - 1]) insert(i, value_of(row[i]));
+  return whole.top + std::log(double(whole.sum));
+}
+
 // softmax(row)[token]; 1 or 0 where a number of the row is infinite.
 template <typename T>
 double chance(const T* row, int64_t n, int64_t token) {

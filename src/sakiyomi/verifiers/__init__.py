@@ -29,7 +29,7 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
-def choose_verifier(params: SamplingParams, kind: DraftKind) -> Verifier:
+def choose_verifier(params: SamplingParams, kind: DraftKind, branches: bool = False) -> Verifier:
     """The rule for a request.
 
     Greedy at temperature 0, whatever ``acceptance`` says: there all rules agree. Else what was asked for; "auto" is the
@@ -40,6 +40,7 @@ def choose_verifier(params: SamplingParams, kind: DraftKind) -> Verifier:
     Args:
         params: of the request.
         kind: what the drafter proposes.
+        branches: it makes trees that follow the position's noise where the rule is coupled.
 
     Raises:
         InputError: the rule that was asked for does not take such drafts.
@@ -48,7 +49,8 @@ def choose_verifier(params: SamplingParams, kind: DraftKind) -> Verifier:
         return VERIFIERS["greedy"]
     name = params.acceptance
     if name == "auto":
-        name = "ratio" if params.seed is None and kind in ("chain", "point_mass") else "coupled"
+        alone = kind in ("chain", "point_mass") and not branches
+        name = "ratio" if alone and params.seed is None else "coupled"
     verifier = VERIFIERS[name]
     check_fits(kind, verifier)
     return verifier

@@ -1,0 +1,106 @@
+"""A token tree while it grows, and the protocol of those who decide how.
+
+A builder sees chances only: it knows no model, no tokens and no acceptance rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["Builder", "Growth"]
+
+
+@dataclass(slots=True)
+class Growth:
+    """Candidates of one tree, in the order in which the draft offered them; parents come before children.
+
+    Attributes:
+        depth: most levels.
+        nodes: most candidates that may become nodes.
+        tokens: token of each candidate.
+        parents: candidate that each continues, -1 for the last committed token.
+        ranks: 0 for the first candidate of its place, 1 for the second, ...
+        chances: estimated chance that the target chooses it, if it comes to its place at all.
+        values: the same with all above it: product of the chances along its path. The expected number of accepted
+            tokens of a tree is the sum of the values of its nodes.
+        floor: a candidate of less value has no chance to become a node, and is not kept.
+        level: candidates offered last, which no draft pass has read yet.
+        levels: how many levels there are.
+    """
+
+    depth: int
+    nodes: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    floor: float = 0.0
+    level: list[int] = field(default_factory=list)
+    levels: int = 0
+
+    def begin_level(self) -> None:
+        """What is offered from now on is one level deeper."""
+        self.level = []
+        self.levels += 1
+
+    def offer(self, place: int, tokens: Sequence[int], chances: Sequence[float]) -> int:
+        """Candidates of a place, the likeliest first; how many of them are kept.
+
+        Args:
+            place: the candidate that they continue, -1 for the last committed token.
+            tokens: different ones.
+            chances: as many.
+        """
+        above = 1.0 if place < 0 else self.values[place]
+        for rank, (token, chance) in enumerate(zip(tokens, chances, strict=True)):
+            value = above * chance
+            if value < self.floor:
+                return rank
+            self.level.append(len(self.tokens))
+            self.tokens.append(token)
+            self.parents.append(place)
+            self.ranks.append(rank)
+            self.chances.append(chance)
+            self.values.append(value)
+        return len(tokens)
+
+    def rank_path(self, place: int) -> tuple[int, ...]:
+        """Ranks on the way from the last committed token (-1, the empty path) down to a candidate."""
+        ranks: list[int] = []
+        while place >= 0:
+            ranks.append(self.ranks[place])
+            place = self.parents[place]
+        return tuple(reversed(ranks))
+
+    def best(self, count: int) -> list[int]:
+        """The ``count`` candidates of largest value, best first; none stands there without those above it."""
+        # sorted is stable and no child is worth more than its parent, which has the lower number.
+        return sorted(range(len(self.values)), key=self.values.__getitem__, reverse=True)[:count]
+
+
+class Builder(Protocol):
+    """Decides the shape of a tree that a draft model reads level by level, one pass for each.
+
+    Attributes:
+        picks: nodes are picked from what was read, by value: what is worth too little may be left out at any time.
+    """
+
+    @property
+    def picks(self) -> bool:
+        """See above."""
+        ...
+
+    def wanted(self, growth: Growth, place: int) -> int:
+        """How many candidates the draft should list for a place, ``growth.nodes`` at most; 0: none."""
+        ...
+
+    def expand(self, growth: Growth) -> list[int]:
+        """Candidates of the last level that the draft reads next, ascending; empty: the tree is as deep as it gets."""
+        ...
+
+    def chosen(self, growth: Growth) -> list[int]:
+        """Candidates that become nodes, the most valuable first, none without its parent; ``growth.nodes`` at most."""
+        ...

@@ -1,0 +1,50 @@
+"""A shape that is fixed before the draft says anything, the best one for the acceptance measured by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from sakiyomi.builders.base import Growth
+from sakiyomi.theory import best_tree
+
+__all__ = ["Static"]
+
+Ranks = tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def _children(ranks: tuple[float, ...], nodes: int, depth: int) -> dict[Ranks, int]:
+    """Children of each place of the best tree that has any; a place is named by the ranks on the way to it."""
+    children: dict[Ranks, int] = {}
+    for path in best_tree(ranks, nodes, depth):
+        children[path[:-1]] = children.get(path[:-1], 0) + 1
+    return children
+
+
+class Static:
+    """Sequoia's trees (arXiv 2402.12374, section 3.1), which for one vector of chances are Medusa's greedy ones too.
+
+    The ratio rule needs them: a node that was drawn must not be dropped for its own value, so that the shape of a drawn
+    tree has to be known before.
+
+    Args:
+        ranks: chance that the first, second, ... candidate of a place is the one that the target chooses.
+    """
+
+    picks = False
+
+    def __init__(self, ranks: Sequence[float]) -> None:
+        self.ranks = tuple(ranks)
+
+    def wanted(self, growth: Growth, place: int) -> int:
+        """See ``Builder.wanted``."""
+        return _children(self.ranks, growth.nodes, growth.depth).get(growth.rank_path(place), 0)
+
+    def expand(self, growth: Growth) -> list[int]:
+        """See ``Builder.expand``."""
+        return [candidate for candidate in growth.level if self.wanted(growth, candidate)]
+
+    def chosen(self, growth: Growth) -> list[int]:
+        """See ``Builder.chosen``: all that were wanted, in the order in which they came."""
+        return list(range(len(growth.tokens)))

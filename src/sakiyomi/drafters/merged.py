@@ -1,0 +1,248 @@
+"""Several drafters propose, and their trees are merged by shared beginnings into one that a single pass scores.
+
+The idea of merging is SpecInfer's (Miao et al. 2023, arXiv 2305.09781, section 3.2). A node keeps every draw that led
+to it, so that the merged draft is as lossless as its parts under every rule that takes "merged".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from sakiyomi.clock import running_mean
+from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.calibration import Calibration
+from sakiyomi.gamma import Worth
+from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
+
+__all__ = ["MergedDrafter"]
+
+logger = logging.getLogger("sakiyomi")
+_UNKNOWN = 0.5  # chance of a node whose drafter claims none
+
+
+@dataclass(eq=False)
+class _Node:
+    """A token of the merged tree, with the best that anybody claims of it."""
+
+    token: int
+    parent: int
+    value: float = 0.0
+    draws: list[tuple[int, Draw]] = field(default_factory=list)
+
+
+class MergedDrafter:
+    """Merges what its members propose.
+
+    The nodes of one pass are shared by value: the calibrated chance that a node is accepted with all above it. Of
+    chosen nodes only the most valuable ones are scored. Nodes that were drawn are all kept, since dropping one for what
+    it is would change the output's distribution; chosen ones then get what is left.
+
+    Where a token's worth is known, members that run a model are left out of rounds in which the others' proposals are
+    so good that theirs could not pay for their time.
+
+    Args:
+        members: in order of their proposals; those that run no model should come first. Names differ.
+    """
+
+    kind: DraftKind = "merged"
+
+    def __init__(self, members: Sequence[Drafter]) -> None:
+        self.members = list(members)
+        self.name = "+".join(member.name for member in members)
+        self._calibrations = {member.name: Calibration() for member in members}
+        self._expected: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def kind_for(self, params: object) -> DraftKind:
+        """Always merged: under "auto" the coupled rule, for which some members follow the position's noise."""
+        return "merged"
+
+    @property
+    def passes(self) -> int:
+        """Draft passes of all members."""
+        return sum(int(getattr(member, "passes", 0)) for member in self.members)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds inside the members' forwards."""
+        return sum(float(getattr(member, "forward_seconds", 0.0)) for member in self.members)
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds of these over prompts."""
+        return sum(float(getattr(member, "prefill_seconds", 0.0)) for member in self.members)
+
+    def inherit(self, context: Context, earlier: Context) -> None:
+        """See ``Drafter``."""
+        for member in self.members:
+            self._tell(member, "inherit", context, earlier)
+
+    def end(self, context: Context) -> None:
+        """See ``Drafter``."""
+        for member in self.members:
+            self._tell(member, "end", context)
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``."""
+        for context in contexts:
+            self._learn(context)
+        drafts: list[list[tuple[str, Draft]]] = [[] for _ in contexts]
+        for member in list(self.members):
+            wanted = [i for i, context in enumerate(contexts) if self._pays(member, context, drafts[i])]
+            if not wanted:
+                continue
+            before = float(getattr(member, "forward_seconds", 0.0))
+            try:
+                proposed = member.propose([contexts[i] for i in wanted], [gammas[i] for i in wanted])
+                for i, draft in zip(wanted, proposed, strict=True):
+                    draft.validate()
+                    drafts[i].append((member.name, draft))
+            except Exception as error:  # one drafter does not take the others down
+                self._drop(member, error)
+                continue
+            spent = float(getattr(member, "forward_seconds", 0.0)) - before
+            if spent:
+                self._seconds[member.name] = running_mean(self._seconds.get(member.name), spent)
+            for draft in proposed:
+                if len(draft):
+                    expected = sum(self._values(member.name, draft))
+                    known = self._expected.get(member.name, expected)
+                    self._expected[member.name] = known + 0.1 * (expected - known)
+        merged = [
+            self._merge(found, context.nodes if context.nodes > gamma else gamma * len(self.members), context.worth)
+            for context, gamma, found in zip(contexts, gammas, drafts, strict=True)
+        ]
+        for context, found in zip(contexts, drafts, strict=True):
+            context.memory[self.name] = len(context.tokens), found
+        return merged
+
+    # ------------------------------------------------------------ worth
+
+    def _pays(self, member: Drafter, context: Context, others: Sequence[tuple[str, Draft]]) -> bool:
+        """Whether a member should be asked, after what others have proposed."""
+        seconds = self._seconds.get(member.name, 0.0)
+        if context.worth is None or not seconds:
+            return True
+        # Where the others fail at once, its own first token is what counts; where they do not, theirs are there too.
+        sure = max((self._sure(name, draft) for name, draft in others), default=0.0)
+        return context.worth.pays((1.0 - sure) * self._expected.get(member.name, 1.0), seconds)
+
+    def _sure(self, name: str, draft: Draft) -> float:
+        """Chance that the first token of a draft is accepted."""
+        values = self._values(name, draft)
+        return min(1.0, sum(values[node] for node in draft.tree.children(-1)))
+
+    def _values(self, name: str, draft: Draft) -> list[float]:
+        """Of each node the calibrated chance that it is accepted with all above it."""
+        calibration = self._calibrations[name]
+        claimed = {draw.node: _claim(draw) for draw in draft.draws}
+        values: list[float] = []
+        for node, parent in enumerate(draft.tree.parents):
+            above = 1.0 if parent < 0 else values[parent]
+            values.append(above * calibration.chance(claimed[node]))
+        return values
+
+    def _learn(self, context: Context) -> None:
+        """Compare what was proposed last with what the target took."""
+        length, drafts = context.memory.pop(self.name, (0, ()))
+        tokens = context.tokens[length:]
+        for name, draft in drafts:
+            calibration, tree = self._calibrations[name], draft.tree
+            claimed = {draw.node: _claim(draw) for draw in draft.draws}
+            place = -1
+            for token in tokens:
+                found = None
+                for node in tree.children(place):
+                    calibration.learn(claimed[node], tree.tokens[node] == token)
+                    if tree.tokens[node] == token:
+                        found = node
+                if found is None:
+                    break
+                place = found
+
+    # ------------------------------------------------------------ merging
+
+    def _merge(self, drafts: Sequence[tuple[str, Draft]], most: int, worth: Worth | None) -> Draft:
+        found = [(name, draft) for name, draft in drafts if len(draft)]
+        if not found:
+            return Draft.empty()
+        nodes: list[_Node] = []
+        places: dict[tuple[int, int], int] = {}
+        for source, (name, draft) in enumerate(found):
+            own: list[int] = []
+            values = self._values(name, draft)
+            for token, parent in zip(draft.tree.tokens, draft.tree.parents, strict=True):
+                above = -1 if parent < 0 else own[parent]
+                node = places.setdefault((above, token), len(nodes))
+                if node == len(nodes):
+                    nodes.append(_Node(token, above))
+                nodes[node].value = max(nodes[node].value, values[len(own)])
+                own.append(node)
+            for draw in draft.draws:
+                # Siblings that left each other out are not independent draws of one row. As chosen ones they are right
+                # in any company, since that is so for whatever tokens they are.
+                known = draft.kind in ("chain", "iid", "merged")
+                nodes[own[draw.node]].draws.append((source, draw if known else replace(draw, row=None)))
+        return _draft(nodes, self._kept(nodes, most, worth), [draft for _, draft in found])
+
+    @staticmethod
+    def _kept(nodes: Sequence[_Node], most: int, worth: Worth | None) -> list[int]:
+        """Nodes of the merged tree, ascending: all that were drawn, and of the others the most valuable."""
+        drawn = {i for i, node in enumerate(nodes) if any(draw.row is not None for _, draw in node.draws)}
+        for i in reversed(range(len(nodes))):  # what a drawn node hangs from stays too
+            if i in drawn and nodes[i].parent >= 0:
+                drawn.add(nodes[i].parent)
+        # No node is worth more than its parent is to the same member, so that the best ones are a tree.
+        order = sorted(range(len(nodes)), key=lambda i: -nodes[i].value)
+        kept = drawn | set([i for i in order if i not in drawn][: max(0, most - len(drawn))])
+        if worth is not None and not drawn:
+            order = [i for i in order if i in kept]
+            kept = set(order[: worth.size([nodes[i].value for i in order])])
+        return sorted(kept)
+
+    # ------------------------------------------------------------ members
+
+    def _drop(self, member: Drafter, error: Exception) -> None:
+        self.members.remove(member)
+        logger.warning(
+            "drafter %s failed and is left out from now on: %s: %s", member.name, type(error).__name__, error
+        )
+
+    @staticmethod
+    def _tell(member: Drafter, what: str, *contexts: Context) -> None:
+        tell: Any = getattr(member, what, None)
+        if tell is None:
+            return
+        try:
+            tell(*contexts)
+        except Exception as error:
+            logger.warning("drafter %s failed in %s: %s: %s", member.name, what, type(error).__name__, error)
+
+
+def _claim(draw: Draw) -> float:
+    claimed = draw.prob if draw.chance is None else draw.chance
+    return _UNKNOWN if claimed is None else claimed
+
+
+def _draft(nodes: Sequence[_Node], kept: Sequence[int], sources: Sequence[Draft]) -> Draft:
+    """The kept nodes with all their draws, and the rows of all sources one behind the other."""
+    first: list[int] = []
+    rows: list[torch.Tensor] = []
+    for draft in sources:
+        first.append(sum(len(block) for block in rows))
+        if draft.probs is not None:
+            rows.append(draft.probs)
+    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+    draws: list[tuple[int, int, Draw]] = []
+    for i, kept_node in enumerate(kept):
+        for source, draw in nodes[kept_node].draws:
+            row = None if draw.row is None else draw.row + first[source]
+            draws.append((source, draw.node, Draw(i, draw.drafter, row, draw.prob, draw.chance)))
+    draws.sort(key=lambda entry: entry[:2])  # those of one member stay in the order in which they were drawn
+    tree = TokenTree(tuple(nodes[i].token for i in kept), tuple(place[nodes[i].parent] for i in kept))
+    return Draft(tree, "merged", tuple(draw for _, _, draw in draws), torch.cat(rows) if rows else None)
