@@ -101,6 +101,8 @@ def chat(options: ChatOptions, model: ModelOptions, params: SamplingParams, outp
 REFUSED = {
     "n": "a conversation has one reply to a message, and /again gives another one",
     "logprobs": "they are shown by sakiyomi generate --json only; leave them out",
+    "epsilon": "it belongs to typical acceptance, which this version has not; leave it out",
+    "delta": "it belongs to typical acceptance, which this version has not; leave it out",
 }
 """Parameters that a conversation has no place for, and what to do instead."""
 
