@@ -106,16 +106,18 @@ def _invert(weights: Row, uniform: float) -> int:
     return place if place < weights.size else int(np.flatnonzero(weights)[-1])
 
 
-def draw_distinct(weights: Row, count: int, uniform: Callable[[], float]) -> list[int]:
+def draw_distinct(weights: Row, count: int, uniform: Callable[[], float], support: Tokens | None = None) -> list[int]:
     """Up to ``count`` different tokens, each drawn in proportion to the weights that are left, in the order drawn.
 
     Fewer come back where fewer weights are positive. This is how siblings "without_replacement" are drawn; ``uniform``
-    gives the next number of the drafter's stream.
+    gives the next number of the drafter's stream. ``support`` is as for ``draw``.
     """
+    if count == 1:
+        return [draw(weights, uniform(), support)]
     left = weights.copy()
     tokens: list[int] = []
     while len(tokens) < count and left.any():
-        token = draw(left, uniform())
+        token = draw(left, uniform(), support)
         tokens.append(token)
         left[token] = 0.0
     return tokens

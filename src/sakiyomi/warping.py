@@ -147,8 +147,8 @@ def leading(logits: Tensor, count: int) -> tuple[list[int], list[float]]:
         if math.isfinite(total):
             return list(tokens), [value - total for value in found]
     row = as_row(logits)
+    require_number(float(row.max()))  # numpy takes a NaN for the largest
     first = top_tokens(row, count)
-    require_number(float(row[first[0]]))
     if math.isinf(float(row[first[0]])):  # leaves nothing to the others
         return first[:1], [0.0]
     total = float(row[first[0]]) + math.log(float(np.exp(row - row[first[0]]).sum(dtype=np.float64)))

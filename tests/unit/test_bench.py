@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from sakiyomi.bench import bookkeeping as bookkeeping_row
 from sakiyomi.bench import compiling, llamacpp, suites
 from sakiyomi.bench import passes as passes_row
+from sakiyomi.bench import scoring as scoring_row
 from sakiyomi.bench import sweep as sweep_row
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.llamacpp import missing
@@ -22,9 +23,9 @@ from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.quality import Quality, own_logits, perplexity, their_logits
+from sakiyomi.bench.random_trees import RandomTrees
 from sakiyomi.bench.report import Row, condition_line, of_race
 from sakiyomi.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
-from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
@@ -403,7 +404,7 @@ def test_random_trees_are_trees_with_the_right_tokens_in_them() -> None:
 # ---------------------------------------------------------------- rows
 
 
-@pytest.mark.parametrize("row", ["speculative", "stories", "batch"])
+@pytest.mark.parametrize("row", ["speculative", "stories", "batch", "trees"])
 def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     found = suites.ROWS[row](pair, suites.Note())
     assert len(found.lines) >= 2
@@ -589,6 +590,28 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(weights) == len(set(weights))
     assert found.conditions["graphs"] == "eager"
     assert 1e8 < found.conditions["read_a_second_bytes"] < 1e13
+    json.dumps(found.to_dict())
+
+
+def test_coverage_row(pair: BenchConfig) -> None:
+    found = suites.ROWS["coverage"](pair, suites.Note())
+    assert [line["name"] for line in found.lines] == [
+        f"{rule}, {count} sibling{'s' * (count > 1)}" for rule in ("coupled", "ratio") for count in (1, 2, 4)
+    ]
+    assert all(0 < line["coverage"] <= 1 and line["rounds"] > 0 for line in found.lines), found.lines
+
+
+def test_scoring_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scoring_row, "MEDIUM", (64, 2, 4, 128, 320))
+    found = suites.ROWS["scoring"](pair, suites.Note())
+    assert [(line["prefix"], line["nodes"]) for line in found.lines] == [
+        (prefix, nodes) for prefix in (32, 512, 4096) for nodes in (8, 16)
+    ]
+    for line in found.lines:
+        assert 1 < line["leaves"] < line["nodes"]
+        assert min(line["chain_ms"], line["tree_ms"], line["batch_ms"]) > 0
+        # A copy of the prefix for each path, and every path's own tokens.
+        assert line["batch_kv_bytes"] > line["leaves"] * line["prefix"] / (line["prefix"] + 16) * line["tree_kv_bytes"]
     json.dumps(found.to_dict())
 
 

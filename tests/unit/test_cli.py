@@ -174,6 +174,42 @@ def test_empty_prompt_is_refused(models: Path) -> None:
 # ---------------------------------------------------------------- generate
 
 
+def test_tree_draws_a_round(pair: list[str]) -> None:
+    arguments = ["tree", "Once upon a time", *pair, "--gamma", "3", "--nodes", "6", "--max-new-tokens", "12"]
+    drawn = runner.invoke(app, [*arguments, "--rounds", "2"])
+    assert drawn.exit_code == 0, drawn.output
+    assert "round 1: 6 nodes" in drawn.stdout
+    assert "round 2:" in drawn.stdout and "round 3:" not in drawn.stdout
+    assert drawn.stdout.count(" accepted\n") >= 2 and drawn.stdout.count("the target's own") == 2
+    assert "(next)" in drawn.stdout
+    result = runner.invoke(app, [*arguments, "--json", "--top", "2"])
+    shown = json.loads(result.stdout.splitlines()[-1])
+    assert [place["text"] for place in shown["places"]][-1] is None
+    assert all(len(place["top"]) == 2 for place in shown["places"][1:])
+    assert "".join(place["text"] for place in shown["places"][:-1]) == "Once upon a time"
+    (first,) = shown["rounds"]
+    assert len(first["texts"]) == len(first["parents"]) == 6
+    assert first["path"], "the draft is the target: its first choice is right"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--draft", "none"], "nothing to draw without a draft"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--top", "-1"], "top is -1"),
+        (["--n", "2"], "n is 2"),
+        (["--nodes", "0"], "nodes is 0"),
+        (["--tree", "bush"], "tree is 'bush'"),
+        (["--tree", "chain", "--nodes", "3"], "leave one out"),
+    ],
+)
+def test_tree_refuses(pair: list[str], more: list[str], message: str) -> None:
+    result = runner.invoke(app, ["tree", "Once", *pair, *more])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_generate_gives_the_text_of_the_engine(models: Path, pair: list[str]) -> None:
     llm = Engine(str(models / "target"), draft="none", compile=False)
     text = llm.generate("Once upon a time", SamplingParams(max_new_tokens=12)).text

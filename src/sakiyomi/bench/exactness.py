@@ -9,10 +9,10 @@ from typing import Any
 
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import Pair
+from sakiyomi.bench.random_trees import RandomTrees
 from sakiyomi.bench.report import Row, unclaimed
 from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap
-from sakiyomi.bench.trees import RandomTrees
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.params import SamplingParams
 

@@ -22,6 +22,8 @@ HEADS = {
     "perplexity": ("ppl", 1),
     "weight_bytes": ("weights MB", 1e-6),
     "ratio_8_to_1": ("8:1", 1),
+    "tree_kv_bytes": ("tree MB", 1e-6),
+    "batch_kv_bytes": ("batch MB", 1e-6),
     "plain_tokens_per_second": ("plain tok/s", 1),
     "speculative_tokens_per_second": ("spec tok/s", 1),
     "plain_latency_seconds": ("plain s", 1),

@@ -12,8 +12,10 @@ from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
+from sakiyomi.bench.scoring import scoring
 from sakiyomi.bench.speed import batch, plain, speculative, stories
 from sakiyomi.bench.sweep import sweep
+from sakiyomi.bench.trees import coverage, trees
 from sakiyomi.errors import InputError, SakiyomiError
 from sakiyomi.memory import peak_bytes
 
@@ -27,15 +29,18 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "stories": stories,
     "batch": batch,
     "sweep": sweep,
+    "trees": trees,
+    "coverage": coverage,
+    "scoring": scoring,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,
 }
 
-TABLES = {"bookkeeping", "passes", "exact", "compiling"}
+TABLES = {"bookkeeping", "passes", "scoring", "coverage", "exact", "compiling"}
 """Rows of which nothing can be drawn."""
 
-RANDOM = {"bookkeeping", "passes", "plain"}
+RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
 """Rows that make their own models."""
 
 

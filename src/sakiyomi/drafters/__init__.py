@@ -60,6 +60,9 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         if not spec:
             raise InputError('draft is an empty list; to generate without a draft pass "none"')
+        wrong = [entry for entry in spec if not isinstance(entry, str) and not hasattr(entry, "propose")]
+        if wrong:
+            raise InputError(f"draft={spec!r} holds {wrong[0]!r}; expected specs, or objects with propose")
         return [part for entry in spec for part in parse_drafters(entry)]
     if isinstance(spec, str):
         parts = _JOINT.split(spec)

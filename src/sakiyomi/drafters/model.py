@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sakiyomi.builders import BUILDERS, Builder, Growth
+from sakiyomi.builders import BUILDERS, Growth
 from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.reading import Reading
 from sakiyomi.errors import MemoryLimitError
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.numerics import Row, draw, draw_distinct, top_tokens
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.warping import best, best_token, leading
+from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sakiyomi.gamma import Worth
     from sakiyomi.model import PackedModel
     from sakiyomi.params import SamplingParams
 
@@ -52,71 +49,7 @@ class _Seat:
     held: list[int]
     sampler: Sampler
     sure: int = 0
-    reading: _Reading | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _Reading:
-    """The draft of one request while it grows.
-
-    Attributes:
-        rows: candidates that were read, in the order of their rows in the cache.
-        listed: of each place that was read its first candidate, and all tokens that were listed with their scores.
-        probs: distributions that candidates were drawn from, with the place of each.
-        drawn: candidates are drawn from these, and not chosen: then nothing may be dropped for what it is.
-    """
-
-    context: Context
-    seat: _Seat
-    growth: Growth
-    builder: Builder
-    drawn: bool
-    rows: list[int] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
-    listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
-    chances: list[float | None] = field(default_factory=list)
-    probs: list[Row] = field(default_factory=list)
-    probs_of: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def worth(self) -> Worth | None:
-        """What a token is worth, where the size is a matter of that and of the candidates' own chances."""
-        return None if self.drawn else self.context.worth
-
-    def path(self, candidate: int) -> list[int]:
-        """Tokens from the root down to a candidate."""
-        tokens: list[int] = []
-        while candidate >= 0:
-            tokens.append(self.growth.tokens[candidate])
-            candidate = self.growth.parents[candidate]
-        return tokens[::-1]
-
-    def draft(self, name: str) -> Draft:
-        """What is proposed."""
-        growth, worth = self.growth, self.worth
-        chosen = self.builder.chosen(growth)
-        if worth is not None:
-            chosen = chosen[: worth.size([growth.values[candidate] for candidate in chosen])]
-        chosen.sort()
-        node = {candidate: i for i, candidate in enumerate(chosen)} | {-1: -1}
-        tree = TokenTree(
-            tuple(growth.tokens[candidate] for candidate in chosen),
-            tuple(node[growth.parents[candidate]] for candidate in chosen),
-        )
-        draws = tuple(
-            Draw(
-                node[candidate],
-                name,
-                self.probs_of.get(growth.parents[candidate]),
-                self.chances[candidate],
-                growth.chances[candidate],
-            )
-            for candidate in chosen
-        )
-        kind: DraftKind = "point_mass"
-        if self.drawn:
-            kind = "chain" if tree.parents == tuple(range(-1, len(tree) - 1)) else "without_replacement"
-        return Draft(tree, kind, draws, torch.from_numpy(np.stack(self.probs)) if self.probs else None)
+    reading: Reading | None = None
 
 
 class ModelDrafter:
@@ -166,7 +99,7 @@ class ModelDrafter:
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        readings: dict[int, _Reading] = {}
+        readings: dict[int, Reading] = {}
         for context, gamma in zip(contexts, gammas, strict=True):
             # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
             room = self.model.max_context - len(context.tokens)
@@ -191,7 +124,7 @@ class ModelDrafter:
         if self.passes > passes:
             besides = time.perf_counter() - began - (self.model.forward_seconds - inside)
             self._besides = running_mean(self._besides, besides / (self.passes - passes))
-        return [readings[c.id].draft(self.name) if c.id in readings else Draft.empty() for c in contexts]
+        return [readings[c.id].draft() if c.id in readings else Draft.empty() for c in contexts]
 
     # ------------------------------------------------------------ following the text
 
@@ -226,9 +159,8 @@ class ModelDrafter:
         seat.sure, seat.reading = right, None
         return seat
 
-    def _keep(self, seat: _Seat, reading: _Reading, tokens: Sequence[int]) -> None:
+    def _keep(self, seat: _Seat, reading: Reading, tokens: Sequence[int]) -> None:
         """Keep the rows of the path that was accepted, and learn from what the target chose at every place of it."""
-        confidence = self._confidence[reading.context.rule]
         rows = {candidate: row for row, candidate in enumerate(reading.rows)}
         first, place = len(seat.held), -1
         path: list[int] = []
@@ -237,7 +169,7 @@ class ModelDrafter:
                 break
             start, listed, scores = reading.listed[place]
             rank = listed.index(tokens[position]) if tokens[position] in listed else None
-            confidence.learn(scores, rank)
+            reading.confidence.learn(scores, rank)
             place = start + rank if rank is not None else len(reading.growth.tokens)
             # The last token's logits are wanted: it is read again.
             if place in rows and len(path) == position - first and position < len(tokens) - 1:
@@ -259,27 +191,32 @@ class ModelDrafter:
 
     # ------------------------------------------------------------ reading ahead
 
-    def _begin(self, context: Context, seat: _Seat, gamma: int, room: int) -> _Reading:
+    def _begin(self, context: Context, seat: _Seat, gamma: int, room: int) -> Reading:
         name = context.params.builder
         if context.rule == "ratio" and context.params.tree == "auto" and context.params.nodes == "auto":
             name = "chain"
         drawn = context.rule == "ratio" and name in ("chain", "static")
         depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
         growth = Growth(depth, depth if name == "chain" else context.nodes)
-        builder = BUILDERS[name](self._confidence[context.rule].ranks)
+        confidence = self._confidence[context.rule]
+        builder = BUILDERS[name](confidence.ranks)
         if builder.picks and context.worth is not None:
             # A pass grows by steps: a node may pay that is worth less than its share of the largest one.
             growth.floor = context.worth.price(growth.nodes) / 2
-        return _Reading(context, seat, growth, builder, drawn)
+        return Reading(context, seat.sampler, self.name, growth, builder, confidence, drawn)
 
-    def _has_room(self, reading: _Reading) -> bool:
-        seat = reading.seat
+    def _seat_of(self, reading: Reading) -> _Seat:
+        seat: _Seat = reading.context.memory[self.name]
+        return seat
+
+    def _has_room(self, reading: Reading) -> bool:
+        seat = self._seat_of(reading)
         missing = 0 if reading.growth.levels else len(reading.context.tokens) - len(seat.held)
         return self._reserve(seat, missing + len(reading.rows) + len(reading.fresh))
 
-    def _segment(self, reading: _Reading) -> Segment:
+    def _segment(self, reading: Reading) -> Segment:
         """The rows of a request in the next pass: first the committed tokens that are missing, then a level a pass."""
-        seat, growth = reading.seat, reading.growth
+        seat, growth = self._seat_of(reading), reading.growth
         if not growth.levels:
             return Segment(seat.slot, len(seat.held), reading.context.tokens[len(seat.held) :])
         rows = {candidate: row for row, candidate in enumerate((*reading.rows, *reading.fresh))}
@@ -288,9 +225,9 @@ class ModelDrafter:
         done = len(reading.rows)
         return Segment(seat.slot, len(seat.held) + done, tokens, parents, done=done)
 
-    def _take(self, reading: _Reading, logits: Tensor) -> None:
+    def _take(self, reading: Reading, logits: Tensor) -> None:
         """Candidates behind the rows of a pass, (rows, V of the draft), and what to read next."""
-        seat, growth = reading.seat, reading.growth
+        seat, growth = self._seat_of(reading), reading.growth
         if not growth.levels:
             # Not before the pass: interrupted, it would leave tokens here whose keys were never written.
             seat.held.extend(reading.context.tokens[len(seat.held) :])
@@ -305,7 +242,7 @@ class ModelDrafter:
             logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :missing]
         try:
             for place, row in zip(places, logits, strict=True):
-                self._list(reading, place, row)
+                reading.read(place, row)
         except Exception:
             # The user's own processor, or no token left: the target's rows meet it too, and end this request alone.
             return
@@ -314,52 +251,10 @@ class ModelDrafter:
             fresh = [c for c in reading.builder.expand(growth) if growth.tokens[c] not in stops]
             reading.fresh = fresh if self._pays(reading, fresh) else []
 
-    def _pays(self, reading: _Reading, places: list[int]) -> bool:
+    def _pays(self, reading: Reading, places: list[int]) -> bool:
         """Whether reading these places is worth its pass."""
         if reading.worth is None or not places:
             return True
         price, values = reading.worth.price(reading.growth.nodes), reading.growth.values
         gain = sum(max(0.0, _FOLLOWED * values[place] - price) for place in places)
         return reading.worth.pays(gain, self.model.pass_seconds(len(places)) + self._besides)
-
-    def _list(self, reading: _Reading, place: int, logits: Tensor) -> None:
-        """Offer the candidates of a place."""
-        growth, context, sampler = reading.growth, reading.context, reading.seat.sampler
-        count = reading.builder.wanted(growth, place)
-        if not count:
-            return
-        path = reading.path(place) if sampler.edits or context.rule != "greedy" else []
-        if sampler.edits:
-            logits = sampler.process(logits[None], [path], context.tokens)[0]
-        tokens, chances, scores = self._candidates(reading, place, logits, count, len(context.tokens) + len(path))
-        estimated = self._confidence[context.rule].chances(scores) if len(scores) > 1 else [chances[0] or 0.5]
-        reading.listed[place] = (len(growth.tokens), tokens, scores)
-        reading.chances.extend(chances[: growth.offer(place, tokens, estimated)])
-
-    def _candidates(
-        self, reading: _Reading, place: int, logits: Tensor, count: int, position: int
-    ) -> tuple[list[int], list[float | None], list[float]]:
-        """(tokens, the draft's probabilities, scores) of a place, the likeliest first."""
-        context = reading.context
-        if context.rule == "greedy":
-            if count == 1:
-                # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
-                token, chance = best(logits) if logits.is_cpu else (best_token(logits), None)
-                return [token], [chance], [0.0]
-            tokens, scores = leading(logits, count)
-            return tokens, [float(np.exp(score)) for score in scores], scores
-        probs = np.empty(self._vocab_size, np.float32)
-        support = reading.seat.sampler.fill(logits, probs)
-        if context.rule == "coupled":
-            tokens, scores = context.noise.ranked(position, probs, count, support)
-        elif not reading.drawn:
-            tokens = [token for token in top_tokens(probs, count) if probs[token] > 0.0]
-            scores = [float(np.log(probs[token])) for token in tokens]
-        else:
-            uniforms = context.noise.fork(self.name)
-            tokens = [draw(probs, uniforms.uniform(), support)] if count == 1 else []
-            tokens = tokens or draw_distinct(probs, count, uniforms.uniform)
-            scores = [float(np.log(probs[token])) for token in tokens]
-            reading.probs_of[place] = len(reading.probs)
-            reading.probs.append(probs)
-        return tokens, [float(probs[token]) for token in tokens], scores

@@ -1,0 +1,153 @@
+"""``sakiyomi tree``: what a round proposed and what became of it, drawn as a tree; what the target expected before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.errors import InputError
+from sakiyomi.params import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from sakiyomi.outputs import RoundTrace
+    from sakiyomi.predictions import Prediction
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """What is drawn.
+
+    Attributes:
+        prompt: text to continue.
+        rounds: draw so many rounds, from the first that drafted something on.
+        top: most probable tokens to show at every place of the prompt; 0: none.
+    """
+
+    prompt: str = field(metadata={"argument": "PROMPT"})
+    rounds: int = 1
+    top: int = 3
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "tree",
+        TreeOptions,
+        ModelOptions,
+        SamplingParams,
+        JsonOption,
+        help=(
+            "Draw what was read ahead.\n\nThe tree of a round: each token with p, the target's probability, and q, its "
+            "drafter's; the accepted path, the token that was refused behind it, and the target's own."
+        ),
+    )(tree)
+
+
+def tree(options: TreeOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
+    """Run the command."""
+    if options.rounds < 1:
+        raise InputError(f"rounds is {options.rounds}; expected at least 1")
+    if options.top < 0:
+        raise InputError(f"top is {options.top}; expected 0 or more")
+    if params.n > 1:
+        raise InputError(f"n is {params.n}; one text is drawn: leave it out")
+    from sakiyomi.cli.output import emit_json, progress
+    from sakiyomi.predictions import predictions
+
+    llm = load(model)
+    if llm.draft is None:
+        raise InputError(
+            "there is nothing to draw without a draft; give one, for instance --draft suffix or model:FOLDER"
+        )
+    tokens = llm.tokenizer(options.prompt)["input_ids"] if options.prompt else []
+    with progress("reading ahead"):
+        result = llm.generate(options.prompt, params, rounds_trace=True)
+        places = predictions(llm.target, tokens, options.top) if options.top else []
+    rounds = [traced for traced in result.rounds_trace if traced.tokens][: options.rounds]
+
+    def text(token: int) -> str:
+        # A token alone: a space in front of it is part of it, and shown.
+        return str(llm.tokenizer.convert_tokens_to_string([llm.tokenizer.convert_ids_to_tokens(token)]))
+
+    if not output.json:
+        _show_places(places, text)
+        _show_rounds(rounds, text, len(result.rounds_trace))
+        return
+    emit_json(
+        {
+            "target": model.target,
+            "draft": model.draft,
+            "prompt": options.prompt,
+            "places": [_place(place, text) for place in places],
+            "rounds": [traced.to_dict() | {"texts": [text(token) for token in traced.tokens]} for traced in rounds],
+        }
+    )
+
+
+def _place(place: Prediction, text: Any) -> dict[str, Any]:
+    top = [{"token_id": token, "text": text(token), "prob": prob} for token, prob in place.top]
+    if place.token < 0:
+        return {"token_id": None, "text": None, "prob": None, "top": top}
+    return {"token_id": place.token, "text": text(place.token), "prob": place.prob, "top": top}
+
+
+def _show_places(places: Sequence[Prediction], text: Any) -> None:
+    from sakiyomi.cli.output import table
+
+    if not places:
+        return
+    rows = []
+    for number, place in enumerate(places):
+        row: dict[str, Any] = {"place": number, "token": repr(text(place.token)) if place.token >= 0 else "(next)"}
+        row["p"] = None if place.prob is None else f"{place.prob:.3f}"
+        for rank, (token, prob) in enumerate(place.top, start=1):
+            row[f"{rank}."] = f"{text(token)!r} {prob:.3f}"
+        rows.append(row)
+    table(rows, title="What the target expected at every place of the prompt")
+
+
+def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
+    from sakiyomi.cli.output import stdout
+
+    console = stdout()
+    if not rounds:
+        console.print(
+            f"nothing was drafted in {passes} rounds: reading ahead does not pay here; ask for it with --gamma 4"
+        )
+    for traced in rounds:
+        console.print()
+        console.print(_drawn(traced, text))
+
+
+def _drawn(traced: RoundTrace, text: Any) -> Tree:
+    """One round as a tree that rich can print; colours are those of ``generate --trace``."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    accepted = set(traced.path)
+    end = traced.path[-1] if traced.path else -1
+    count = f"{len(traced.tokens)} node{'s' if len(traced.tokens) != 1 else ''}"
+    root = Tree(Text(f"round {traced.round}: {count}, {len(traced.path)} accepted"))
+    branches = {-1: root}
+    own = Text(
+        f"{text(traced.token)!r} the target's own ({traced.kind})",
+        style="red" if traced.kind == "recovered" else "cyan",
+    )
+    for node, (token, parent) in enumerate(zip(traced.tokens, traced.parents, strict=True)):
+        p, q = traced.target_probs[node], traced.draft_probs[node]
+        label = f"{text(token)!r} p {p:.3f}" + ("" if q is None else f" q {q:.3f}")
+        mark, style = "", "dim"
+        if node in accepted:
+            mark, style = " accepted", "green"
+        elif parent == end and token == traced.refused:
+            mark, style = " refused", "red"
+        branches[node] = branches[parent].add(Text(label + mark, style=style))
+    branches[end].add(own)
+    return root

@@ -1,0 +1,137 @@
+"""One request's draft while a model reads it: from rows of logits to candidates, and from these to a tree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sakiyomi.builders import Builder, Growth
+from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.numerics import Row, draw_distinct, top_tokens
+from sakiyomi.sampling import Sampler
+from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
+from sakiyomi.warping import best, best_token, leading
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sakiyomi.gamma import Worth
+
+__all__ = ["Reading"]
+
+
+@dataclass(eq=False, slots=True)
+class Reading:
+    """The draft of one request while it grows.
+
+    Attributes:
+        context, sampler: of the request.
+        name: of the drafter; its stream of uniforms goes by it.
+        growth, builder: the tree, and who decides its shape.
+        confidence: makes chances of scores.
+        drawn: candidates are drawn, and not chosen: then nothing may be dropped for what it is.
+        rows: candidates that were read, in the order of their rows in the cache.
+        fresh: candidates to be read in the next pass.
+        listed: of each place that was read the number of its first candidate, and all tokens that were listed with
+            their scores.
+    """
+
+    context: Context
+    sampler: Sampler
+    name: str
+    growth: Growth
+    builder: Builder
+    confidence: Confidence
+    drawn: bool
+    rows: list[int] = field(default_factory=list)
+    fresh: list[int] = field(default_factory=list)
+    listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
+    _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
+    _drawn_from: list[Row] = field(default_factory=list)
+    _row_of: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def worth(self) -> Worth | None:
+        """What a token is worth, where the size is a matter of that and of the candidates' own chances."""
+        return None if self.drawn else self.context.worth
+
+    def read(self, place: int, logits: Tensor) -> None:
+        """Offer the candidates of a place.
+
+        Args:
+            place: candidate that was read, -1 for the last committed token.
+            logits: (V of the target,) of the draft.
+        """
+        growth, context, sampler = self.growth, self.context, self.sampler
+        count = self.builder.wanted(growth, place)
+        if not count:
+            return
+        path = self._path(place) if sampler.edits or context.rule != "greedy" else []
+        if sampler.edits:
+            logits = sampler.process(logits[None], [path], context.tokens)[0]
+        tokens, probs, scores = self._candidates(place, logits, count, len(context.tokens) + len(path))
+        chances = self.confidence.chances(scores) if len(scores) > 1 else [0.5 if probs[0] is None else probs[0]]
+        self.listed[place] = (len(growth.tokens), tokens, scores)
+        self._probs.extend(probs[: growth.offer(place, tokens, chances)])
+
+    def draft(self) -> Draft:
+        """What is proposed."""
+        growth, worth = self.growth, self.worth
+        chosen = self.builder.chosen(growth)
+        if worth is not None:
+            chosen = chosen[: worth.size([growth.values[candidate] for candidate in chosen])]
+        chosen.sort()
+        node = {candidate: i for i, candidate in enumerate(chosen)} | {-1: -1}
+        parents = [growth.parents[candidate] for candidate in chosen]
+        tree = TokenTree(
+            tuple(growth.tokens[candidate] for candidate in chosen), tuple(node[parent] for parent in parents)
+        )
+        draws = tuple(
+            Draw(
+                node[candidate], self.name, self._row_of.get(parent), self._probs[candidate], growth.chances[candidate]
+            )
+            for candidate, parent in zip(chosen, parents, strict=True)
+        )
+        kind: DraftKind = "point_mass"
+        if self.drawn:
+            kind = "chain" if tree.parents == tuple(range(-1, len(tree) - 1)) else "without_replacement"
+        return Draft(tree, kind, draws, torch.from_numpy(np.stack(self._drawn_from)) if self._drawn_from else None)
+
+    def _path(self, candidate: int) -> list[int]:
+        """Tokens from the root down to a candidate."""
+        tokens: list[int] = []
+        while candidate >= 0:
+            tokens.append(self.growth.tokens[candidate])
+            candidate = self.growth.parents[candidate]
+        return tokens[::-1]
+
+    def _candidates(
+        self, place: int, logits: Tensor, count: int, position: int
+    ) -> tuple[list[int], list[float | None], list[float]]:
+        """(tokens, the draft's probabilities, scores) of a place, the likeliest or the first drawn first."""
+        context = self.context
+        if context.rule == "greedy":
+            if count == 1:
+                # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
+                token, prob = best(logits) if logits.is_cpu else (best_token(logits), None)
+                return [token], [prob], [0.0]
+            tokens, scores = leading(logits, count)
+            return tokens, [math.exp(score) for score in scores], scores
+        probs = np.empty(logits.shape[0], np.float32)
+        support = self.sampler.fill(logits, probs)
+        if context.rule == "coupled":
+            tokens, scores = context.noise.ranked(position, probs, count, support)
+        else:
+            if self.drawn:
+                tokens = draw_distinct(probs, count, context.noise.fork(self.name).uniform, support)
+                self._row_of[place] = len(self._drawn_from)
+                self._drawn_from.append(probs)
+            else:
+                tokens = [token for token in top_tokens(probs, count) if probs[token] > 0.0]
+            scores = [math.log(probs[token]) for token in tokens]
+        return tokens, [float(probs[token]) for token in tokens], scores

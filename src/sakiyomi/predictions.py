@@ -1,0 +1,66 @@
+"""What a target expects at every place of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sakiyomi.errors import InputError
+from sakiyomi.kernels.plan import Segment
+from sakiyomi.warping import chance, leading
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Prediction", "predictions"]
+
+_ROWS = 64  # logits of so many places at once
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One place of a text.
+
+    Attributes:
+        token: that stands there.
+        prob: what the target gave it at temperature 1; None for the first token, before which there is nothing.
+        top: (token, probability) of the most probable ones, best first.
+    """
+
+    token: int
+    prob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def predictions(model: PackedModel, tokens: Sequence[int], count: int) -> list[Prediction]:
+    """The model's predictions at every place of a text, and behind it.
+
+    Args:
+        model: the target; it has a free slot.
+        tokens: the text, at least one token.
+        count: most probable tokens to name, at least 1.
+
+    Returns:
+        One entry a token, and a last one with token -1 for the place behind the text.
+
+    Raises:
+        InputError: the text is longer than the model's context, or ``count`` is below 1.
+    """
+    if not 0 < len(tokens) <= model.max_context:
+        raise InputError(f"a text of {len(tokens)} tokens; the model's context holds 1 to {model.max_context}")
+    if count < 1:
+        raise InputError(f"top is {count}; expected at least 1")
+    found = [Prediction(tokens[0], None)]
+    following = [*tokens[1:], -1]
+    with torch.no_grad(), model.cache.lent(len(tokens)) as slot:
+        for first in range(0, len(tokens), _ROWS):
+            chunk = tokens[first : first + _ROWS]
+            logits = model.score([Segment(slot, first, chunk, prompt=True)]).float().cpu()
+            for row, token in zip(logits, following[first : first + _ROWS], strict=True):
+                best = zip(*leading(row, count), strict=True)
+                top = tuple((other, float(torch.tensor(score).exp())) for other, score in best)
+                found.append(Prediction(token, chance(row, token) if token >= 0 else None, top))
+    return found
