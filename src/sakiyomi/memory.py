@@ -29,7 +29,10 @@ def available_bytes(device: str = "cpu") -> int:
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+        place = torch.device(device)
+        # torch keeps what was freed for its next tensors: to the driver it is taken.
+        kept = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+        return int(torch.cuda.mem_get_info(place)[0]) + int(kept)
     import psutil
 
     available = int(psutil.virtual_memory().available)

@@ -58,6 +58,14 @@ def _weights(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor as it lies in memory: one of torchao's says what it would take unrounded."""
+    parts = getattr(type(tensor), "__tensor_flatten__", None)
+    if parts is None:
+        return tensor.nbytes
+    return sum(getattr(tensor, name).nbytes for name in parts(tensor)[0] if getattr(tensor, name) is not None)
+
+
 def _rope_limit(config: Any) -> int:
     """Context up to which a position's rotary embedding depends on the position alone.
 
@@ -115,7 +123,7 @@ class PackedModel:
         text: Sequence[int] = (),
         prepared: Prepared | None = None,
     ) -> None:
-        if quantize:
+        if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_rounding(f"quantize={quantize!r}", model.dtype)
         self.config = model.config.get_text_config()
         head = model.get_output_embeddings()
@@ -150,7 +158,8 @@ class PackedModel:
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
         self.passes_here = True
-        shapes = prepared.shapes if prepared is not None else self._layer_shapes(int(self.config.num_hidden_layers))
+        known = prepared.shapes if prepared is not None else None
+        shapes = known or self._layer_shapes(int(self.config.num_hidden_layers))
         self._layers = len(shapes)
         self._one_place = {shape.device for shape in shapes} == {self.device}
         self._owned, self._compile = owned, compile
@@ -177,7 +186,8 @@ class PackedModel:
             self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
             self._take((None if self.unsettled else self._native()) or Dense(self.cache, by_row=exact))
-        self.sizes: tuple[int, ...] = SIZES
+        # A capture costs no compiler's seconds: there larger batches have their own as well.
+        self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else SIZES
         self._proven = False
         if quantize:
             self._judge_rounding()
@@ -210,8 +220,7 @@ class PackedModel:
             tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
         ]
         others = [weight for module in modules for weight in module.parameters(recurse=False)]
-        size: int = sum(tensor.nbytes for tensor in (*packed, *others))
-        return size
+        return sum(map(_stored_bytes, (*packed, *others)))
 
     @property
     def _has_experts(self) -> bool:
@@ -220,7 +229,7 @@ class PackedModel:
     @property
     def ready(self) -> frozenset[int]:
         """Row counts whose passes run on graphs now. A request keeps to those of its beginning (see `score`)."""
-        if self._captured is not None:  # captured at first use
+        if self._captured is not None and not self._captured.failed:  # captured at first use
             return frozenset(self.sizes)
         return self.graphs.ready if self.graphs is not None else frozenset()
 
@@ -466,6 +475,8 @@ class PackedModel:
         key = (size, size in graphs)
         if key not in self._seconds:
             empty = Plan([])
+            if self._captured is not None:
+                self.cache.reserve(0, 1)  # else there is nothing to capture
             for _ in range(4):  # the first one warms up; without requests nothing is written
                 self._run(empty, size, graphs=graphs)
                 if self._seconds.get(key, 0.0) > SLOW:
@@ -488,22 +499,23 @@ class PackedModel:
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
             allowed = keep is None and (graphs is None or size in graphs)
+            captured = self._captured if allowed and self._capturable(plan, size) else None
             began = time.perf_counter()
             if graph is not None and allowed:
                 logits = graph(ids, positions)
-            elif self._captured is not None and allowed and plan.rows:
-                logits = self._captured.run(ids, positions)
+            elif captured is not None:
+                logits = captured.run(ids, positions)
             elif isinstance(self.state, OwnAttention):
                 logits = self._call_own(self.state, ids, positions)[None]
                 logits = logits if keep is None else logits[:, keep]
             else:
                 logits = self._plain(ids, positions, keep)
             if self.device.type == "cuda":
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(self.device)
             spent = time.perf_counter() - began
             if keep is None:
-                key = (size, allowed and (graph is not None or self._captured is not None))
-                if key in self._warm:
+                key = (size, allowed and (graph is not None or captured is not None))
+                if key in self._warm and not (captured is not None and captured.fresh):
                     self._seconds[key] = running_mean(self._seconds.get(key), spent)
                 self._warm.add(key)  # the first pass of a graph takes as long as hundreds
             self.forward_seconds += spent
@@ -512,6 +524,10 @@ class PackedModel:
             if not self._proven and plan.rows:
                 self._prove()
             return logits
+
+    def _capturable(self, plan: Plan, size: int) -> bool:
+        """Whether a pass has one of few shapes, which come again."""
+        return not plan.prompts and size <= self.sizes[-1] and bool(self.cache.room)
 
     def _inputs(self, plan: Plan, size: int) -> tuple[Tensor, Tensor]:
         """Token ids and positions of a pass, (1, size) each; rows that only fill it up are zeros."""

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
-from sakiyomi.errors import MemoryLimitError
+from sakiyomi.errors import InputError, MemoryLimitError
 
 SHAPES = (LayerShape(2, 3, 3), LayerShape(1, 4, 2), LayerShape(2, 3, 3))
 SLOTS = 5
@@ -166,11 +166,16 @@ def test_nothing_is_allocated_before_it_is_needed() -> None:
 
 
 def test_slots_run_out() -> None:
-    """The engine never asks for more places than there are."""
+    """The engine never asks for more places than there are; who measures beside running requests may."""
     cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=2)
     cache.take(), cache.take()
-    with pytest.raises(IndexError):
+    with pytest.raises(InputError, match=r"all 2 places .* are taken .* larger max_batch"):
         cache.take()
+    with pytest.raises(InputError), cache.lent(5):
+        pass
+    cache.release(1)
+    with cache.lent(5) as slot:
+        assert slot == 1
 
 
 def test_where_doubling_does_not_fit_what_is_needed_may() -> None:
@@ -205,5 +210,29 @@ def test_growth_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.Monke
     assert (cache.slots, cache.room, moves) == (1, FIRST_ROOM, [FIRST_ROOM])
     monkeypatch.undo()
     cache.reserve(1, 1000)
+    for i, (keys, _) in enumerate(pairs(1, 10)):
+        assert torch.equal(cache.keys[0][0, :, i], keys[0])
+
+
+def test_pointers_are_renewed_after_a_growth_that_was_interrupted() -> None:
+    """Ctrl-C while the kernels are told of the new tensors: they would read freed memory in the next pass."""
+    pointers: list[int] = []
+    failing = [True]
+
+    def moved(cache: SlotCache) -> None:
+        pointers.clear()
+        for i, tensor in enumerate((*cache.keys, *cache.values)):
+            if i == 2 and cache.room > FIRST_ROOM and failing.pop():
+                raise KeyboardInterrupt
+            pointers.append(tensor.data_ptr())
+
+    cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=2, on_move=moved)
+    cache.reserve(0, 10)
+    write(cache, 0, 0, pairs(1, 10))
+    with pytest.raises(KeyboardInterrupt):
+        cache.reserve(0, 1000)
+    failing.append(False)
+    cache.reserve(0, 12)  # as before every pass, though there is room
+    assert pointers == [t.data_ptr() for t in (*cache.keys, *cache.values)]
     for i, (keys, _) in enumerate(pairs(1, 10)):
         assert torch.equal(cache.keys[0][0, :, i], keys[0])

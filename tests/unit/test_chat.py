@@ -150,8 +150,8 @@ def test_seeds_make_the_whole_conversation_reproducible(say: Callable[..., Resul
         ("/set warmth 3", "there is no parameter 'warmth'; there are max_new_tokens"),
         ("/set ignore_eos maybe", "expected on or off"),
         ("/set stop 'a", "in quotes"),
-        ("/set n 2", "n is 2"),
-        ("/set logprobs 3", "logprobs"),
+        ("/set n 2", "n cannot be set here; a conversation has one reply"),
+        ("/set logprobs 3", "logprobs cannot be set here"),
         ("/set acceptance typical", "lossy"),
         ("/save", "name is missing"),
         ("/load /nowhere/chat.json", "/nowhere/chat.json"),
@@ -198,6 +198,8 @@ def test_parameters(talk: Chat, capsys: Any) -> None:
     shown = capsys.readouterr().err
     assert "top_p is 0.9" in shown
     assert "temperature         0.5" in shown
+    names = [line.split()[0] for line in shown.splitlines() if line.strip()]
+    assert "top_p" in names and not {"n", "logprobs", "epsilon", "delta"} & set(names), "it would refuse them"
     assert "/save FILE" in shown
 
 

@@ -432,3 +432,21 @@ def test_a_reader_that_goes_away(models: Path) -> None:
     assert process.returncode == 1
     assert b"Traceback" not in errors
     assert b"Exception" not in errors
+
+
+def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Path) -> None:
+    """A compiler that fails: one line for the kernels, one for the graphs, and the text."""
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho 'error: one' >&2\necho 'two' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    environment = ENVIRONMENT | {"CXX": str(compiler), "SAKIYOMI_CACHE": str(tmp_path / "cache")}
+    arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}"]
+    arguments += ["--compile", "true", "--max-new-tokens", "4"]
+    done = subprocess.run(
+        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    lines = [line for line in done.stderr.splitlines() if "plain torch" in line or "eagerly" in line]
+    assert len(lines) == len(set(lines)) == 2, done.stderr
+    assert lines[0].endswith(f"{compiler} failed: error: one two")

@@ -155,7 +155,7 @@ def test_something_else(data: bytes, file: Path) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    refused(LoadError, "there is no folder", target=tmp_path / "nowhere.gguf")
+    refused(LoadError, "there is no file", "nowhere.gguf", target=tmp_path / "nowhere.gguf")
 
 
 def test_the_package_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

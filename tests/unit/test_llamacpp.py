@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 from sakiyomi.bench import llamacpp
 from sakiyomi.bench.llamacpp import LlamaCpp, gguf_file, gguf_folder, missing
 from sakiyomi.bench.peers import Transformers
+from sakiyomi.bench.quality import perplexity, their_logits
 from sakiyomi.errors import LoadError, UnsupportedError
 from sakiyomi.loading import Loaded, load_model
 from sakiyomi.params import SamplingParams
@@ -30,9 +31,29 @@ def tiny(folder: Path, model: LlamaForCausalLM) -> Loaded:
     return load_model(str(save_model(folder, model, tiny_tokenizer())), dtype="float32")
 
 
+def rounded(loaded: Loaded) -> list[str]:
+    """Rounded kinds with which this build of llama.cpp can compute on this machine."""
+    kinds = ["Q8_0", "Q4_0"]
+    for kind in list(kinds):
+        try:
+            llamacpp.check(gguf_file(loaded, kind))
+        except UnsupportedError:
+            kinds.remove(kind)
+    return kinds
+
+
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llamacpp, "find_spec", lambda name: None if name == "llama_cpp" else "there")
     assert missing() == "llama-cpp-python not installed; pip install 'sakiyomi[bench]'"
+
+
+@needed
+def test_beside_others_on_a_gpu_it_has_to_run_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: False)
+    assert missing() is None
+    assert "built for the CPU alone" in str(missing(gpu=True))
+    monkeypatch.setattr("llama_cpp.llama_supports_gpu_offload", lambda: True)
+    assert missing(gpu=True) is None
 
 
 @needed
@@ -56,8 +77,23 @@ def test_embeddings_of_their_own_an_end_token_and_rows_that_are_no_blocks(tmp_pa
     run = LlamaCpp(gguf_file(loaded, "F32"), 40, [free[6]], wide=True)
     assert run.generate(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True)) == free
     assert run.generate(prompt, PARAMS) == free[: free.index(free[6]) + 1]
-    for kind in ("BF16", "F16", "Q8_0", "Q4_0"):  # 48 numbers are a block and a half
+    for kind in ("BF16", "F16", *rounded(loaded)):  # 48 numbers are a block and a half
         assert len(LlamaCpp(gguf_file(loaded, kind), 40).generate(prompt, SamplingParams(max_new_tokens=5))) == 5
+
+
+@needed
+def test_perplexity_by_its_own_passes(tmp_path: Path) -> None:
+    """In float32 it is that of transformers; rounded weights have one of their own."""
+    loaded = tiny(tmp_path / "model", tiny_llama())
+    chunks = [list(range(5, 60)), list(range(200, 170, -1))]
+    found = {
+        kind: perplexity(LlamaCpp(gguf_file(loaded, kind), 64, wide=True, every=True).logits, chunks)
+        for kind in ("F32", *rounded(loaded))
+    }
+    expected = perplexity(their_logits(loaded.model), chunks)
+    assert found.pop("F32") == pytest.approx(expected, rel=1e-3)
+    assert len({*found.values(), expected}) == len(found) + 1
+    assert all(value == pytest.approx(expected, rel={"Q8_0": 0.02, "Q4_0": 0.5}[kind]) for kind, value in found.items())
 
 
 @needed
@@ -71,6 +107,19 @@ def test_a_file_is_written_once_for_each_version_of_a_model(tmp_path: Path) -> N
     again = gguf_file(tiny(tmp_path / "model", tiny_llama(seed=1)), "Q8_0")
     assert again != first
     assert again.name.startswith("model-q8_0-")
+
+
+@needed
+def test_a_build_that_dies_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not take the bench along."""
+    loaded = tiny(tmp_path / "model", tiny_llama())
+    llamacpp.check(gguf_file(loaded, "F32"))
+    dead = tmp_path / "python"
+    dead.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    dead.chmod(0o755)
+    monkeypatch.setattr(llamacpp.sys, "executable", str(dead))
+    with pytest.raises(UnsupportedError, match=r"dies by SIGSEGV on model-f32-.*\.gguf; build"):
+        llamacpp.check(gguf_file(loaded, "F32"))
 
 
 @needed

@@ -7,10 +7,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -18,17 +21,25 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import sakiyomi.kernels.native
 import toys
 from architectures import ALL, CONFIGS, make, model_of, prompt
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
+from sakiyomi.bench.config import BenchConfig, Note
+from sakiyomi.bench.suites import ROWS
+from sakiyomi.cli import app
 from sakiyomi.embedded import embedded
 from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.rounding import compare
 from sakiyomi.loading import load_model, packed, read_checkpoint
-from sakiyomi.loading.reader import Reader, torchao
+from sakiyomi.loading import model as loading_model
+from sakiyomi.loading.accelerated import torchao
+from sakiyomi.loading.reader import Reader
 from sakiyomi.memory import readable
 from sakiyomi.model import structural_copy
+from sakiyomi.prompts import STORIES
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -220,6 +231,17 @@ def test_weights_that_transformers_converts(tmp_path: Path, monkeypatch: pytest.
     folder = saved(tmp_path / "model", model_of("mixtral"))
     monkeypatch.setattr("sakiyomi.loading.model.by_layer", lambda *_: True)
     assert same(load(folder, quantize="int8"), load((model_of("mixtral"), TOKENIZER), quantize="int8"))
+
+
+def test_the_command_says_once_where_the_copy_is(fresh: Path) -> None:
+    command = ["generate", "Once", "--target", str(fresh), "--draft", "none", "--quantize", "int8"]
+    command += ["--compile", "false", "--max-new-tokens", "2"]
+    first, second = (CliRunner().invoke(app, command) for _ in range(2))
+    (line,) = [line for line in first.stderr.splitlines() if str(fresh / COPY) in line]
+    assert re.search(r"packed copy of 79.0 kB is kept in .*; remove that folder to have the space back", line)
+    assert "int8: " in first.stderr and "int8: " in second.stderr
+    assert "packed copy" not in second.stderr
+    assert first.stdout == second.stdout
 
 
 def test_a_pair_is_not_saved(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -420,6 +442,62 @@ def test_a_file_in_its_place(fresh: Path, caplog: pytest.LogCaptureFixture) -> N
     assert (fresh / COPY).read_text() == "mine"
 
 
+def killed_while_saving(fresh: Path) -> Path:
+    """What a process leaves that is killed while it writes the copy of a model."""
+    code = (
+        "import os, signal, sys\nfrom sakiyomi import LLM\nfrom sakiyomi.loading import packed\n"
+        "packed.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", code, str(fresh)], env=environment, timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = [path for path in fresh.iterdir() if path.is_dir()]
+    assert left.name.startswith(f"{COPY}.") and left.suffix == ".tmp"
+    return left
+
+
+def test_the_next_load_removes_what_a_killed_one_left(fresh: Path) -> None:
+    left = killed_while_saving(fresh)
+    load(fresh, quantize="int8")
+    left.mkdir()
+    load(fresh, quantize="int8")  # from the copy
+    assert {path.name for path in fresh.iterdir() if path.is_dir()} == {COPY}
+
+
+def test_what_may_still_be_written_stays(tmp_path: Path) -> None:
+    """Of a living process, of another machine's where something changes, of another copy, of somebody else."""
+    alive, here, gone = os.getpid(), packed._HERE, 2**22 + 1  # above every number of a process
+    old = time.time() - 2 * packed._SILENT
+    kept = [
+        f"{COPY}.{alive}-{here}-00000000.tmp",
+        f"{COPY}.{gone}-ffffffff-00000000.tmp",
+        f"sakiyomi-int4-float32.{gone}-{here}-00000000.tmp",
+        f"{COPY}.mine.tmp",
+    ]
+    removed = [
+        f"{COPY}.{gone}-{here}-00000001.tmp",
+        f"{COPY}.{gone}-{here}-00000002.old",
+        f"{COPY}.1-eeeeeeee-00000003.tmp",
+    ]
+    for name in (*kept, *removed):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "packed.safetensors").write_bytes(b"half of it")
+        os.utime(tmp_path / name, (old, old))
+    os.utime(tmp_path / removed[-1] / "packed.safetensors", (old, old))
+    packed.remove_leftovers(tmp_path / COPY)
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)
+    packed.remove_leftovers(tmp_path / "nowhere" / COPY)
+
+
+def test_the_self_test_runs_once_a_load(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[NativeModel] = []
+    monkeypatch.setattr("sakiyomi.kernels.rounding._adds_up", lambda native: runs.append(native) or True)
+    for count, target in enumerate((fresh, fresh, fresh / COPY, (tiny_llama(), TOKENIZER)), start=1):
+        load(target, quantize=None if target == fresh / COPY else "int8")
+        assert len(runs) == count
+
+
 def test_ctrl_c_while_saving(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "save_file", fails_with(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
@@ -448,7 +526,7 @@ def test_options_that_contradict_a_packed_folder(good: Path, monkeypatch: pytest
     copy = good / COPY
     refused(InputError, "packed copy already", "leave quantize at None", target=copy, quantize="int4")
     refused(InputError, "bfloat16", "float32", "leave dtype at 'auto'", target=copy, dtype="bfloat16")
-    with pytest.raises(UnsupportedError, match="only LLM runs; pass the model itself"):
+    with pytest.raises(UnsupportedError, match="only LLM runs; pass the model's own folder"):
         load_model(copy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -494,6 +572,75 @@ def test_torchao_rounds_what_is_loaded_for_a_gpu(fresh: Path) -> None:
         ids = torch.tensor([prompt(30)])
         got, wanted = structural_copy(model)(ids).logits.float(), tiny_llama()(ids).logits
     assert float((got - wanted).norm() / wanted.norm()) < 0.2
+
+
+@pytest.fixture
+def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be rounded for the CPU goes the way of a GPU instead."""
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(
+        "sakiyomi.loading.model._to_be_rounded",
+        lambda reader, config, tokenizer, kind, beside: loading_model._rounded_by_torchao(
+            reader, config, tokenizer, kind
+        ),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "40kB"}])
+def test_what_torchao_changed_is_reported(fresh: Path, by_torchao: None, options: dict[str, Any]) -> None:
+    tiny_llama().save_pretrained(fresh, **options)
+    llm = load(fresh, quantize="int8", dtype="bfloat16")
+    report = llm.target.rounding
+    assert report is not None
+    assert (report.kind, report.layers, report.kept, report.tokens) == ("int8", 14, ("lm_head",), 512)
+    ids = torch.tensor([TOKENIZER("\n".join(STORIES)).input_ids[:512]])
+    with torch.no_grad():
+        before = tiny_llama().bfloat16()(ids).logits[0]
+        after = (
+            Reader("it", fresh, read_checkpoint(fresh), torch.bfloat16, torch.device("cpu"))
+            .read(torchao("int8", "it", torch.bfloat16))(ids)
+            .logits[0]
+        )
+    assert (report.agreement, report.divergence) == pytest.approx(compare(before, after), rel=0.05)
+    assert 0.5 < report.agreement < 1 and 0 < report.divergence < 0.1
+    assert not [path for path in fresh.iterdir() if path.is_dir()], "there is no packed copy of it"
+    assert all(len(row) == 8 for row in tokens(llm))
+
+
+def test_bytes_that_torchao_s_weights_take(fresh: Path, by_torchao: None) -> None:
+    whole = load(fresh, dtype="bfloat16").target.weight_bytes
+    rounded = load(fresh, quantize="int8", dtype="bfloat16").target.weight_bytes
+    head = tiny_llama().lm_head.weight.numel() * 2
+    assert whole is not None and rounded is not None
+    assert 0.5 * (whole - head) < rounded - head < 0.65 * (whole - head)  # with their scales
+
+
+def test_weights_that_cannot_stay_on_disk(fresh: Path, by_torchao: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then main memory has to hold the model, which is asked before."""
+    monkeypatch.setattr("sakiyomi.loading.model.by_layer", lambda *_: False)
+    monkeypatch.setattr(Reader, "read_later", lambda self: pytest.fail("left on disk"))
+    assert load(fresh, quantize="int8", dtype="bfloat16").target.rounding is not None
+    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: 1000)
+    refused(MemoryLimitError, "1.0 kB are available", target=fresh, quantize="int8", dtype="bfloat16")
+
+
+def test_the_bench_has_speeds_of_what_torchao_rounded(fresh: Path, by_torchao: None) -> None:
+    config = BenchConfig(
+        target=str(fresh),
+        draft=f"model:{fresh}",
+        dtype="bfloat16",
+        quantize="int8",
+        repeats=1,
+        max_new_tokens=8,
+        prompt_tokens=12,
+        count=2,
+        gamma=2,
+        compile=False,
+    )
+    found = ROWS["speculative"](config, Note())
+    assert all(line["tokens_per_second"] for line in found.lines)
+    assert [line["equal"] for line in found.lines[3:]] == [True, True], found.notes
+    assert str(found.conditions["rounding"]).startswith("int8: 14 layers, 1 kept as they were (lm_head)")
 
 
 def test_torchao_in_4_bits_knows_bfloat16_alone(monkeypatch: pytest.MonkeyPatch) -> None:

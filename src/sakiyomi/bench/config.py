@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from sakiyomi.errors import InputError
+from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.params import QUANTIZATIONS
 from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 
@@ -85,12 +86,19 @@ class BenchConfig:
 
         Raises:
             InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
+            UnsupportedError: a packed copy, which nobody else could run beside us.
         """
         from sakiyomi.loading.model import parse_device, parse_dtype
+        from sakiyomi.loading.packed import is_packed
 
         parse_dtype(self.dtype)
         parse_device(self.device)
-        self.draft_model  # noqa: B018
+        for name in (self.target, self.draft_model):
+            if is_packed(Path(name).expanduser()):
+                raise UnsupportedError(
+                    f"{name!r} is a packed copy, which cannot be measured beside others; pass the model's own folder, "
+                    "with quantize its packed copy is used"
+                )
         self.texts()
         if self.quality is not None:
             read_text(self.quality)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from torch import Tensor
+
 from sakiyomi.bench import llamacpp
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.llamacpp import KINDS, LlamaCpp, gguf_file
 from sakiyomi.bench.models import WAYS, Pair
+from sakiyomi.bench.quality import CHUNK, Logits
 from sakiyomi.bench.report import Row, of_race
-from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
+from sakiyomi.bench.runner import Contender, Lap, race, timed
 from sakiyomi.bench.speed import everybody, pair_conditions
 from sakiyomi.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.rounding import ROUNDINGS
@@ -31,9 +34,14 @@ def peers(config: BenchConfig, note: Note) -> Row:
     note("peers: compiling")
     llm = pair.llm(quantize=None)
     contenders = everybody(pair, llm, peers=WAYS if config.peers else ())
-    more: dict[str, Callable[[Pair, Note], list[Contender]]] = {"llama.cpp": _llamacpp} if config.peers else {}
-    more |= {kind: partial(_rounded, kind) for kind in ROUNDINGS}
+    more: dict[str, Callable[[Pair, Note], list[Contender]]] = {}
     left_out = []
+    if config.peers:
+        absent = llamacpp.missing(gpu=_on_gpu(pair))
+        kinds = () if absent else (KINDS[pair.dtypes["dtype"]], *ROUNDED)
+        left_out += [f"llama.cpp is left out: {absent}"] if absent else []
+        more |= {f"llama.cpp {kind.lower()}": partial(_llamacpp, kind) for kind in kinds}
+    more |= {kind: partial(_rounded, kind) for kind in ROUNDINGS}
     for name, make in more.items():
         try:
             contenders += make(pair, note)
@@ -44,26 +52,45 @@ def peers(config: BenchConfig, note: Note) -> Row:
     return replace(found, notes=[*found.notes, *left_out])
 
 
-def _llamacpp(pair: Pair, note: Note) -> list[Contender]:
-    """llama.cpp in the pair's dtype, with its two common roundings, and with its own draft model."""
-    absent = llamacpp.missing()
-    if absent:
-        raise UnsupportedError(absent)
-    config, dtype = pair.config, pair.dtypes["dtype"]
-    context = max(map(len, pair.prompts)) + config.max_new_tokens
-    open_ = partial(LlamaCpp, context=context, stop=pair.stop, wide=dtype == "float32")
+def _llamacpp(kind: str, pair: Pair, note: Note) -> list[Contender]:
+    """llama.cpp with weights of one kind, in 8 bits also with its own draft model."""
+    note(f"peers: llama.cpp {kind}")
+    config, params = pair.config, SamplingParams(max_new_tokens=pair.config.max_new_tokens)
+    judge = None if kind in ROUNDED else pair.judge()
+    file = gguf_file(pair.target, kind)
+    llamacpp.check(file)
+    open_ = partial(
+        LlamaCpp,
+        file,
+        max(map(len, pair.prompts)) + config.max_new_tokens,
+        pair.stop,
+        wide=pair.dtypes["dtype"] == "float32",
+        gpu=_on_gpu(pair),
+    )
+    runs = {f"llama.cpp {kind.lower()} plain": open_()}
+    if kind == "Q8_0":
+        runs["llama.cpp q8_0 with its draft"] = open_(draft=gguf_file(pair.draft, kind), gamma=config.gamma)
+    contenders = [
+        Contender(name, partial(_lap, run, pair.prompts, params), judge, against=None if judge else name)
+        for name, run in runs.items()
+    ]
+    return pair.quality.grade(contenders, _logits(partial(LlamaCpp, file, CHUNK, **open_.keywords)))
 
-    def contender(name: str, run: LlamaCpp, judge: Judge | None = None) -> Contender:
-        params = SamplingParams(max_new_tokens=config.max_new_tokens)
-        return Contender(name, partial(_lap, run, pair.prompts, params), judge, against=None if judge else name)
 
-    found = []
-    for kind in (KINDS[dtype], *ROUNDED):
-        note(f"peers: llama.cpp {kind}")
-        run, name = open_(gguf_file(pair.target, kind)), f"llama.cpp {kind.lower()} plain"
-        found.append(contender(name, run, None if kind in ROUNDED else pair.judge()))
-    drafted = open_(gguf_file(pair.target, "Q8_0"), draft=gguf_file(pair.draft, "Q8_0"), gamma=config.gamma)
-    return [*found, contender("llama.cpp q8_0 with its draft", drafted)]
+def _on_gpu(pair: Pair) -> bool:
+    return bool(pair.target.model.device.type == "cuda")
+
+
+def _logits(open_: Callable[..., LlamaCpp]) -> Logits:
+    """By llama.cpp's own passes. Opened when it is asked, which it is only where there is a held-out text."""
+    opened: list[LlamaCpp] = []
+
+    def logits(tokens: Sequence[int]) -> Tensor:
+        if not opened:
+            opened.append(open_(every=True))
+        return opened[0].logits(tokens)
+
+    return logits
 
 
 def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Lap:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -23,7 +26,7 @@ from sakiyomi.kernels.build import cache_folder
 from sakiyomi.loading import Loaded
 from sakiyomi.params import SamplingParams
 
-__all__ = ["KINDS", "LlamaCpp", "gguf_file", "gguf_folder", "missing"]
+__all__ = ["KINDS", "LlamaCpp", "check", "gguf_file", "gguf_folder", "missing"]
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """ggml's names of torch's dtypes."""
@@ -32,12 +35,23 @@ _LAYOUT = 1
 _PACKAGES = {"gguf": "gguf", "llama_cpp": "llama-cpp-python"}
 
 
-def missing() -> str | None:
-    """What has to be installed first, with the command; None if everything is there."""
+def missing(*, gpu: bool = False) -> str | None:
+    """What has to be installed first, with the command; None if everything is there.
+
+    Args:
+        gpu: it is to run on a GPU.
+    """
     absent = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
     if not absent:
-        return None
+        alone = "llama-cpp-python is built for the CPU alone; build it for the GPU that the others run on"
+        return alone if gpu and not _on_gpu() else None
     return f"{' and '.join(absent)} not installed; pip install 'sakiyomi[bench]'"
+
+
+def _on_gpu() -> bool:
+    import llama_cpp
+
+    return bool(llama_cpp.llama_supports_gpu_offload())
 
 
 class LlamaCpp:
@@ -50,6 +64,8 @@ class LlamaCpp:
         draft: GGUF file of a draft model; None: plain.
         gamma: draft tokens a round.
         wide: keep keys and values in float32; llama.cpp's own choice is float16.
+        every: of a pass all rows' logits are kept, as ``logits`` wants them.
+        gpu: all layers are computed on the first GPU; see ``missing``.
 
     Attributes:
         rounds: passes of the target after a draft, so far.
@@ -64,12 +80,14 @@ class LlamaCpp:
         gamma: int = 4,
         *,
         wide: bool = False,
+        every: bool = False,
+        gpu: bool = False,
     ) -> None:
         self._stop = frozenset(stop)
         # A draft may reach past the last token that is asked for.
         places = context + gamma + 1
-        self._drafter = None if draft is None else _Drafter(_open(draft, places, wide), gamma)
-        self._llama = _open(file, places, wide, self._drafter)
+        self._drafter = None if draft is None else _Drafter(_open(draft, places, wide, gpu=gpu), gamma)
+        self._llama = _open(file, places, wide, self._drafter, every=every, gpu=gpu)
 
     @property
     def rounds(self) -> int:
@@ -88,6 +106,12 @@ class LlamaCpp:
             if token in self._stop and not params.ignore_eos:
                 break
         return found
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """(T, V) float32: row i predicts what follows token i of a text of T tokens. Needs ``every``."""
+        self._llama.reset()
+        self._llama.eval(list(tokens))
+        return torch.from_numpy(self._llama.scores[: len(tokens)].copy())
 
 
 class _Drafter:
@@ -111,7 +135,9 @@ def _greedy(llama: Any, prompt: Sequence[int]) -> Iterator[int]:
     return tokens
 
 
-def _open(file: Path, places: int, wide: bool, drafter: _Drafter | None = None) -> Any:
+def _open(
+    file: Path, places: int, wide: bool, drafter: _Drafter | None = None, *, every: bool = False, gpu: bool
+) -> Any:
     import llama_cpp
 
     stored = llama_cpp.GGML_TYPE_F32 if wide else llama_cpp.GGML_TYPE_F16
@@ -124,12 +150,30 @@ def _open(file: Path, places: int, wide: bool, drafter: _Drafter | None = None) 
             type_k=stored,
             type_v=stored,
             # Of a drafted pass every row counts.
-            logits_all=drafter is not None,
+            logits_all=every or drafter is not None,
+            n_gpu_layers=-1 if gpu else 0,
             draft_model=drafter,
             verbose=False,
         )
     except ValueError as error:  # whatever is wrong with the file
         raise LoadError(f"llama.cpp cannot load {file}: {error}; remove the file to have it written again") from error
+
+
+def check(file: Path) -> None:
+    """Have another process compute a few rows with a file: a build that dies there would take this one along.
+
+    (Seen with rounded weights on a processor with AMX.)
+
+    Raises:
+        UnsupportedError: it died.
+    """
+    code = "import sys, llama_cpp; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval([1, 2, 3, 4])"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, check=False)
+    if done.returncode < 0:
+        raise UnsupportedError(
+            f"llama.cpp dies by {signal.Signals(-done.returncode).name} on {file.name}; build llama-cpp-python anew "
+            "for this machine, or another version"
+        )
 
 
 # ---------------------------------------------------------------- files
@@ -215,7 +259,7 @@ def _write(path: Path, model: Any, kind: str) -> None:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        weight = tensor.float()
+        weight = tensor.cpu().float()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weight = _interleaved(weight, head_dim)
         type_ = gguf.GGMLQuantizationType.F32 if weight.dim() == 1 else wanted

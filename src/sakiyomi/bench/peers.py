@@ -79,6 +79,13 @@ class Transformers:
         return config
 
 
+def _now(model: Any) -> float:
+    """The clock, when the model's device has done what it was given: a GPU only begins to work when a call returns."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter()
+
+
 @contextmanager
 def _settings(model: Any, config: Any) -> Iterator[None]:
     before = model.generation_config
@@ -116,12 +123,12 @@ class ForwardClock:
         for hook in self._hooks:
             hook.remove()
 
-    def _begin(self, *_: Any) -> None:
-        self._began = time.perf_counter()
+    def _begin(self, model: Any, *_: Any) -> None:
+        self._began = _now(model)
 
     def _end(self, index: int) -> Any:
-        def end(*_: Any) -> None:
-            self.seconds += time.perf_counter() - self._began
+        def end(model: Any, *_: Any) -> None:
+            self.seconds += _now(model) - self._began
             self.calls[index] += 1
 
         return end

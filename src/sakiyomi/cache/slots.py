@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import MemoryLimitError
+from sakiyomi.errors import InputError, MemoryLimitError
 
 FIRST_ROOM = 256
 STEP = 64  # columns, where doubling does not fit
@@ -65,6 +65,7 @@ class SlotCache:
         self.slots = 0
         self._free = list(range(max_slots - 1, -1, -1))
         self._on_move, self._available = on_move, available
+        self._untold = False
 
     @property
     def pair_bytes(self) -> int:
@@ -82,7 +83,16 @@ class SlotCache:
         return len(self._free)
 
     def take(self) -> int:
-        """The lowest free slot, empty."""
+        """The lowest free slot, empty.
+
+        Raises:
+            InputError: there is none.
+        """
+        if not self._free:
+            raise InputError(
+                f"all {self.max_slots} places of the cache are taken by requests and conversations; wait for their "
+                "end, close a conversation, or load with a larger max_batch"
+            )
         self._free.sort(reverse=True)
         return self._free.pop()
 
@@ -106,9 +116,13 @@ class SlotCache:
         Raises:
             MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
         """
-        if slot < self.slots and columns + self.spare <= self.room:
-            return
-        self._grow(*self._storage(slot + 1, columns))
+        if slot >= self.slots or columns + self.spare > self.room:
+            self._grow(*self._storage(slot + 1, columns))
+        if self._untold:
+            # Before any pass, and again if Ctrl-C came in the middle: half of the pointers would be to freed memory.
+            if self._on_move is not None:
+                self._on_move(self)
+            self._untold = False
 
     def check(self, requests: int, columns: int) -> None:
         """Refuse what would not fit, without allocating anything.
@@ -156,11 +170,16 @@ class SlotCache:
                 new[: self.slots, :, : self.room] = old
             return fresh
 
-        keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
-        values = larger(self.values, [shape.value_dim for shape in self.shapes])
-        self.keys, self.values, self.slots, self.room = keys, values, slots, room
-        if self._on_move is not None:
-            self._on_move(self)
+        try:
+            keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
+            values = larger(self.values, [shape.value_dim for shape in self.shapes])
+        except torch.OutOfMemoryError as error:  # of what an accelerator has left not every part can be used
+            raise MemoryLimitError(
+                f"the KV cache needs {self.pair_bytes * slots * room:,} bytes for {slots} requests of {room} tokens, "
+                f"and the device did not give them beside the present ones; shorten the prompt, or lower "
+                "max_new_tokens or max_batch"
+            ) from error
+        self.keys, self.values, self.slots, self.room, self._untold = keys, values, slots, room, True
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, in this order, and drop the rest.

@@ -98,16 +98,24 @@ def chat(options: ChatOptions, model: ModelOptions, params: SamplingParams, outp
         raise typer.Exit(1)
 
 
+REFUSED = {
+    "n": "a conversation has one reply to a message, and /again gives another one",
+    "logprobs": "they are shown by sakiyomi generate --json only; leave them out",
+    "epsilon": "it belongs to typical acceptance, which this version has not; leave it out",
+    "delta": "it belongs to typical acceptance, which this version has not; leave it out",
+}
+"""Parameters that a conversation has no place for, and what to do instead."""
+
+
 def check(params: SamplingParams) -> None:
     """Refuse what a conversation has no place for.
 
     Raises:
         InputError: with the remedy.
     """
-    if params.n > 1:
-        raise InputError(f"n is {params.n}; a conversation has one reply to a message, and /again gives another one")
-    if params.logprobs is not None:
-        raise InputError("logprobs are shown by sakiyomi generate --json only; leave them out")
+    for name, remedy in REFUSED.items():
+        if (value := getattr(params, name)) != getattr(SamplingParams, name):
+            raise InputError(f"{name} is {value}; {remedy}")
 
 
 class Chat:

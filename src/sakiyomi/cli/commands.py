@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sakiyomi.cli.chat import Chat, check
+from sakiyomi.cli.chat import REFUSED, Chat, check
 from sakiyomi.cli.common import flag_help, parameters, parsed
 from sakiyomi.cli.output import is_coloured, legend, note, stdout
 from sakiyomi.errors import InputError
@@ -86,11 +86,13 @@ def _system(chat: Chat, rest: str) -> None:
 def _set(chat: Chat, rest: str) -> None:
     name, _, value = rest.partition(" ")
     name = name.replace("-", "_")
-    known = parameters(SamplingParams)
+    known = [field for field in parameters(SamplingParams) if field not in REFUSED]
     if not name:
         for field in known:
             note(f"{field:<20}{getattr(chat.params, field)!r:<12} {flag_help(SamplingParams)[field]}")
         return
+    if name in REFUSED:
+        raise InputError(f"{name} cannot be set here; {REFUSED[name]}")
     if name not in known:
         raise InputError(f"there is no parameter {name!r}; there are {', '.join(known)}")
     if value.strip():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -168,9 +169,28 @@ def legend(console: Console) -> None:
         write(console, meaning, end="\n")
 
 
-def quiet() -> None:
-    """No notes and bars of transformers between our lines."""
-    from transformers.utils import logging
+class _Lines(logging.Handler):
+    """What the library has to say, as lines on stderr; the same of target and draft once."""
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self.said:
+            self.said.add(text)
+            note(text)
+
+
+def quiet() -> None:
+    """No notes and bars of transformers between our lines, and all of the library's own."""
+    from transformers.utils import logging as notes
+
+    notes.set_verbosity_error()
+    notes.disable_progress_bar()
+    own = logging.getLogger("sakiyomi")
+    for handler in [handler for handler in own.handlers if isinstance(handler, _Lines)]:
+        own.removeHandler(handler)
+    own.addHandler(_Lines())
+    own.setLevel(logging.INFO)

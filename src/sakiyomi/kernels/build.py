@@ -100,7 +100,8 @@ def _build(path: Path) -> None:
         start_new_session=True,
     )
     if done.returncode:
-        raise OSError(f"{cxx} failed: {done.stderr.strip()[-300:]}")
+        said = " ".join(done.stderr.split())[:300] or f"exit code {done.returncode}, without a word"
+        raise OSError(f"{cxx} failed: {said}")
 
 
 _lock = threading.Lock()

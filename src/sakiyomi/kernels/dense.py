@@ -57,7 +57,7 @@ class Dense:
         return _pass.calls
 
 
-def _attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
+def attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
     """Queries (H, T, D), keys and values (H_kv, n, D), mask (T, n) -> (T, H, D_v).
 
     The query heads that share a key head are packed as rows, so that no key is copied.
@@ -98,7 +98,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
                 mask = None if rows == 1 and not window else _pass.mask(i, window, q.device)
                 part_keys, part_values = keys[:, at], values[:, at]
             part = q[0, :, first + a : first + b]
-            out[0, first + a : first + b] = _attend_all(part, part_keys, part_values, mask, scaling, softcap)
+            out[0, first + a : first + b] = attend_all(part, part_keys, part_values, mask, scaling, softcap)
     return out
 
 

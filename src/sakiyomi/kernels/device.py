@@ -1,12 +1,17 @@
 """Tree attention for an accelerator: the plan lives in static tensors, so that passes can be captured and replayed.
 
-Rows are laid out as `(slots, rows of a slot)`, padded to powers of two, beside the cache as it lies: one masked
-attention call a layer serves all requests, and no key is copied. A CUDA graph is captured for each (rows, slots, rows
-of a slot, columns); growing the cache drops them.
+Rows of decoding passes are laid out as `(slots, rows of a slot)`, padded to powers of two, beside the cache as it lies:
+one attention call a layer serves all requests, with what a row may not see in a mask that is added to its scores. The
+query heads that share a key head are packed as rows: with a mask, `enable_gqa` would copy the cache in float32 in
+every layer. A CUDA graph is captured for each (rows, slots, rows of a slot, columns); growing the cache drops them.
+
+Chunks of prompts have any length, so they are not captured, and their requests are computed one after the other: in
+the layout above a chunk would be padded to all slots below its own.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,9 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
+from sakiyomi.kernels.dense import attend_all
 from sakiyomi.kernels.plan import Plan
 
 __all__ = ["CudaGraphs", "DevicePass"]
+
+logger = logging.getLogger("sakiyomi")
+KEPT = 64  # shapes whose tensors and captured passes are kept: each has logits of its own
 
 
 def _bucket(count: int, least: int = 1) -> int:
@@ -34,7 +43,10 @@ class _Frame:
     Attributes:
         slot, column: (rows,) where each row's key and value go.
         place: (rows,) the row's place in the padded layout.
-        masks: sliding window -> (slots, 1, rows of a slot, columns) bool.
+        row: (slots * rows of a slot,) the row at each place; any row where there is none.
+        masks: by sliding window, query heads that share a key head, and dtype: (slots, 1, these heads * rows of a slot,
+            columns), 0 where a row may look and -inf elsewhere.
+        captured: the graph, its ids and positions, its logits.
     """
 
     rows: int
@@ -42,40 +54,48 @@ class _Frame:
     depth: int
     columns: int
     device: torch.device
-    slot: Tensor = field(init=False)
-    column: Tensor = field(init=False)
-    place: Tensor = field(init=False)
-    masks: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
+    captured: tuple[Any, Tensor, Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.slot, self.column, self.place = (
-            torch.zeros(self.rows, dtype=torch.int64, device=self.device) for _ in range(3)
-        )
+        sizes = (self.rows, self.rows, self.rows, self.slots * self.depth)
+        self._numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
+        self.slot, self.column, self.place, self.row = self._numbers.split(sizes)
 
     def fill(self, plan: Plan, room: int) -> None:
         """Write a plan into the tensors. Filler rows go to the cache's last column, which is never a token's."""
         slot, column, place = [0] * self.rows, [room - 1] * self.rows, [0] * self.rows
+        row = [0] * (self.slots * self.depth)
         for where, first, count, length, _ in plan.table:
-            for i in range(count):
-                slot[first + i], column[first + i], place[first + i] = where, length + i, where * self.depth + i
-        for tensor, values in ((self.slot, slot), (self.column, column), (self.place, place)):
-            tensor.copy_(torch.tensor(values))
-        for window in self.masks:
-            self.masks[window].copy_(self._mask(plan, window))
+            slot[first : first + count] = [where] * count
+            column[first : first + count] = range(length, length + count)
+            place[first : first + count] = range(where * self.depth, where * self.depth + count)
+            row[where * self.depth : where * self.depth + count] = range(first, first + count)
+        self._numbers.copy_(torch.tensor(slot + column + place + row))
+        seen = {window: self._seen(plan, window) for window, _, _ in self.masks}
+        for (window, group, _), mask in self.masks.items():
+            mask.copy_(_added(seen[window], group, mask.dtype))
 
-    def mask(self, plan: Plan, window: int) -> Tensor:
-        """The mask for a sliding window; made at first use, kept up to date by `fill` afterwards."""
-        if window not in self.masks:
-            self.masks[window] = self._mask(plan, window).to(self.device)
-        return self.masks[window]
+    def mask(self, plan: Plan, window: int, group: int, dtype: torch.dtype) -> Tensor:
+        """See the class; made at first use, kept up to date by `fill` afterwards."""
+        key = (window, group, dtype)
+        if key not in self.masks:
+            self.masks[key] = _added(self._seen(plan, window), group, dtype)
+        return self.masks[key]
 
-    def _mask(self, plan: Plan, window: int) -> Tensor:
-        mask = torch.zeros(self.slots, 1, self.depth, self.columns, dtype=torch.bool)
-        mask[..., 0] = True  # a padding row must see something, or its softmax is not a number
+    def _seen(self, plan: Plan, window: int) -> Tensor:
+        """(slots, 1, rows of a slot, columns) bool, on the device."""
+        seen = torch.zeros(self.slots, 1, self.depth, self.columns, dtype=torch.bool)
+        seen[..., 0] = True  # a padding row must see something, or its softmax is not a number
         for i, (slot, _, count, length, _) in enumerate(plan.table):
-            mask[slot, 0, :count, 0] = False
-            mask[slot, 0, :count, : length + count] = plan.visible(i, window)
-        return mask
+            seen[slot, 0, :count, 0] = False
+            seen[slot, 0, :count, : length + count] = plan.visible(i, window)
+        return seen.to(self.device)
+
+
+def _added(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores, for query heads that are packed as rows."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf).repeat(1, 1, group, 1)
 
 
 class DevicePass:
@@ -87,22 +107,26 @@ class DevicePass:
         self.cache = cache
         self.count = 0
         self.frames: dict[tuple[int, int, int, int], _Frame] = {}
+        self._prompt_masks: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, plan: Plan, size: int) -> None:
-        """Say what the next pass looks like; `size` counts filler rows too."""
-        segments = plan.table or [(0, 0, 1, 0, 0)]
-        slots = min(_bucket(max(slot for slot, *_ in segments) + 1), max(self.cache.slots, 1))
-        depth = _bucket(max(count for _, _, count, _, _ in segments))
-        columns = min(
-            _bucket(max(length + count for _, _, count, length, _ in segments), FIRST_ROOM), max(self.cache.room, 1)
-        )
-        key = (size, slots, depth, columns)
-        if key not in self.frames:
-            self.frames[key] = _Frame(*key, self.cache.shapes[0].device)
-        self.key, self.frame, self.plan, self.count = key, self.frames[key], plan, 0
-        if plan.rows:
-            self.frame.fill(plan, self.cache.room)
+        """Say what the next pass looks like; `size` counts filler rows too. Without requests all rows are fillers."""
+        self.plan, self.count = plan, 0
+        self._prompt_masks.clear()
         _active.state = self
+        # A chunk of a prompt alone has no frame: of its length there may be no second one.
+        if plan.prompts or not self.cache.room:
+            return
+        segments = plan.table or [(0, 0, 1, 0, 0)]
+        slots = min(_bucket(max(slot for slot, *_ in segments) + 1), self.cache.slots)
+        depth = _bucket(max(count for _, _, count, _, _ in segments))
+        longest = max(length + count for _, _, count, length, _ in segments)
+        key = (size, slots, depth, min(_bucket(longest, FIRST_ROOM), self.cache.room))
+        frame = self.frames.pop(key, None)
+        self.frame = self.frames[key] = frame or _Frame(*key, self.cache.shapes[0].device)
+        if len(self.frames) > KEPT:
+            del self.frames[next(iter(self.frames))]  # the longest unused
+        self.frame.fill(plan, self.cache.room)
 
     def calls(self) -> int:
         """Attention calls since `begin`."""
@@ -111,33 +135,56 @@ class DevicePass:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
     ) -> Tensor:
-        """Cache write and attention of one layer, (1, H, N, D) -> (1, N, H, D_v): static shapes, no synchronisation."""
+        """Cache write and attention of one layer, (1, H, N, D) -> (1, N, H, D_v)."""
         self.count += 1
-        frame = self.frame
-        if not self.plan.rows:
+        if not self.cache.room:
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+        way = self._apart if self.plan.prompts else self._together
+        return way(q, k, v, layer, scaling, softcap, window)
+
+    def _together(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
+    ) -> Tensor:
+        """All requests in one call: static shapes, no synchronisation."""
+        frame = self.frame
         for store, fresh in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
             store[frame.slot, :, frame.column] = fresh[0].transpose(0, 1)
         keys = self.cache.keys[layer][: frame.slots, :, : frame.columns]
         values = self.cache.values[layer][: frame.slots, :, : frame.columns]
-        heads = q.shape[1]
-        laid = q.new_zeros(frame.slots * frame.depth, heads, q.shape[3])
-        # Filler rows share place 0 with a real row: they are added with weight 0 instead of overwriting it.
-        real = torch.ones_like(frame.column, dtype=q.dtype).masked_fill_(frame.column == self.cache.room - 1, 0.0)
-        laid.index_add_(0, frame.place, q[0].transpose(0, 1) * real[:, None, None])
-        laid = laid.view(frame.slots, frame.depth, heads, -1).transpose(1, 2)
-        mask = frame.mask(self.plan, window)
+        heads, shared = q.shape[1], keys.shape[1]
+        group = heads // shared
+        laid = q[0].index_select(1, frame.row).view(shared, group, frame.slots, frame.depth, -1)
+        laid = laid.permute(2, 0, 1, 3, 4).reshape(frame.slots, shared, group * frame.depth, -1)
+        mask = frame.mask(self.plan, window, group, q.dtype)
         if softcap:
-            group = heads // keys.shape[1]
-            scores = laid @ keys.repeat_interleave(group, 1).transpose(2, 3)
-            scores = softcap * torch.tanh(scores.float() * (scaling / softcap))
-            out = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(values.dtype) @ values.repeat_interleave(
-                group, 1
-            )
+            scores = softcap * torch.tanh((laid @ keys.transpose(2, 3)).float() * (scaling / softcap))
+            out = (scores + mask).softmax(-1).to(values.dtype) @ values
         else:
-            out = F.scaled_dot_product_attention(laid, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
-        out = out.transpose(1, 2).reshape(frame.slots * frame.depth, heads, -1)
-        return out.index_select(0, frame.place)[None]
+            out = F.scaled_dot_product_attention(laid, keys, values, attn_mask=mask, scale=scaling)
+        out = out.view(frame.slots, shared, group, frame.depth, -1).permute(0, 3, 1, 2, 4)
+        return out.reshape(frame.slots * frame.depth, heads, -1).index_select(0, frame.place)[None]
+
+    def _apart(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
+    ) -> Tensor:
+        """One request after the other, at its own length."""
+        out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+        for i, (slot, first, rows, length, _) in enumerate(self.plan.table):
+            here = slice(first, first + rows)
+            keys, values = (store[layer][slot, :, : length + rows] for store in (self.cache.keys, self.cache.values))
+            keys[:, length:], values[:, length:] = k[0, :, here], v[0, :, here]
+            if not length and not window and not softcap and self.plan.parts[i].parents is None:
+                # A prompt's beginning needs no mask, without which there are faster kernels.
+                part = F.scaled_dot_product_attention(
+                    q[:, :, here], keys[None], values[None], is_causal=True, scale=scaling, enable_gqa=True
+                )
+                out[:, here] = part.transpose(1, 2)
+                continue
+            if (i, window) not in self._prompt_masks:
+                self._prompt_masks[i, window] = self.plan.visible(i, window, q.device)
+            mask = self._prompt_masks[i, window]
+            out[0, here] = attend_all(q[0, :, here], keys, values, mask, scaling, softcap)
+        return out
 
 
 class _Active(threading.local):
@@ -158,28 +205,48 @@ class CudaGraphs:
 
     Args:
         forward: (ids, positions) -> logits (1, N, V), eager.
-        state: its static tensors are what the captured kernels read.
+        state: its static tensors are what the captured kernels read; what is captured is kept with them.
+
+    Attributes:
+        fresh: the last pass was captured first, which takes as long as many passes.
+        failed: a pass could not be captured; they all run eagerly since then.
     """
 
     def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], state: DevicePass) -> None:
         self._forward, self._state = forward, state
-        self._captured: dict[Any, tuple[Any, Tensor, Tensor, Tensor]] = {}
-        self._pool: Any = None
+        self.fresh = self.failed = False
 
     def clear(self) -> None:
         """Forget all captures: the cache's tensors have moved."""
-        self._captured.clear()
         self._state.frames.clear()
 
     def run(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The pass that `state.begin` described; logits (1, N, V), to be read before the next pass of this shape."""
-        if self._state.key not in self._captured:
-            self._captured[self._state.key] = self._capture(ids, positions)
-        graph, own_ids, own_positions, logits = self._captured[self._state.key]
+        """The pass that `state.begin` described; logits (1, N, V), to be read before the next pass of any shape."""
+        frame = self._state.frame
+        self.fresh = frame.captured is None and not self.failed
+        if self.fresh:
+            try:
+                with torch.cuda.device(ids.device):  # streams and graphs are those of the current device
+                    frame.captured = self._capture(ids, positions)
+            except RuntimeError as error:  # a model that asks the device something in its forward, or no memory
+                self.failed = True
+                self.clear()  # frees what the others hold
+                what = " ".join(str(error).split())[:200]
+                logger.warning("passes cannot be captured as CUDA graphs and run eagerly, slower: %s", what)
+        if frame.captured is None:
+            self._state.count = 0
+            return self._forward(ids, positions)
+        graph, own_ids, own_positions, logits = frame.captured
         own_ids.copy_(ids)
         own_positions.copy_(positions)
-        graph.replay()
+        with torch.cuda.device(ids.device):
+            graph.replay()
         return logits
+
+    def _pool(self) -> Any:
+        """Memory that the captured passes share: that of those which are there. One whose graphs are gone is gone."""
+        captured = (frame.captured for frame in self._state.frames.values())
+        return next((found[0].pool() for found in captured if found is not None), None)
 
     def _capture(self, ids: Tensor, positions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
         ids, positions = ids.clone(), positions.clone()
@@ -189,8 +256,9 @@ class CudaGraphs:
             for _ in range(2):  # libraries allocate and choose kernels on the first calls, which must not be captured
                 self._forward(ids, positions)
         torch.cuda.current_stream().wait_stream(side)
+        self._state.count = 0  # of one forward the attention calls are counted
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may go on allocating on the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
             logits = self._forward(ids, positions)
-        self._pool = self._pool or graph.pool()
         return graph, ids, positions, logits

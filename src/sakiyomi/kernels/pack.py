@@ -25,17 +25,17 @@ PACKED = (nn.Linear, Conv1D)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known of a model whose linear layers are packed already.
+    """What is known of a model whose linear layers are packed already, or rounded by somebody else.
 
     Attributes:
-        native: tables that hold its weights.
-        shapes: of the cache, a layer each.
+        native: tables that hold its weights; None: it has weights of its own.
+        shapes: of the cache, a layer each; None: not known yet.
         report: what rounding changed; None where nothing was rounded.
         siblings: names of layers that are computed together.
     """
 
-    native: NativeModel
-    shapes: list[LayerShape]
+    native: NativeModel | None
+    shapes: list[LayerShape] | None
     report: RoundingReport | None
     siblings: list[list[str]]
 

@@ -53,6 +53,16 @@ def _paths(parents: tuple[int, ...]) -> tuple[Ints, ...]:
     return tuple(np.array(path, np.int64) for path in paths)
 
 
+@functools.lru_cache(maxsize=512)
+def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(rows, rows) bool, which rows of its tree each row sees, and (rows,) how deep it lies, 0 for a root."""
+    paths = _paths(parents)
+    own = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for i, path in enumerate(paths):
+        own[i, torch.from_numpy(path)] = True
+    return own, torch.tensor([len(path) - 1 for path in paths])
+
+
 class Plan:
     """A pass: segments laid out one after the other.
 
@@ -115,26 +125,34 @@ class Plan:
             return np.arange(part.length, part.length + row + 1)
         return part.length - part.done + _paths(part.parents)[part.done + row]
 
-    def visible(self, segment: int, window: int = 0) -> Tensor:
+    @cached_property
+    def prompts(self) -> bool:
+        """Whether a chunk of a prompt is among the segments."""
+        return any(part.prompt for part in self.parts)
+
+    def visible(self, segment: int, window: int = 0, device: torch.device | str = "cpu") -> Tensor:
         """Which columns of its slot each row of a segment sees.
 
         Args:
             segment: index of the segment.
             window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0 for
                 none.
+            device: of the result.
 
         Returns:
             (rows, length + rows) bool; column `length + i` holds row i of this pass.
         """
         _, _, rows, length, _ = self.table[segment]
-        before = length - self.parts[segment].done
-        seen = torch.zeros(rows, length + rows, dtype=torch.bool)
-        seen[:, :before] = True
-        for i in range(rows):
-            path = self.path(segment, i)
-            if window:
-                oldest = before + len(path) - window
-                seen[i, : max(0, min(oldest, before))] = False
-                path = path[max(0, oldest - before) :]
-            seen[i, torch.from_numpy(path)] = True
+        part = self.parts[segment]
+        column = torch.arange(length + rows, device=device)
+        if part.parents is None:
+            position = column[length:, None]
+            seen = column <= position
+            return seen & (column > position - window) if window else seen
+        own, depth = (tensor.to(device) for tensor in _family(part.parents))
+        before = length - part.done
+        seen = torch.cat([own.new_ones(rows, before), own[part.done :]], 1)
+        if window:
+            position = torch.cat([column[:before], before + depth])  # of siblings the same
+            seen &= position > before + depth[part.done :, None] - window
         return seen

@@ -50,7 +50,8 @@ class RoundingReport:
     Attributes:
         kind: as in ``LLM(quantize=...)``.
         layers: linear layers that are rounded.
-        kept: names of those that kept their weights, because a few of their inputs or weights outgrow the others.
+        kept: names of those that kept their weights, because a few of their inputs or weights outgrow the others; on
+            a GPU the head's.
         agreement: share of positions with the same most probable token.
         divergence: mean KL divergence of the rounded model's next-token distribution from the model's own, in nats.
         tokens: of the text.

@@ -51,7 +51,9 @@ def read_gguf(path: Path) -> tuple[Any, Any, Checkpoint]:
             )
     except Exception as error:  # transformers and gguf raise their own kinds
         if "not supported" in str(error):
-            raise UnsupportedError(f"{path}: {short(error)}; use the model's folder in Hugging Face format") from error
+            raise UnsupportedError(
+                f"{path}: {short(error).rstrip('.')}; use the model's folder in Hugging Face format"
+            ) from error
         raise LoadError(
             f"{path} is no intact GGUF file: {what} cannot be read ({short(error)}); download it again"
         ) from error

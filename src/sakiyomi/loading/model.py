@@ -19,6 +19,7 @@ from sakiyomi.embedded import embedded, is_embedded_name
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
+from sakiyomi.loading.accelerated import read_rounded
 from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.loading.families import check_supported, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
@@ -31,11 +32,12 @@ from sakiyomi.loading.packed import (
     packed_files,
     read_about,
     read_packed,
+    remove_leftovers,
     save_packed,
     source_key,
 )
 from sakiyomi.loading.placeholder import register
-from sakiyomi.loading.reader import Reader, quiet, short, torchao
+from sakiyomi.loading.reader import Reader, quiet, short
 from sakiyomi.memory import require_bytes
 
 if TYPE_CHECKING:
@@ -129,7 +131,7 @@ def load_model(
         config, tokenizer = config_of(folder), _read_tokenizer(folder, trust_remote_code)
         if is_packed(folder):
             if not packed:
-                raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model itself")
+                raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
             if quantize:
                 raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
             return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
@@ -144,9 +146,10 @@ def load_model(
         raise UnsupportedError(
             f"quantize={quantize!r} on a GPU takes no GGUF file; pass the model's folder, or device='cpu'"
         )
-    settings = torchao(quantize, name, final) if quantize else None
-    check_memory(name, config, checkpoint, final, place, quantize=quantize, trust_remote_code=trust_remote_code)
-    return Loaded(_to_device(reader.read(settings), place, name).eval(), tokenizer, name, folder, owned=True)
+    if quantize:
+        return _rounded_by_torchao(reader, config, tokenizer, quantize)
+    check_memory(name, config, checkpoint, final, place, trust_remote_code=trust_remote_code)
+    return Loaded(_to_device(reader.read(), place, name).eval(), tokenizer, name, folder, owned=True)
 
 
 def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, beside: bool) -> Loaded:
@@ -155,6 +158,7 @@ def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, b
     check_rounding(f"quantize={quantize!r}", dtype)
     key = source_key(folder, checkpoint)
     copy = copy_place(reader.gguf or folder, quantize, dtype, beside=beside)
+    remove_leftovers(copy)
     if is_packed(copy):
         try:
             return _from_packed(copy, name, tokenizer, dtype, reader.device, reader.trust_remote_code, key=key)
@@ -179,6 +183,20 @@ def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, b
     return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save)
 
 
+def _rounded_by_torchao(reader: Reader, config: Any, tokenizer: Any, quantize: str) -> Loaded:
+    """A model that is rounded on its GPU while it is read, and what that changed."""
+    check = functools.partial(
+        check_memory, reader.name, config, reader.checkpoint, reader.dtype, trust_remote_code=reader.trust_remote_code
+    )
+    check(reader.device, quantize=quantize)
+    layered = by_layer(config, reader.checkpoint)
+    if not layered:
+        check(parse_device("cpu"))
+    model, report = read_rounded(reader, quantize, tokenizer, layered=layered)
+    prepared = Prepared(native=None, shapes=None, report=report, siblings=[])
+    return Loaded(model, tokenizer, reader.name, reader.folder, owned=True, prepared=prepared)
+
+
 def _from_packed(
     folder: Path,
     name: str,
@@ -200,7 +218,8 @@ def _from_packed(
         raise InputError(
             f"dtype is {dtype} and {name!r} is packed in {stored}; leave dtype at 'auto', or pass the model itself"
         )
-    check_rounding(f"the packed model {name!r}", stored)
+    if key is None:  # else the model itself was asked for, and this is known
+        check_rounding(f"the packed model {name!r}", stored)
     checkpoint, size = packed_files(folder)
     require_bytes(size, f"the packed model {name!r}", remedy="free memory, or choose a smaller model")
     register()
@@ -304,6 +323,8 @@ def _local_folder(name: str) -> Path | None:
             f"{name!r} is a file, expected a folder in Hugging Face format (config.json, model.safetensors, "
             "tokenizer.json) or a .gguf file; pass the folder"
         )
+    if path.suffix.lower() == ".gguf":
+        raise LoadError(f"there is no file {name!r}; check the path (relative to {Path.cwd()})")
     if not looks_like_hub_id(name):
         raise LoadError(f"there is no folder {name!r}; check the path (relative to {Path.cwd()})")
     return None

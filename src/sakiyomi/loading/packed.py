@@ -13,11 +13,15 @@ a target by itself.
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import logging
 import os
+import platform
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,6 +54,7 @@ __all__ = [
     "packed_files",
     "read_about",
     "read_packed",
+    "remove_leftovers",
     "save_packed",
     "source_key",
 ]
@@ -59,6 +65,8 @@ ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32}
 _SAMPLES = 32  # places of a weight file that are compared
+_HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+_SILENT = 24 * 3600.0  # seconds without a change, after which nobody writes any more
 
 
 def is_packed(folder: Path) -> bool:
@@ -135,7 +143,7 @@ def save_packed(packed: PackedModel, place: Path, source: Path | None, key: str,
     }
     about["digest"] = _digest(about)
     size = sum(tensor.nbytes for tensor in (*tensors.values(), *others.values()))
-    fresh = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}.tmp")
+    fresh = place.with_name(f"{place.name}.{os.getpid()}-{_HERE}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(place.parent).free
@@ -162,8 +170,35 @@ def save_packed(packed: PackedModel, place: Path, source: Path | None, key: str,
         return False
     finally:  # Ctrl-C comes here too
         shutil.rmtree(fresh, ignore_errors=True)
-    logger.info("packed copy of %s saved in %s", readable(size), place)
+    logger.info(
+        "a packed copy of %s is kept in %s, and read the next time; remove that folder to have the space back",
+        readable(size),
+        place,
+    )
     return True
+
+
+def remove_leftovers(place: Path) -> None:
+    """Remove what writers of a packed copy left beside it when they were killed; nothing that may still be written.
+
+    Args:
+        place: of the copy. Folders of other copies, and of other names, are not looked at.
+    """
+    name = re.compile(re.escape(place.name) + r"\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.(tmp|old)")
+    for folder in place.parent.glob(f"{glob.escape(place.name)}.*"):
+        if found := name.fullmatch(folder.name):
+            # Of another machine's process nobody can be asked; what is being written changes all the time.
+            alive = psutil.pid_exists(int(found[1])) if found[2] == _HERE else time.time() - _changed(folder) < _SILENT
+            if not alive:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _changed(folder: Path) -> float:
+    """Of a folder or a file in it, in seconds as of ``time.time``; now, if it is changing."""
+    try:
+        return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except OSError:
+        return time.time()
 
 
 def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.errors import LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.errors import LoadError, MemoryLimitError
 from sakiyomi.kernels.pack import PACKED
 from sakiyomi.loading.checkpoint import Checkpoint
 from sakiyomi.memory import readable
@@ -19,7 +19,7 @@ from sakiyomi.progress import progress
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Reader", "quiet", "short", "torchao"]
+__all__ = ["Reader", "quiet", "short"]
 
 
 @dataclass(frozen=True)
@@ -136,30 +136,6 @@ def _as_numbers() -> dict[str, Any]:
     except ImportError:  # versions that always unpack it
         return {}
     return {"quantization_config": GgufConfig(dequantize=True)}
-
-
-def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
-    """Torchao's way of rounding weights on a GPU; rows stay as they are, and so does the head.
-
-    Raises:
-        LoadError: torchao is not installed.
-        UnsupportedError: its kernel for 4 bits takes bfloat16 only.
-    """
-    try:
-        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
-    except ImportError as error:
-        raise LoadError(f"quantize={kind!r} on a GPU needs torchao; pip install torchao") from error
-    from transformers import TorchAoConfig
-
-    if kind == "int8":
-        return TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
-    if str(dtype) != "torch.bfloat16":
-        raise UnsupportedError(
-            f"quantize={kind!r} on a GPU needs bfloat16, and {name!r} is in {dtype}; pass dtype='bfloat16'"
-        )
-    # The tiled layout has a kernel in torch itself; the plain one needs another package.
-    config = Int4WeightOnlyConfig(group_size=64, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
-    return TorchAoConfig(config)
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""A model that torchao rounds on a GPU, and what that changed.
+
+torchao keeps rows as they are, and so do we the head: only weights are rounded, each when it is read. The model's own
+logits are taken before, with its linear layers on disk, so that neither the GPU nor main memory holds it whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.errors import LoadError, UnsupportedError
+from sakiyomi.kernels.pack import PACKED
+from sakiyomi.kernels.rounding import RoundingReport, compare
+from sakiyomi.prompts import STORIES
+
+if TYPE_CHECKING:
+    from sakiyomi.loading.reader import Reader
+
+__all__ = ["read_rounded", "torchao"]
+
+TOKENS = 512  # on which a rounding is judged
+
+
+def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
+    """Torchao's way of rounding weights, for transformers.
+
+    Raises:
+        LoadError: torchao is not installed.
+        UnsupportedError: its kernel for 4 bits takes bfloat16 only.
+    """
+    try:
+        from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise LoadError(f"quantize={kind!r} on a GPU needs torchao; pip install torchao") from error
+    from transformers import TorchAoConfig
+
+    if kind == "int8":
+        return TorchAoConfig(Int8WeightOnlyConfig(set_inductor_config=False))
+    if dtype != torch.bfloat16:
+        raise UnsupportedError(
+            f"quantize={kind!r} on a GPU needs bfloat16, and {name!r} is in {dtype}; pass dtype='bfloat16'"
+        )
+    # The tiled layout has a kernel in torch itself; the plain one needs another package.
+    config = Int4WeightOnlyConfig(group_size=64, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
+    return TorchAoConfig(config)
+
+
+def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) -> tuple[Any, RoundingReport]:
+    """A model on the reader's device, rounded by torchao, and what that changed on a text.
+
+    Args:
+        reader: of the model.
+        kind: "int8" or "int4".
+        tokenizer: of the model.
+        layered: its linear layers can stay on disk until they are needed (``fit.by_layer``).
+
+    Raises:
+        LoadError, UnsupportedError: as ``torchao``, ``Reader.read``.
+    """
+    settings = torchao(kind, reader.name, reader.dtype)
+    model = reader.read_later() if layered else reader.read()
+    text = _text(model.config.get_text_config(), tokenizer)
+    before = _own_logits(model.eval(), text, reader.device)
+    del model
+    rounded = reader.read(settings).eval()
+    agreement, divergence = compare(before, _logits(rounded, text.to(reader.device)).cpu())
+    linear = {name: layer for name, layer in rounded.named_modules() if type(layer) in PACKED}
+    kept = tuple(name for name, layer in linear.items() if type(layer.weight) is nn.Parameter)
+    count = len(linear) - len(kept)
+    return rounded, RoundingReport(kind, count, kept, agreement, divergence, text.shape[1])
+
+
+def _text(config: Any, tokenizer: Any) -> Tensor:
+    """(1, T) token ids of stories, as many as the model can see."""
+    most = min(TOKENS, int(getattr(config, "max_position_embeddings", 0) or TOKENS))
+    return torch.tensor([tokenizer("\n".join(STORIES))["input_ids"][:most]])
+
+
+def _own_logits(model: Any, text: Tensor, device: torch.device) -> Tensor:
+    """Logits of a model in main memory; layers that are on disk are read to the device, and computed there."""
+    for layer in model.modules():
+        hook = getattr(layer, "_hf_hook", None)
+        if hook is not None:
+            hook.execution_device, hook.io_same_device = device, True
+    return _logits(model, text)
+
+
+def _logits(model: Any, text: Tensor) -> Tensor:
+    """(T, V)."""
+    with torch.no_grad():
+        found: Tensor = model(input_ids=text, use_cache=False).logits[0]
+    return found
