@@ -40,9 +40,31 @@ def _model(argument: str, around: Surroundings) -> Drafter:
     return ModelDrafter(around.pack(loaded), around.vocab_size)
 
 
+def _lookup(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.lookup import MOST, PromptLookup
+
+    return PromptLookup(argument or MOST)
+
+
+def _suffix(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.memory import MemoryFile
+    from sakiyomi.drafters.suffix import SuffixDrafter
+    from sakiyomi.fingerprint import tokenizer_digest
+
+    if not argument:
+        return SuffixDrafter()
+    return SuffixDrafter(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
+
+
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
     "model": _model,
+    "prompt-lookup": _lookup,
+    "suffix": _suffix,
 }
+
+
+FORMS = ("model:<path or id>", "prompt-lookup", "prompt-lookup:<n>", "suffix", "suffix:<file>")
+"""Specs, for messages."""
 
 
 def make_drafter(spec: str, around: Surroundings) -> Drafter | None:
@@ -59,6 +81,6 @@ def make_drafter(spec: str, around: Surroundings) -> Drafter | None:
         return None
     kind, _, argument = spec.partition(":")
     if kind not in DRAFTERS or "+" in kind:
-        known = ", ".join(f'"{name}:<path or id>"' for name in DRAFTERS)
+        known = ", ".join(f'"{form}"' for form in FORMS)
         raise InputError(f'unknown draft {spec!r}; this version has "none", "auto", {known}, or pass a Drafter object')
     return DRAFTERS[kind](argument, around)
