@@ -25,6 +25,7 @@ from sakiyomi.model import PackedModel
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft
 from statistical.harness import LEVEL, p_value
+from text_drafters import KINDS, Wide, text_drafter
 from toys import character_tokenizer, tiny_llama
 
 V = 5
@@ -52,12 +53,13 @@ def exact(params: SamplingParams) -> NDArray[np.float64]:
     return joint / joint.sum()
 
 
-def sample(drafter: Any, params: SamplingParams) -> NDArray[np.int64]:
+def sample(drafter: Any, params: SamplingParams, drafted: float = 1.5) -> NDArray[np.int64]:
+    """Counts of texts; a drafter has to propose more than ``drafted`` tokens a text."""
     llm = LLM((model(0), TOKENIZER), drafter, compile=False, max_batch=50)
     done = llm.generate([PROMPT], params)[0]
     assert not llm.engine._broken, "the drafter raised"
     if not isinstance(drafter, str):
-        assert sum(out.stats.drafted for out in done) > 1.5 * SAMPLES
+        assert sum(out.stats.drafted for out in done) > drafted * SAMPLES
     seen = np.zeros(V**LENGTH, dtype=np.int64)
     for out in done:
         seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
@@ -105,6 +107,24 @@ def test_coupled_with_a_draft_model() -> None:
     print(f"coupled: p = {p:.3g}, TV = {distance:.4f}")
     assert p > LEVEL
     assert np.array_equal(seen, sample("none", values))
+
+
+REPEATING = [3, 1, 4, 1, 3, 1, 2, 4, 3, 1, 4, 4, 3, 1]
+"""Of which something is always found, with several continuations."""
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_without_a_model(kind: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of point masses; under the ratio rule each refusal takes its token out of p, under the coupled one n-grams
+    choose by the target's own noise.
+    """
+    monkeypatch.setattr("statistical.test_engine_distribution.PROMPT", REPEATING)
+    values = params(acceptance=rule)
+    drafter = Wide(text_drafter(kind, V, [REPEATING * 2]))
+    p, distance = p_value(sample(drafter, values, drafted=0.4), exact(values))
+    print(f"{kind} {rule}: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
 
 
 class Overconfident(ModelDrafter):

@@ -56,14 +56,34 @@ def _suffix(argument: str, around: Surroundings) -> Drafter:
     return SuffixDrafter(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
 
 
+def _ngram(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.ngram import NgramDrafter
+    from sakiyomi.drafters.ngram_file import read_tables
+    from sakiyomi.fingerprint import tokenizer_digest
+
+    if not argument:
+        return NgramDrafter(around.vocab_size)
+    tables = read_tables(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size)
+    return NgramDrafter(around.vocab_size, tables)
+
+
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
     "model": _model,
     "prompt-lookup": _lookup,
     "suffix": _suffix,
+    "ngram": _ngram,
 }
 
 
-FORMS = ("model:<path or id>", "prompt-lookup", "prompt-lookup:<n>", "suffix", "suffix:<file>")
+FORMS = (
+    "model:<path or id>",
+    "prompt-lookup",
+    "prompt-lookup:<n>",
+    "suffix",
+    "suffix:<file>",
+    "ngram",
+    "ngram:<file>",
+)
 """Specs, for messages."""
 
 
