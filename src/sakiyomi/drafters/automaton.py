@@ -41,6 +41,8 @@ class SuffixAutomaton:
         self.last = ROOT
         self._reach = reach
         self._path = [ROOT]  # states of the beginnings of this text
+        self._places: list[int] = []  # where its tokens stand in ``text``
+        self._onward: dict[int, int] = {}  # where it goes on behind a place, if not at the next one
 
     def __len__(self) -> int:
         """States."""
@@ -58,6 +60,7 @@ class SuffixAutomaton:
                 last = self._split(self.last, token, known)
             self.last = last
             self._path.append(last)
+            self._places.append(len(self.text))
             self._count(last, len(self.text))
             self.text.append(token)
 
@@ -67,10 +70,12 @@ class SuffixAutomaton:
 
     def branch(self, length: int) -> None:
         """Go on behind the first ``length`` tokens of this text; what came behind them stays known."""
-        del self._path[length + 1 :]
+        del self._path[length + 1 :], self._places[length:]
         self.last = self._path[-1]
         if self.text:
             self.text.append(-1)
+        if length:
+            self._onward[self._places[-1]] = len(self.text)
 
     def match(self) -> tuple[int, int]:
         """State and length of the longest suffix of the text that occurs before its end; (ROOT, 0) if none does."""
@@ -81,10 +86,11 @@ class SuffixAutomaton:
 
     def newest(self, state: int) -> int:
         """The token that followed a state's substrings last; -1 if they were only at the end of a text."""
-        place = self.latest[state]
-        if place + 1 >= len(self.text):
-            place = self.earlier[state]
-        return self.text[place + 1] if place >= 0 else -1
+        for place in (self.latest[state], self.earlier[state]):
+            after = self._onward.get(place, place + 1)
+            if 0 < after < len(self.text):
+                return self.text[after]
+        return -1
 
     def _append(self, token: int) -> int:
         following, links, lengths = self.following, self.links, self.lengths

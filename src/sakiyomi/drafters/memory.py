@@ -1,7 +1,8 @@
 """What earlier requests wrote, in one file: read when a drafter is made, written when requests end.
 
     8 bytes    magic
-    header     one line of JSON: format, tokenizer, vocabulary, documents (tokens and time of each), size and checksum
+    a line     format version, and the checksum of all that follows
+    a line     JSON: the tokenizer's digest, length and time of each document
     tokens     of all documents one after the other, the oldest first, 4 bytes each, little-endian
 
 A file is whole or not there: it is written under another name and moved. Several processes may share one: each adds its
@@ -70,16 +71,14 @@ def read_memory(path: Path) -> Contents:
         raise LoadError(f"the memory file {path} cannot be read: {error.strerror}") from None
     if not data.startswith(MAGIC):
         raise LoadError(f"{path} is no memory file of sakiyomi; give another name")
-    line, _, body = data[len(MAGIC) :].partition(b"\n")
-    try:
-        header = json.loads(line)
-        version = header["format"]
-    except (ValueError, KeyError, TypeError):
-        raise LoadError(f"the memory file {path} is damaged: its header cannot be read; {remedy}") from None
-    if version != FORMAT:
-        raise LoadError(f"the memory file {path} has format {version!r}, this version reads {FORMAT}; {remedy}")
-    if len(body) != header["bytes"] or _checksum(header, body) != header["checksum"]:
+    line, _, rest = data[len(MAGIC) :].partition(b"\n")
+    version, _, checksum = line.decode("ascii", "replace").partition(" ")
+    if version != str(FORMAT):
+        raise LoadError(f"the memory file {path} has format {version!r:.20}, this version reads {FORMAT}; {remedy}")
+    if checksum != f"{zlib.crc32(rest):08x}":
         raise LoadError(f"the memory file {path} is damaged: its checksum is another one; {remedy}")
+    line, _, body = rest.partition(b"\n")
+    header = json.loads(line)
     tokens, documents, place = _integers(body), [], 0
     for length, when in zip(header["lengths"], header["times"], strict=True):
         documents.append(Document(tuple(tokens[place : place + length]), when))
@@ -171,14 +170,13 @@ class MemoryFile:
             "tokenizer": self._tokenizer,
             "lengths": [len(document.tokens) for document in documents],
             "times": [document.time for document in documents],
-            "bytes": len(body),
         }
-        header["checksum"] = _checksum(header, body)
+        rest = json.dumps(header).encode() + b"\n" + body
         fresh = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}")
         try:
             # Private from its first byte on, whatever the umask says.
             with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(MAGIC + json.dumps(header).encode() + b"\n" + body)
+                file.write(MAGIC + f"{FORMAT} {zlib.crc32(rest):08x}\n".encode() + rest)
             fresh.replace(self.path)
         finally:
             fresh.unlink(missing_ok=True)
@@ -190,11 +188,6 @@ def _integers(body: bytes) -> array.array[int]:
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
-
-
-def _checksum(header: dict[str, object], body: bytes) -> int:
-    rest = {name: value for name, value in header.items() if name != "checksum"}
-    return zlib.crc32(body, zlib.crc32(json.dumps(rest, sort_keys=True).encode()))
 
 
 @contextmanager

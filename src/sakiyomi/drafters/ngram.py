@@ -171,6 +171,8 @@ class NgramReader:
         """Interpolated chances of about ``width`` tokens, the most frequent behind the longest runs that are known."""
         after = self._tables.after
         found = [seen for start in range(len(last) + 1) if (seen := after(last[start:])) is not None]
+        if len(found) < 2 <= self._tables.order:
+            return {}  # what is most frequent anywhere is no guess about this place
         tokens: dict[int, None] = {}
         for _, _, top, _ in found:
             tokens.update(dict.fromkeys(top[:width]))
