@@ -10,6 +10,7 @@ from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
+from sakiyomi.bench.lookup import lookup
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.speed import batch, plain, speculative, stories
@@ -30,6 +31,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "exact": exact,
     "compiling": compiling,
     "peers": peers,
+    "lookup": lookup,
 }
 
 TABLES = {"bookkeeping", "passes", "exact", "compiling"}

@@ -11,8 +11,10 @@ from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.growth import Growth
 from sakiyomi.tree import Draft, DraftKind
 
-__all__ = ["Reader", "TextDrafter"]
+__all__ = ["FLOOR", "Reader", "TextDrafter"]
 
+FLOOR = 0.04
+"""Least chance of being reached with which a token is proposed: about what one more row of a pass costs, in tokens."""
 CHUNK = 4096  # tokens that are taken in before others have their turn: some 20 ms
 
 

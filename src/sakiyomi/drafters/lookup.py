@@ -10,14 +10,13 @@ from collections.abc import Sequence
 
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
-from sakiyomi.drafters.following import TextDrafter
+from sakiyomi.drafters.following import FLOOR, TextDrafter
 from sakiyomi.drafters.growth import Growth
 from sakiyomi.errors import InputError
 
 __all__ = ["MOST", "LookupReader", "PromptLookup"]
 
 MOST = 12
-FLOOR = 0.06  # about what one more row of a pass costs, in tokens
 # Share of tokens that were as the longest match has it, by its length (0, 1, ...): of the first token, and of later
 # ones where those before them were right, whose match is longer by so many (benchmarks/lookup_core.py shows them).
 FIRST = (0.0, 0.22, 0.43, 0.56, 0.63, 0.72, 0.77, 0.80, 0.82, 0.84, 0.86, 0.88, 0.90)

@@ -16,13 +16,12 @@ import numpy as np
 
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
-from sakiyomi.drafters.following import TextDrafter
+from sakiyomi.drafters.following import FLOOR, TextDrafter
 from sakiyomi.drafters.growth import Growth, grow
 
 __all__ = ["NgramDrafter", "NgramReader", "OnlineTables", "Tables", "run_number"]
 
 ORDER = 4
-FLOOR = 0.06  # about what one more row of a pass costs, in tokens
 SIBLINGS = 4
 WIDEST = 16  # tokens among which noise chooses
 EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # a kind of guess begins at each of these chances

@@ -16,7 +16,7 @@ from heapq import nlargest
 from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
-from sakiyomi.drafters.following import TextDrafter
+from sakiyomi.drafters.following import FLOOR, TextDrafter
 from sakiyomi.drafters.growth import Growth, grow
 from sakiyomi.drafters.memory import MemoryFile
 from sakiyomi.errors import LoadError
@@ -25,7 +25,6 @@ __all__ = ["SuffixDrafter", "SuffixReader"]
 
 logger = logging.getLogger("sakiyomi")
 SAVE_SECONDS = 5.0
-FLOOR = 0.06  # about what one more row of a pass costs, in tokens
 LENGTHS = (0, 1, 2, 3, 4, 6, 9, 14)  # a kind of guess begins at each of these match lengths ...
 SHARES = (0.0, 0.3, 0.5, 0.7)  # ... and at each of these shares of the likeliest continuation among those seen
 WIDEST = 48  # continuations of a place; of more only the newest is looked at
