@@ -92,13 +92,14 @@ def lookup(config: BenchConfig, note: Note) -> Row:
         title = "greedy, one prompt at a time, tokens/s"
         row = of_race("lookup", title, race(contenders, repeats=config.repeats, note=tell), **_conditions(tasks))
         rows.append(row)
-    lines = [{"text": kind} | dict(line) for kind, row in zip(kinds, rows, strict=True) for line in row.lines]
-    notes = [f"{kind}: {text}" for kind, row in zip(kinds, rows, strict=True) for text in row.notes]
+    named = list(zip(kinds, rows, strict=True))
+    lines = [dict(line) | {"name": f"{kind}: {line['name']}"} for kind, row in named for line in row.lines]
+    notes = [f"{kind}: {text}" for kind, row in named for text in row.notes]
     conditions = {"target": config.target, "dtype": str(llm.target.dtype).removeprefix("torch."), "gamma": config.gamma}
     conditions |= {"rounding": llm.target.rounding and str(llm.target.rounding)}
     conditions |= {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
-    for kind, row in zip(kinds, rows, strict=True):
-        conditions[kind] = "; ".join(f"{name} {value}" for name, value in row.conditions.items() if name != "laps")
+    for kind, row in named:
+        conditions[kind] = ", ".join(f"{name} {value}" for name, value in row.conditions.items() if name != "laps")
     return Row("lookup", rows[0].title, lines, conditions, notes)
 
 

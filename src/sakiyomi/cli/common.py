@@ -29,8 +29,8 @@ class ModelOptions:
 
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
-        draft: drafter: auto (tales-draft for tales, else none), none, or model:FOLDER (an embedded name or a hub id
-            works as well).
+        draft: drafter: auto (tales-draft for tales, else none), none, model:FOLDER (an embedded name or a hub id
+            works as well), prompt-lookup, prompt-lookup:N, suffix, suffix:FILE, ngram, or ngram:FILE.
         cache: cache policy; full keeps everything.
         kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
         chunk_size: tokens of a prompt that are read at once.
