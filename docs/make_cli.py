@@ -13,7 +13,7 @@ from sakiyomi.cli import app
 
 COMMANDS = (
     *("", "demo", "generate", "chat", "audit", "info", "bench", "bench inflate", "train", "train target"),
-    "train draft",
+    *("train draft", "train ngram", "memory", "memory show", "memory clear"),
 )
 PAGE = Path(__file__).with_name("cli.md")
 HEAD = """# Command line

@@ -19,6 +19,7 @@ import torch
 from architectures import ALL, CONFIGS, OTHERS, VARIANTS, VOCAB, greedy, model_of, prompt, widen
 from drafters import Branching, Fading, Failing, Noisy, Scripted, Skill, texts_of
 from sakiyomi import LLM, Generation, SamplingParams
+from text_drafters import KINDS, Wide, text_drafter
 from toys import character_tokenizer, save_model
 
 NEW = 24
@@ -161,6 +162,54 @@ def test_a_drafter_that_fails_changes_nothing_but_the_speed(caplog: pytest.LogCa
     done = llm.generate(PROMPTS, params(gamma=2))
     assert [out.token_ids for out in done] == wanted("llama")
     assert "fell off the table" in caplog.text
+
+
+# ---------------------------------------------------------------- drafts from text alone
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_without_a_model(kind: str, wide: bool, gamma: int) -> None:
+    """Prompts that hold each other's answers, so that much is found in them and some of it is wrong."""
+    prompts = [tokens + text + tokens for tokens, text in zip(PROMPTS, wanted("llama"), strict=True)]
+    expected = [greedy(model_of("llama"), tokens, 60) for tokens in prompts]
+    known = [tokens + text for tokens, text in zip(prompts, expected, strict=True)]
+    drafter = text_drafter(kind, VOCAB, known)
+    chosen: Any = Wide(drafter) if wide else drafter
+    llm = LLM((model_of("llama"), TOKENIZER), chosen, compile=False)
+    for batch in ([0], [0, 1, 2]):
+        done = generate(llm, [prompts[i] for i in batch], params(gamma=gamma, max_new_tokens=60))
+        assert [out.token_ids for out in done] == [expected[i] for i in batch]
+        assert sum(out.stats.accepted for out in done) > 0
+        for out in done:
+            check_books(out, gamma)
+    if wide and gamma > 1 and kind != "prompt-lookup":
+        assert isinstance(chosen, Wide)
+        assert chosen.branched
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafts_without_a_model_for_every_architecture(name: str, kind: str) -> None:
+    known = [tokens + text for tokens, text in zip(PROMPTS, wanted(name), strict=True)]
+    llm = LLM((model_of(name), TOKENIZER), Wide(text_drafter(kind, VOCAB, known)), compile=False)
+    done = generate(llm, PROMPTS, params(gamma=3))
+    assert [out.token_ids for out in done] == wanted(name)
+    if kind == "tables":
+        assert sum(out.stats.accepted for out in done) > 0
+
+
+def test_what_was_written_before_is_remembered(tmp_path: Path) -> None:
+    """The second process finds every text in the file: all of it is accepted, and it is the target's."""
+    spec = f"suffix:{tmp_path / 'memory'}"
+    for rates in (None, [1.0] * 3):
+        llm = LLM((model_of("llama"), TOKENIZER), spec, compile=False)
+        done = generate(llm, PROMPTS, params(gamma=5))
+        assert [out.token_ids for out in done] == wanted("llama")
+        if rates:
+            assert [out.stats.acceptance_rate for out in done] == rates
+            assert all(out.stats.tau > 3 for out in done)
 
 
 # ---------------------------------------------------------------- ends

@@ -20,6 +20,7 @@ from transformers import NoRepeatNGramLogitsProcessor, TypicalLogitsWarper
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Fading, Noisy, Scripted, texts_of
 from sakiyomi import LLM, InputError, SamplingParams
+from text_drafters import KINDS, Wide, text_drafter
 from toys import character_tokenizer, save_model
 
 NEW = 30
@@ -87,6 +88,32 @@ def test_one_seed_one_text(kind: str, gamma: int, draft_folder: Path) -> None:
         assert all(out.stats.accepted > 3 for out in done)
     if kind == "always":
         assert all(out.stats.acceptance_rate == 1.0 for out in done)
+
+
+@pytest.mark.parametrize("warp", ["plain", "top-k", "penalty"])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_seed_one_text_without_a_draft_model(kind: str, wide: bool, warp: str) -> None:
+    """Prompts that end in the very text that the seed writes behind them, so that drafts are right now and then."""
+    drafter = text_drafter(kind, VOCAB, [tokens + text for tokens, text in zip(PROMPTS, plain(warp), strict=True)])
+    chosen: Any = Wide(drafter) if wide else drafter
+    target = LLM((model_of("llama"), TOKENIZER), chosen, compile=False)
+    done = target.generate(PROMPTS, params(seed=11, gamma=4, **WARPS[warp]))
+    assert not target.engine._broken, "the drafter raised"
+    assert [out.token_ids for out in done] == plain(warp)
+    if kind == "tables":
+        assert sum(out.stats.accepted for out in done) > 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ratio_rule_repeats_itself_without_a_draft_model(kind: str) -> None:
+    """What is proposed depends on the request's own text alone: same seed and gamma, same text, in any company."""
+    prompts = [tokens * 3 for tokens in PROMPTS]
+    target = LLM((model_of("llama"), TOKENIZER), text_drafter(kind, VOCAB, prompts), compile=False)
+    values = params(seed=5, acceptance="ratio")
+    first = tokens_of(target, prompts, values)
+    assert tokens_of(target, prompts, values) == first
+    assert tokens_of(target, prompts[:1], values) == first[:1]
 
 
 @pytest.mark.parametrize("gamma", ["heuristic", "auto"])

@@ -26,6 +26,7 @@ from sakiyomi.model import PackedModel
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft
 from statistical.harness import LEVEL, p_value
+from text_drafters import KINDS, Wide, text_drafter
 from toys import character_tokenizer, tiny_llama
 
 V = 5
@@ -167,6 +168,24 @@ def test_a_merged_tree_that_is_pruned_after_drawing_is_found() -> None:
     p, distance = p_value(sample(Pruning([drafter(), other]), values, 0.5), exact(values))
     print(f"pruned after drawing: p = {p:.3g}, TV = {distance:.4f}")
     assert p < LEVEL
+
+
+REPEATING = [3, 1, 4, 1, 3, 1, 2, 4, 3, 1, 4, 4, 3, 1]
+"""Of which something is always found, with several continuations."""
+
+
+@pytest.mark.parametrize("rule", ["ratio", "coupled"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_without_a_model(kind: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of point masses; under the ratio rule each refusal takes its token out of p, under the coupled one n-grams
+    choose by the target's own noise.
+    """
+    monkeypatch.setattr("statistical.test_engine_distribution.PROMPT", REPEATING)
+    values = params(acceptance=rule)
+    drafter = Wide(text_drafter(kind, V, [REPEATING * 2]))
+    p, distance = p_value(sample(drafter, values, 0.4), exact(values))
+    print(f"{kind} {rule}: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
 
 
 class Overconfident(ModelDrafter):

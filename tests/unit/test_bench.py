@@ -19,6 +19,7 @@ from sakiyomi.bench import scoring as scoring_row
 from sakiyomi.bench import sweep as sweep_row
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.llamacpp import missing
+from sakiyomi.bench.lookup import Given
 from sakiyomi.bench.meter import Meter, round_figures
 from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
@@ -35,6 +36,7 @@ from sakiyomi.kernels.build import native
 from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.llm import LLM
+from sakiyomi.loading import load_model
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.memory import peak_bytes
 from sakiyomi.model import SIZES
@@ -540,6 +542,38 @@ def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
     near = referee.compare(0, prompts[0], texts[0], (*texts[0][:3], second), limit=1e9)
     assert near is not None
     assert near.gap == pytest.approx(near.top2_gap)
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_row_of_drafts_from_text(pair: BenchConfig, quantize: str | None) -> None:
+    """Three kinds of text, the same contenders in each; given texts come out as they were given."""
+    found = suites.ROWS["lookup"](dataclasses.replace(pair, max_new_tokens=24, quantize=quantize), suites.Note())
+    names = ["transformers prompt lookup", "sakiyomi plain"]
+    names += [f"sakiyomi {name}" for name in ("prompt-lookup", "suffix", "ngram")]
+    assert [line["name"] for line in found.lines] == [
+        f"{text}: {name}" for text in ("stories", "summary", "edit") for name in names
+    ]
+    for line in found.lines:
+        assert line["tokens"] == 48
+        text, _, name = line["name"].partition(": ")
+        if text != "stories":
+            assert line["equal"]
+        if name == "sakiyomi plain":
+            assert line["tau"] == 1
+        elif text == "edit":
+            assert 1.2 < line["tau"] <= 3
+
+
+def test_given_texts_are_written_by_everybody(pair: BenchConfig) -> None:
+    """By us and by transformers, with other tokens than the model's own; behind the text's end it is free again."""
+    target = load_model(pair.target)
+    text = [17, 4, 4, 200, 17, 4, 4, 9]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, logits_processors=[Given(3, text)])
+    ours = LLM(pair.target, draft="suffix", compile=False).generate([[5, 6, 7]], params)[0].token_ids
+    theirs = Transformers(target.model, lookup=True).generate([5, 6, 7], params)
+    assert ours == theirs
+    assert ours[:8] == text
+    assert Transformers(target.model).generate([5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True)) != text
 
 
 def test_row_of_peers(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sakiyomi.cli.train import app
-from sakiyomi.train.config import DraftConfig, TargetConfig
+from sakiyomi.train.config import DraftConfig, NgramConfig, TargetConfig
 from train_toys import draft_config, stop_at, story_file, target_config, tiny_target
 
 runner = CliRunner()
@@ -34,7 +34,7 @@ def flags(config: object, *, leave_out: tuple[str, ...] = ()) -> list[str]:
     return given
 
 
-@pytest.mark.parametrize(("name", "config"), [("target", TargetConfig), ("draft", DraftConfig)])
+@pytest.mark.parametrize(("name", "config"), [("target", TargetConfig), ("draft", DraftConfig), ("ngram", NgramConfig)])
 def test_every_field_has_a_flag_and_a_help(name: str, config: type) -> None:
     result = runner.invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0

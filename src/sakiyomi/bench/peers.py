@@ -41,13 +41,20 @@ class Transformers:
         self.stop = list(stop_tokens(model) if stop is None else stop)
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        """New tokens of one prompt; of ``params`` length, temperature, top_k, top_p, seed and ignore_eos are read."""
+        """New tokens of one prompt.
+
+        Of ``params`` length, temperature, top_k, top_p, seed, ignore_eos and logits_processors are read.
+        """
         ids = torch.tensor([list(prompt)], device=self.model.device)
         with ExitStack() as stack:
             own = self._config(self.model, params)
             own.prompt_lookup_num_tokens = self.gamma if self.lookup else None
             stack.enter_context(_settings(self.model, own))
-            extra = {}
+            extra: dict[str, Any] = {}
+            if params.logits_processors:
+                from transformers import LogitsProcessorList
+
+                extra["logits_processor"] = LogitsProcessorList(params.logits_processors)
             if self.assistant is not None:
                 config = self._config(self.assistant, params)
                 config.num_assistant_tokens = self.gamma

@@ -11,6 +11,7 @@ from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
+from sakiyomi.bench.lookup import lookup
 from sakiyomi.bench.oracle import oracle
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
@@ -38,6 +39,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "useless": useless,
     "block": block,
     "oracle": oracle,
+    "lookup": lookup,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,

@@ -1,4 +1,4 @@
-"""The target of an ``LLM`` alone: the same weights, graphs and cache, and no draft."""
+"""The target of an ``LLM`` without its draft, or with another: the same weights, graphs and cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sakiyomi.outputs import Generation
 from sakiyomi.params import SamplingParams
 
 if TYPE_CHECKING:
+    from sakiyomi.drafters import Drafter
     from sakiyomi.llm import LLM
 
 __all__ = ["Undrafted"]
@@ -20,13 +21,14 @@ class Undrafted:
 
     Args:
         llm: whose target it is; the two must not run at the same time.
+        drafter: drafts from nothing but text, in the place of the LLM's own; None: plain.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, drafter: Drafter | None = None) -> None:
         own = llm.engine
         self.engine = Engine(
             llm.target,
-            None,
+            drafter,
             llm.tokenizer,
             stop_ids=sorted(own.stop_ids),
             max_context=own.max_context,

@@ -30,8 +30,9 @@ class ModelOptions:
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
         draft: drafter: auto (tales-draft for tales, else none), none, model:FOLDER (an embedded name or a hub id
-            works as well), self-int8 (the target in 8 bits), early-exit:LAYERS (its first layers), or oracle:RATE (the
-            known answer, to measure what a draft could bring).
+            works as well), prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier texts,
+            ngram:FILE is trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its first layers), oracle:RATE
+            (the known answer, to measure what a draft could bring); several are joined by +.
         cache: cache policy; full keeps everything.
         kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
         chunk_size: tokens of a prompt that are read at once.

@@ -13,9 +13,13 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from sakiyomi.errors import SakiyomiError
-from sakiyomi.train.config import DraftConfig, TargetConfig
+from sakiyomi.train.config import DraftConfig, NgramConfig, TargetConfig
 
-app = typer.Typer(name="train", help="Train a target from text, or distil a draft from a target.", no_args_is_help=True)
+app = typer.Typer(
+    name="train",
+    help="Train a target from text, distil a draft from a target, or count n-grams.",
+    no_args_is_help=True,
+)
 
 
 def _command(name: str, config_class: type[Any], run: Callable[[Any, str], dict[str, Any]], help: str) -> None:
@@ -87,8 +91,22 @@ def _draft(config: DraftConfig, command: str) -> dict[str, Any]:
     return train_draft(config, command)
 
 
+def _ngram(config: NgramConfig, command: str) -> dict[str, Any]:
+    from sakiyomi.cli.output import quiet
+    from sakiyomi.train.ngram import train_ngram
+
+    quiet()
+    return train_ngram(config, command)
+
+
 _command("target", TargetConfig, _target, "Train a Llama target and its tokenizer from text files.")
 _command("draft", DraftConfig, _draft, "Distil a small draft from a target, for speculative decoding.")
+_command(
+    "ngram",
+    NgramConfig,
+    _ngram,
+    "Count the n-grams of a text, or of what a target writes, into one file for drafts.",
+)
 
 
 @app.callback()

@@ -83,14 +83,51 @@ def _self_int8(argument: str, around: Surroundings) -> Drafter:
     return ModelDrafter(around.rounded("int8"), around.vocab_size, name="self-int8")
 
 
+def _lookup(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.lookup import MOST, PromptLookup
+
+    return PromptLookup(argument or MOST)
+
+
+def _suffix(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.memory import MemoryFile
+    from sakiyomi.drafters.suffix import SuffixDrafter
+    from sakiyomi.fingerprint import tokenizer_digest
+
+    if not argument:
+        return SuffixDrafter()
+    return SuffixDrafter(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
+
+
+def _ngram(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.ngram import NgramDrafter
+    from sakiyomi.drafters.ngram_file import read_tables
+    from sakiyomi.fingerprint import tokenizer_digest
+
+    if not argument:
+        return NgramDrafter(around.vocab_size)
+    tables = read_tables(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size)
+    return NgramDrafter(around.vocab_size, tables)
+
+
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
     "model": _model,
     "self-int8": _self_int8,
     "early-exit": _early_exit,
     "oracle": _oracle,
+    "prompt-lookup": _lookup,
+    "suffix": _suffix,
+    "ngram": _ngram,
 }
 
-FORMS = {"model": "model:<path or id>", "early-exit": "early-exit:<layers>", "oracle": "oracle:<rate>"}
+FORMS = {
+    "model": "model:<path or id>",
+    "prompt-lookup": "prompt-lookup[:<longest match>]",
+    "suffix": "suffix[:<file>]",
+    "ngram": "ngram[:<file>]",
+    "early-exit": "early-exit:<layers>",
+    "oracle": "oracle[:<rate>]",
+}
 """How specs are written, for messages."""
 
 

@@ -1,43 +1,53 @@
-"""What a drafter's word is worth: its claimed chances against what the target then took.
-
-Drafters of different kinds count differently: a frequency in a text, a softmax of a small model. Before their nodes can
-share a tree, their chances have to mean the same.
-"""
+"""What a guess is worth: how often guesses of its kind came true in this very text."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Sequence
 
 __all__ = ["Calibration"]
 
-_EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.96)
-_WEIGHT = 6.0  # nodes that the claim itself counts for
-_MEMORY = 0.995
-_MOST = 0.995
-
 
 class Calibration:
-    """Chance of acceptance by claimed chance, in bins: the ratio of what was kept to what was claimed.
+    """Counts by kind of guess, from what was committed: also of guesses that were too unsure to be proposed.
 
-    Source: histogram binning, Zadrozny and Elkan 2001, with the claim itself as prior, and a slow forgetting.
+    A request has its own, so that its drafts depend on its own text alone.
+
+    Args:
+        priors: chance of each kind before anything is known.
+        weight: so many tries the prior counts for.
+        memory: factor by which older tries of a kind fade with each new one: texts change.
     """
 
-    __slots__ = ("_claimed", "_kept")
+    __slots__ = ("_hits", "_memory", "_path", "_position", "_tries", "chances")
 
-    def __init__(self) -> None:
-        # As if so many nodes of each bin had been kept just as often as was claimed.
-        middles = [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
-        self._claimed = [_WEIGHT * middle for middle in middles]
-        self._kept = list(self._claimed)
+    def __init__(self, priors: Sequence[float], weight: float = 4.0, memory: float = 0.98) -> None:
+        self.chances = list(priors)
+        self._hits = [prior * weight for prior in priors]
+        self._tries = [weight] * len(priors)
+        self._memory = memory
+        self._position = 0
+        self._path: Sequence[tuple[int, int]] = ()
 
-    def chance(self, claimed: float) -> float:
-        """The calibrated chance of a node of which so much was claimed."""
-        bin_ = bisect_right(_EDGES, claimed)
-        return min(_MOST, claimed * self._kept[bin_] / self._claimed[bin_])
+    def expect(self, position: int, path: Sequence[tuple[int, int]]) -> None:
+        """Remember a guess.
 
-    def learn(self, claimed: float, kept: bool) -> None:
-        """The target came to a node's place and took it, or did not."""
-        bin_ = bisect_right(_EDGES, claimed)
-        # Both fade alike: what was learnt stays until something else is seen.
-        self._claimed[bin_] = self._claimed[bin_] * _MEMORY + claimed
-        self._kept[bin_] = self._kept[bin_] * _MEMORY + kept
+        Args:
+            position: of its first token in the text.
+            path: kind and token, one after the other.
+        """
+        self._position, self._path = position, path
+
+    def settle(self, tokens: Sequence[int]) -> None:
+        """Compare the last guess with the text, as far as that goes by now, up to the first wrong token."""
+        position, known = self._position, len(tokens)
+        for kind, token in self._path:
+            if position >= known:
+                break
+            right = tokens[position] == token
+            hits = self._hits[kind] = self._hits[kind] * self._memory + right
+            tries = self._tries[kind] = self._tries[kind] * self._memory + 1.0
+            self.chances[kind] = hits / tries
+            if not right:
+                break
+            position += 1
+        self._path = ()

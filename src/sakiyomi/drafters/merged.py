@@ -15,7 +15,7 @@ import torch
 
 from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.calibration import Calibration
+from sakiyomi.drafters.claims import Claims
 from sakiyomi.gamma import Worth
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
 
@@ -54,7 +54,7 @@ class MergedDrafter:
     def __init__(self, members: Sequence[Drafter]) -> None:
         self.members = list(members)
         self.name = "+".join(member.name for member in members)
-        self._calibrations = {member.name: Calibration() for member in members}
+        self._claims = {member.name: Claims() for member in members}
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
@@ -139,12 +139,12 @@ class MergedDrafter:
 
     def _values(self, name: str, draft: Draft) -> list[float]:
         """Of each node the calibrated chance that it is accepted with all above it."""
-        calibration = self._calibrations[name]
+        claims = self._claims[name]
         claimed = {draw.node: _claim(draw) for draw in draft.draws}
         values: list[float] = []
         for node, parent in enumerate(draft.tree.parents):
             above = 1.0 if parent < 0 else values[parent]
-            values.append(above * calibration.chance(claimed[node]))
+            values.append(above * claims.chance(claimed[node]))
         return values
 
     def _learn(self, context: Context) -> None:
@@ -152,13 +152,13 @@ class MergedDrafter:
         length, drafts = context.memory.pop(self.name, (0, ()))
         tokens = context.tokens[length:]
         for name, draft in drafts:
-            calibration, tree = self._calibrations[name], draft.tree
+            claims, tree = self._claims[name], draft.tree
             claimed = {draw.node: _claim(draw) for draw in draft.draws}
             place = -1
             for token in tokens:
                 found = None
                 for node in tree.children(place):
-                    calibration.learn(claimed[node], tree.tokens[node] == token)
+                    claims.learn(claimed[node], tree.tokens[node] == token)
                     if tree.tokens[node] == token:
                         found = node
                 if found is None:

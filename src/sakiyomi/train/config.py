@@ -208,6 +208,43 @@ class DraftConfig(LoopConfig):
             return math.nan
 
 
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig:
+    """Tables of n-grams, counted in text or in what a target writes.
+
+    Raises:
+        InputError: a value is outside its range; the message names the field.
+    """
+
+    out: str = _field("", "The file of the tables, .safetensors; `ngram:OUT` drafts from it.")
+    text: tuple[str, ...] = _field((), "Training file, .jsonl or .txt (.gz allowed). Repeat for more files.")
+    valid: tuple[str, ...] = _field(
+        (), "Held-out file, NAME=FILE; alpha is measured on it. Repeatable; without it some of the text is held back."
+    )
+    target: str = _field(
+        "", "The target: embedded name (tales), folder, or hub id. With it alpha is measured, and it can write samples."
+    )
+    tokenizer: str = _field("", "Folder of the tokenizer, where no target is given.")
+    order: int = _field(4, "Tokens of the longest n-gram.", least=1, most=5)
+    least: int = _field(2, "Runs of three tokens and more are kept if they went on so as often as this.", least=1)
+    keep: int = _field(8, "Most frequent continuations kept of each run.", least=1, most=64)
+    samples: int = _field(
+        0, "Continuations of the text's beginnings to have the target write and count instead of the text.", least=0
+    )
+    sample_tokens: int = _field(160, "New tokens of each.", least=1)
+    temperature: float = _field(0.0, "Temperature of the samples; 0 is greedy.", least=0)
+    positions: int = _field(2048, "Held-out tokens of each file on which alpha is measured.", least=1)
+    seed: int = _field(1, "Seed of the samples, and of what is held back.", least=0)
+
+    def __post_init__(self) -> None:
+        for name, what in (("out", "a file for the tables"), ("text", "training text")):
+            _require(bool(getattr(self, name)), name, getattr(self, name), what)
+        _require(bool(self.target) != bool(self.tokenizer), "target", self.target, "this or tokenizer, and not both")
+        _require(bool(self.target) or not self.samples, "samples", self.samples, "0 without a target that writes them")
+        for field in dataclasses.fields(self):
+            _check_range(field, getattr(self, field.name))
+
+
 def check_sizes(hidden: int, heads: int, kv_heads: int) -> None:
     """Raise InputError unless the widths divide as Llama needs them."""
     _require(hidden % heads == 0, "heads", heads, f"a divisor of hidden {hidden}")

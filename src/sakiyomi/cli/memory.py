@@ -1,0 +1,129 @@
+"""``sakiyomi memory``: what a memory file of the drafter ``suffix:FILE`` holds, and its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.errors import InputError, LoadError
+
+
+@dataclass(frozen=True)
+class MemoryPlace:
+    """Which file.
+
+    Attributes:
+        file: memory file, as in the draft suffix:FILE.
+    """
+
+    file: str = field(metadata={"argument": "FILE"})
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What is shown beside sizes.
+
+    Attributes:
+        target: model whose tokenizer wrote the file (embedded name, folder or hub id): the beginning of each text is
+            shown.
+    """
+
+    target: str | None = None
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    own = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
+    command(
+        own,
+        "show",
+        MemoryPlace,
+        ShowOptions,
+        JsonOption,
+        help="Show what a memory file holds.\n\nThe texts of requests, prompts included, are in it as token ids: with "
+        "--target they are shown as text.",
+    )(show)
+    command(own, "clear", MemoryPlace, JsonOption, help="Remove a memory file, damaged or not.")(clear)
+    app.add_typer(own, name="memory", help="What the draft suffix:FILE remembers of earlier requests.")
+
+
+def show(place: MemoryPlace, options: ShowOptions, output: JsonOption) -> None:
+    """Run the command."""
+    from datetime import datetime
+
+    from sakiyomi.cli.output import emit_json, stdout, table
+    from sakiyomi.drafters.memory import LIMIT, read_memory
+    from sakiyomi.memory import readable
+
+    path = Path(place.file).expanduser()
+    contents = read_memory(path)
+    decode = _decoder(options.target, contents.tokenizer) if options.target else None
+    documents: list[dict[str, Any]] = []
+    for document in contents.documents:
+        when = datetime.fromtimestamp(document.time).astimezone().isoformat(timespec="seconds")
+        documents.append({"time": when, "tokens": len(document.tokens)})
+        if decode is not None:
+            documents[-1]["text"] = decode(document.tokens)
+    size = sum(len(document.tokens) for document in contents.documents)
+    found: dict[str, Any] = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "limit_bytes": LIMIT,
+        "tokenizer": contents.tokenizer,
+        "tokens": size,
+        "documents": documents,
+    }
+    console = stdout()
+    console.out(
+        f"{path}: {len(documents)} texts, {size} tokens, {readable(found['bytes'])} (tokens take {readable(LIMIT)} at "
+        f"most), tokenizer {contents.tokenizer[:12]}",
+        highlight=False,
+    )
+    if documents:
+        table([entry | ({"text": _short(entry["text"])} if "text" in entry else {}) for entry in documents])
+    if output.json:
+        emit_json(found)
+
+
+def clear(place: MemoryPlace, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, stdout
+    from sakiyomi.drafters.memory import MAGIC
+
+    path = Path(place.file).expanduser()
+    if not path.is_file():
+        raise InputError(f"there is no file {path}")
+    try:
+        with path.open("rb") as file:
+            ours = file.read(len(MAGIC)) == MAGIC
+        if not ours:
+            raise InputError(f"{path} is no memory file of sakiyomi; it was left as it is")
+        size = path.stat().st_size
+        path.unlink()
+    except OSError as error:
+        raise LoadError(f"{path} cannot be removed: {error.strerror}") from None
+    stdout().out(f"removed {path}, {size} bytes", highlight=False)
+    if output.json:
+        emit_json({"file": str(path), "removed_bytes": size})
+
+
+def _decoder(target: str, digest: str) -> Any:
+    from sakiyomi.cli.output import progress, quiet
+    from sakiyomi.fingerprint import tokenizer_digest
+    from sakiyomi.loading import load_model
+
+    with progress(f"loading {target}"):
+        quiet()
+        tokenizer = load_model(target).tokenizer
+    if tokenizer_digest(tokenizer) != digest:
+        raise InputError(f"the file is of another tokenizer than that of {target}; give the target that it was made by")
+    return tokenizer.decode
+
+
+def _short(text: str, most: int = 60) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."

@@ -1,0 +1,171 @@
+"""Every substring of a text in a graph that grows token by token: the suffix automaton, with occurrences counted.
+
+Construction: Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text"; for drafts, SAM-Decoding
+(Hu et al. 2024, arXiv 2411.10666). A state stands for substrings that end at the same places; its link leads to their
+longest suffix that also ends elsewhere. A text of n tokens has at most 2n states, and a token takes constant time in
+the mean. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["ROOT", "Cursor", "SuffixAutomaton"]
+
+ROOT = 0
+REACH = 16
+
+
+class SuffixAutomaton:
+    """Texts one after the other, and where each goes on.
+
+    Args:
+        reach: so many of the states that end at a new token are counted, the longest first. In a text that repeats
+            itself there may be as many as the text has tokens; the short ones then are counted too low.
+
+    Attributes:
+        text: all tokens; -1 where another text begins.
+        following: of each state the states that one more token leads to.
+        links: of each state, the state of its longest suffix that ends elsewhere too; -1 for the root.
+        lengths: of the longest substring of each state.
+        counts: how often a state's substrings occur.
+        latest, earlier: places where they ended last, and the time before; -1 where there is none.
+        last: the state of the whole text so far.
+    """
+
+    def __init__(self, reach: int = REACH) -> None:
+        self.text: list[int] = []
+        self.following: list[dict[int, int]] = [{}]
+        self.links, self.lengths, self.counts = [-1], [0], [0]
+        self.latest, self.earlier = [-1], [-1]
+        self.last = ROOT
+        self._reach = reach
+        self._path = [ROOT]  # states of the beginnings of this text
+        self._places: list[int] = []  # where its tokens stand in ``text``
+        self._onward: dict[int, int] = {}  # where it goes on behind a place, if not at the next one
+
+    def __len__(self) -> int:
+        """States."""
+        return len(self.links)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            known = self.following[self.last].get(token)
+            if known is None:
+                last = self._append(token)
+            elif self.lengths[known] == self.lengths[self.last] + 1:
+                last = known
+            else:
+                last = self._split(self.last, token, known)
+            self.last = last
+            self._path.append(last)
+            self._places.append(len(self.text))
+            self._count(last, len(self.text))
+            self.text.append(token)
+
+    def begin(self) -> None:
+        """Begin another text; what was read stays known."""
+        self.branch(0)
+
+    def branch(self, length: int) -> None:
+        """Go on behind the first ``length`` tokens of this text; what came behind them stays known."""
+        del self._path[length + 1 :], self._places[length:]
+        self.last = self._path[-1]
+        if self.text:
+            self.text.append(-1)
+        if length:
+            self._onward[self._places[-1]] = len(self.text)
+
+    def match(self) -> tuple[int, int]:
+        """State and length of the longest suffix of the text that occurs before its end; (ROOT, 0) if none does."""
+        state = self.last
+        if self.counts[state] < 2 and state != ROOT:
+            state = self.links[state]
+        return state, self.lengths[state]
+
+    def newest(self, state: int) -> int:
+        """The token that followed a state's substrings last; -1 if they were only at the end of a text."""
+        for place in (self.latest[state], self.earlier[state]):
+            after = self._onward.get(place, place + 1)
+            if 0 < after < len(self.text):
+                return self.text[after]
+        return -1
+
+    def _append(self, token: int) -> int:
+        following, links, lengths = self.following, self.links, self.lengths
+        state, fresh = self.last, self._new(lengths[self.last] + 1)
+        while state >= 0 and token not in following[state]:
+            following[state][token] = fresh
+            state = links[state]
+        if state < 0:
+            links[fresh] = ROOT
+        else:
+            known = following[state][token]
+            links[fresh] = known if lengths[known] == lengths[state] + 1 else self._split(state, token, known)
+        return fresh
+
+    def _split(self, state: int, token: int, known: int) -> int:
+        """A state of its own for the shorter substrings of ``known``, to which ``state`` and its suffixes lead."""
+        following, links = self.following, self.links
+        fresh = self._new(self.lengths[state] + 1)
+        following[fresh] = following[known].copy()
+        links[fresh] = links[known]
+        self.counts[fresh] = self.counts[known]
+        self.latest[fresh], self.earlier[fresh] = self.latest[known], self.earlier[known]
+        links[known] = fresh
+        while state >= 0 and following[state].get(token) == known:
+            following[state][token] = fresh
+            state = links[state]
+        return fresh
+
+    def _new(self, length: int) -> int:
+        self.following.append({})
+        self.links.append(ROOT)
+        self.lengths.append(length)
+        self.counts.append(0)
+        self.latest.append(-1)
+        self.earlier.append(-1)
+        return len(self.links) - 1
+
+    def _count(self, state: int, place: int) -> None:
+        links, counts, latest, earlier = self.links, self.counts, self.latest, self.earlier
+        for _ in range(self._reach):
+            if state <= ROOT:
+                break
+            counts[state] += 1
+            earlier[state] = latest[state]
+            latest[state] = place
+            state = links[state]
+
+
+class Cursor:
+    """The longest suffix of another text that occurs in an automaton, kept while both grow.
+
+    Args:
+        automaton: of texts that this one is no part of.
+    """
+
+    def __init__(self, automaton: SuffixAutomaton) -> None:
+        self._automaton = automaton
+        self.state, self.length = ROOT, 0
+
+    def read(self, tokens: Iterable[int]) -> None:
+        """Take in what the text goes on with; constant time a token in the mean."""
+        following, links, lengths = self._automaton.following, self._automaton.links, self._automaton.lengths
+        self.settle()
+        state, length = self.state, self.length
+        for token in tokens:
+            while state != ROOT and token not in following[state]:
+                state = links[state]
+                length = lengths[state]
+            if token in following[state]:
+                state = following[state][token]
+                length += 1
+        self.state, self.length = state, length
+
+    def settle(self) -> None:
+        """Move to the state of the match where the automaton has split the one it was in."""
+        automaton = self._automaton
+        while self.state != ROOT and self.length <= automaton.lengths[automaton.links[self.state]]:
+            self.state = automaton.links[self.state]

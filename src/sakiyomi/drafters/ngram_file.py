@@ -1,0 +1,109 @@
+"""Trained n-gram tables as one safetensors file, looked up where they lie: nothing is made of them at loading.
+
+Metadata: ``format``, ``order``, ``tokenizer`` (digest), ``vocab_size``, ``checksum``, and what they were trained on.
+For each n from 2 to the order, with runs of n - 1 tokens sorted by ``run_number``: ``runs.n`` (R) int64; ``starts.n``
+(R + 1) int64, where a run's continuations begin; ``totals.n``, ``kinds.n`` (R) int32, how often it went on and with how
+many different tokens, pruned ones included; ``tokens.n``, ``counts.n`` (E) int32. ``unigrams`` (V) int64 counts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_left
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from sakiyomi.drafters.ngram import WIDEST, Seen, run_number
+from sakiyomi.errors import LoadError
+
+__all__ = ["FORMAT", "FileTables", "read_tables", "tables_bytes"]
+
+FORMAT = "1"
+_PARTS = ("runs", "starts", "totals", "kinds", "tokens", "counts")
+
+
+class FileTables:
+    """Tables of a file, see ``Tables``.
+
+    Args:
+        order: tokens of the longest n-gram.
+        tensors: by name, as in the file.
+    """
+
+    def __init__(self, order: int, tensors: Mapping[str, NDArray[Any]]) -> None:
+        self.order = order
+        # Views whose items are Python's own integers; numpy's cost three times as much here.
+        self._orders = [tuple(memoryview(tensors[f"{part}.{n}"].data) for part in _PARTS) for n in range(2, order + 1)]
+        unigrams = tensors["unigrams"]
+        top = np.argsort(-unigrams, kind="stable")[:WIDEST]
+        counts = {token: count for token, count in enumerate(unigrams.tolist()) if count}
+        self._unigrams: Seen = (sum(counts.values()), len(counts), [t for t in top.tolist() if t in counts], counts)
+
+    def after(self, run: tuple[int, ...]) -> Seen | None:
+        """See ``Tables.after``."""
+        if not run:
+            return self._unigrams
+        runs, starts, totals, kinds, tokens, counts = self._orders[len(run) - 1]
+        number = run_number(run)
+        place = bisect_left(runs, number)
+        if place == len(runs) or runs[place] != number:
+            return None
+        start, end = starts[place], starts[place + 1]
+        top = tokens[start:end].tolist()
+        return totals[place], kinds[place], top, dict(zip(top, counts[start:end], strict=True))
+
+
+def tables_bytes(order: int, tensors: Mapping[str, NDArray[Any]], about: Mapping[str, str]) -> bytes:
+    """The file's content; ``about`` holds tokenizer, vocab_size and whatever else is to be known of the tables."""
+    metadata = {**about, "format": FORMAT, "order": str(order)}
+    return bytes(save(dict(tensors), metadata | {"checksum": _checksum(metadata, tensors)}))
+
+
+def read_tables(path: str | Path, tokenizer: str, vocab_size: int) -> FileTables:
+    """Read and check a file.
+
+    Args:
+        path: of the file.
+        tokenizer: digest of the target's.
+        vocab_size: of the target.
+
+    Raises:
+        LoadError: it cannot be read, is of another format, tokenizer or vocabulary, or is damaged.
+    """
+    path = Path(path).expanduser()
+    remedy = "train it anew with `sakiyomi train ngram`"
+    try:
+        with safe_open(path, "numpy") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"the n-gram file {path} cannot be read: {error}; {remedy}") from None
+    if metadata.get("format") != FORMAT or "order" not in metadata:
+        got = metadata.get("format")
+        raise LoadError(f"{path} has n-gram format {got!r}, this version reads {FORMAT!r}; {remedy}")
+    if metadata.get("checksum") != _checksum(metadata, tensors):
+        raise LoadError(f"the n-gram file {path} is damaged: its checksum is another one; {remedy}")
+    if metadata.get("tokenizer") != tokenizer:
+        raise LoadError(
+            f"the n-gram file {path} is of another tokenizer ({metadata.get('tokenizer', '')[:12]}, the target's is "
+            f"{tokenizer[:12]}); train one with --target, or the target's --tokenizer"
+        )
+    order = int(metadata["order"])
+    most = max(int(tensors[f"tokens.{n}"].max(initial=0)) for n in range(2, order + 1)) if order > 1 else 0
+    if max(most, len(tensors["unigrams"]) - 1) >= vocab_size:
+        raise LoadError(f"the n-gram file {path} holds tokens that the target does not know ({vocab_size} of them)")
+    return FileTables(order, tensors)
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
+    rest = sorted((name, value) for name, value in metadata.items() if name != "checksum")
+    found = zlib.crc32(repr(rest).encode())
+    for name in sorted(tensors):
+        found = zlib.crc32(np.ascontiguousarray(tensors[name]).view(np.uint8).reshape(-1).data, found)
+    return f"{found:08x}"

@@ -1,0 +1,208 @@
+"""Drafts from a suffix automaton over prompt, output and, if wanted, what was written before.
+
+Sources: SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) for the automaton and the choice between this text and others
+by the length of the match; SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) for trees of the most frequent
+continuations whose size follows the match. The chances are this text's own: see ``calibration``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect
+from collections.abc import Sequence
+from heapq import nlargest
+
+from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
+from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.calibration import Calibration
+from sakiyomi.drafters.following import FLOOR, TextDrafter
+from sakiyomi.drafters.growth import Growth, grow
+from sakiyomi.drafters.memory import MemoryFile
+from sakiyomi.errors import LoadError
+
+__all__ = ["SuffixDrafter", "SuffixReader"]
+
+logger = logging.getLogger("sakiyomi")
+SAVE_SECONDS = 5.0
+LENGTHS = (0, 1, 2, 3, 4, 6, 9, 14)  # a kind of guess begins at each of these match lengths ...
+SHARES = (0.0, 0.3, 0.5, 0.7)  # ... and at each of these shares of the likeliest continuation among those seen
+WIDEST = 48  # continuations of a place; of more only the newest is looked at
+SIBLINGS = 4
+# Share of guesses that came true, (length, share): of the first token, and of later ones where those before them were
+# right. Means of texts of a model and of edited sources (benchmarks/lookup_core.py shows them).
+FIRST = (
+    (0.0, 0.0, 0.0, 0.0),
+    (0.14, 0.20, 0.25, 0.50),
+    (0.17, 0.25, 0.44, 0.62),
+    (0.20, 0.25, 0.52, 0.70),
+    (0.20, 0.27, 0.55, 0.80),
+    (0.20, 0.30, 0.75, 0.90),
+    (0.30, 0.40, 0.82, 0.92),
+    (0.40, 0.50, 0.90, 0.95),
+)
+LATER = (
+    (0.0, 0.0, 0.0, 0.0),
+    (0.15, 0.25, 0.40, 0.70),
+    (0.15, 0.30, 0.48, 0.75),
+    (0.17, 0.35, 0.58, 0.80),
+    (0.25, 0.38, 0.68, 0.83),
+    (0.25, 0.40, 0.78, 0.90),
+    (0.30, 0.40, 0.85, 0.93),
+    (0.40, 0.50, 0.93, 0.97),
+)
+
+Place = tuple[int, int, bool]
+"""State, how many of the last tokens match, and whether this is the end of the text itself."""
+
+
+class SuffixReader:
+    """The automaton of one text, and a cursor in that of earlier texts.
+
+    Args:
+        shared: of earlier texts; None: there is none.
+    """
+
+    def __init__(self, shared: SuffixAutomaton | None = None) -> None:
+        self.own = SuffixAutomaton()
+        self._shared = shared
+        self._cursor = None if shared is None else Cursor(shared)
+        self._calibration = Calibration([prior for table in (LATER, FIRST) for row in table for prior in row])
+        self._automaton = self.own
+        self._path: list[tuple[int, int]] = []  # kinds and tokens of the likeliest path
+        self._end: Place = (ROOT, 0, True)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """See ``Reader.read``."""
+        self.own.extend(tokens)
+        if self._cursor is not None:
+            self._cursor.read(tokens)
+
+    def branch(self, head: Sequence[int]) -> None:
+        """See ``Reader.branch``."""
+        self.own.branch(len(head))
+        if self._shared is not None:
+            self._cursor = Cursor(self._shared)
+            self._cursor.read(head[-64:])
+
+    def guess(self, context: Context, depth: int) -> Growth:
+        """See ``Reader.guess``."""
+        self._calibration.settle(context.tokens)
+        self._automaton = self.own
+        state, length = self.own.match()
+        if self._cursor is not None:
+            self._cursor.settle()
+            if self._cursor.length > length:
+                assert self._shared is not None
+                self._automaton, state, length = self._shared, self._cursor.state, self._cursor.length
+        place = (state, length, True)
+        self._path, self._end = [], place
+        found = grow(place, self.expand, depth, context.nodes, FLOOR, context.stop_ids)
+        self._calibration.expect(len(context.tokens), self._path)
+        return found
+
+    def expand(self, place: Place) -> list[tuple[int, float, Place]]:
+        """What followed a place in the text, see ``growth.Expand``."""
+        automaton = self._automaton
+        state, length, first = place
+        following = automaton.following[state]
+        while not following and state > ROOT:
+            # It was only seen at the end of the text: what a shorter run was followed by.
+            state = automaton.links[state]
+            following = automaton.following[state]
+            length = min(length, automaton.lengths[state])
+        if state == ROOT:
+            return []
+        counts, newest = automaton.counts, automaton.newest(state)
+        if len(following) == 1:
+            ((token, behind),) = following.items()
+            ranked = [(counts[behind] + 1.0, token, behind)]
+            total = counts[behind] + 1.0
+        elif len(following) <= WIDEST:
+            # Of equals the newest, which counts once more.
+            ranked = [(counts[s] + (t == newest), t, s) for t, s in following.items()]
+            total = sum(counts[s] for s in following.values()) + 1.0
+            ranked = nlargest(SIBLINGS, ranked)
+        elif newest in following:
+            ranked = [(counts[following[newest]] + 1.0, newest, following[newest])]
+            total = float(counts[state])
+        else:
+            return []
+        weight, token, behind = ranked[0]
+        kind = _kind(length, weight / (total + len(following)), first)
+        chance = self._calibration.chances[kind]
+        best = (behind, length + 1, False)
+        if place is self._end:
+            self._path.append((kind, token))
+            self._end = best
+        found = [(token, chance, best)]
+        left = (1.0 - chance) / (total - weight + len(following))
+        found += [(t, w * left, (s, length + 1, False)) for w, t, s in ranked[1:]]
+        return found
+
+
+class SuffixDrafter(TextDrafter):
+    """Drafts what the suffix automaton of prompt and output knows to follow.
+
+    Args:
+        memory: of earlier requests, whose texts are looked up too; what is written from now on is added. None: only a
+            request's own text is known.
+    """
+
+    name = "suffix"
+
+    def __init__(self, memory: MemoryFile | None = None) -> None:
+        super().__init__()
+        self._memory = memory
+        self._shared: SuffixAutomaton | None = None
+        self._active: set[int] = set()
+        self._saved = -SAVE_SECONDS
+        if memory is not None:
+            self._shared = _automaton(memory)
+
+    def reader(self, context: Context) -> SuffixReader:
+        """See ``TextDrafter.reader``."""
+        self._active.add(context.id)
+        return SuffixReader(self._shared)
+
+    def inherit(self, context: Context, earlier: Context) -> None:
+        """The later request's text holds the earlier one's, and is remembered in its place."""
+        super().inherit(context, earlier)
+        if earlier.id in self._active:
+            self._active.remove(earlier.id)
+            self._active.add(context.id)
+
+    def end(self, context: Context) -> None:
+        """Forget the request, or remember it in the file; written when no other request runs, or some seconds on."""
+        super().end(context)
+        if context.id not in self._active:
+            return
+        self._active.remove(context.id)
+        if self._memory is None:
+            return
+        if self._memory.add(context.tokens):
+            assert self._shared is not None
+            self._shared.begin()
+            self._shared.extend(context.tokens)
+            if len(self._shared.text) > 2 * self._memory.most:
+                # The oldest texts have left the file long since.
+                self._shared = _automaton(self._memory)
+        if not self._active or time.monotonic() - self._saved > SAVE_SECONDS:
+            self._saved = time.monotonic()
+            try:
+                self._memory.save()
+            except LoadError as error:
+                logger.warning("what requests wrote is not remembered: %s", error)
+
+
+def _automaton(memory: MemoryFile) -> SuffixAutomaton:
+    found = SuffixAutomaton()
+    for document in memory.documents:
+        found.begin()
+        found.extend(document.tokens)
+    return found
+
+
+def _kind(length: int, share: float, first: bool) -> int:
+    """The index of a guess among ``LATER`` and ``FIRST``, row by row."""
+    return ((bisect(LENGTHS, length) - 1) + first * len(LENGTHS)) * len(SHARES) + bisect(SHARES, share) - 1

@@ -1,0 +1,185 @@
+"""Count n-grams, write them to one file, and measure what such trivial drafts are worth to a target."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
+from sakiyomi.errors import InputError
+from sakiyomi.fingerprint import tokenizer_digest
+from sakiyomi.train.config import NgramConfig
+from sakiyomi.train.data import Ids, Library
+from sakiyomi.train.evaluate import parse_valid
+from sakiyomi.train.report import Reporter
+from sakiyomi.train.writing import writing
+
+__all__ = ["count_tables", "train_ngram"]
+
+HELD_BACK = 32
+SHORTEST = 32  # tokens of a held-out text
+_FACTOR, _MASK = np.uint64(0x5851F42D4C957F2D), np.uint64((1 << 63) - 1)
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def train_ngram(config: NgramConfig, command: str = "") -> dict[str, Any]:
+    """Run `sakiyomi train ngram`.
+
+    Args:
+        config: the settings.
+        command: the command line, kept in the file.
+
+    Returns:
+        The summary that `--json` prints.
+
+    Raises:
+        InputError, LoadError: a file cannot be read or written, or holds too little text.
+    """
+    began = time.monotonic()
+    reporter = Reporter(20.0)
+    out = Path(config.out).expanduser()
+    if out.is_dir():
+        raise InputError(f"out is {config.out!r}, which is a folder; give the name of a file")
+    llm, tokenizer, vocab = _models(config)
+    library = Library(tokenizer, vocab)
+    texts = [Path(name) for name in config.text]
+    held_out = _held_out(config, library, texts)
+    documents = [document for path in texts for document in library.documents(path)]
+    if config.samples:
+        documents = _samples(config, llm, documents, reporter)
+    reporter.note(f"counting {sum(map(len, documents))} tokens of {len(documents)} texts")
+    tensors = count_tables(documents, config.order, vocab, least=config.least, keep=config.keep)
+    about = {
+        "tokenizer": tokenizer_digest(tokenizer),
+        "vocab_size": str(vocab),
+        "tokens": str(sum(map(len, documents))),
+        "source": f"{config.samples} samples of {config.target}" if config.samples else "text",
+        "command": command,
+    }
+    content = tables_bytes(config.order, tensors, about)
+    fresh = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fresh.write_bytes(content)
+            fresh.replace(out)
+        finally:
+            fresh.unlink(missing_ok=True)
+    summary: dict[str, Any] = {
+        "finished": True,
+        "out": str(out),
+        "bytes": len(content),
+        "order": config.order,
+        "tokens": int(about["tokens"]),
+        "ngrams": {n: int(tensors[f"tokens.{n}"].size) for n in range(2, config.order + 1)},
+    }
+    if llm is not None:
+        from sakiyomi.train.ngram_worth import worth
+
+        summary["held_out"] = worth(
+            llm, FileTables(config.order, tensors), documents, held_out, config.positions, reporter
+        )
+    summary["seconds"] = time.monotonic() - began
+    return summary
+
+
+def count_tables(
+    documents: Sequence[Ids], order: int, vocab: int, *, least: int = 2, keep: int = 8
+) -> dict[str, NDArray[Any]]:
+    """The tensors of ``drafters.ngram_file``; no n-gram reaches from one document into the next.
+
+    Args:
+        documents: token ids.
+        order: tokens of the longest n-gram.
+        vocab: token ids are below it.
+        least: n-grams of three tokens and more are kept from this count on.
+        keep: most frequent continuations kept of each run.
+    """
+    stream = np.concatenate([*documents, np.zeros(0, np.int64)])
+    starts = np.zeros(len(stream), bool)
+    starts[np.cumsum([0, *map(len, documents)])[:-1][: len(documents)]] = True
+    inside = np.arange(len(stream)) - np.maximum.accumulate(np.where(starts, np.arange(len(stream)), 0))
+    found: dict[str, NDArray[Any]] = {"unigrams": np.bincount(stream, minlength=vocab).astype(np.int64)}
+    for n in range(2, order + 1):
+        # inside: tokens before this one in its document.
+        ends = np.flatnonzero(inside >= n - 1)
+        runs = np.zeros(len(ends), np.uint64)
+        for back in range(n - 1, 0, -1):
+            runs = (runs * _FACTOR + stream[ends - back].astype(np.uint64) + np.uint64(1)) & _MASK
+        part = _counted(runs, stream[ends], least if n > 2 else 1, keep)
+        found |= {f"{name}.{n}": tensor for name, tensor in part.items()}
+    return found
+
+
+def _counted(runs: NDArray[np.uint64], tokens: Ids, least: int, keep: int) -> dict[str, NDArray[Any]]:
+    """One order: runs in ascending order, each with its continuations, the most frequent first."""
+    pairs = (runs ^ (tokens.astype(np.uint64) * _SPREAD)) * _FACTOR + tokens.astype(np.uint64)
+    _, places, counts = np.unique(pairs, return_index=True, return_counts=True)
+    run, token = runs[places], tokens[places]
+    rows = np.lexsort((token, -counts, run))
+    run, token, counts = run[rows], token[rows], counts[rows]
+    heads = np.flatnonzero(np.r_[True, run[1:] != run[:-1]][: len(run)])
+    sizes = np.diff(np.r_[heads, len(run)])
+    totals = np.add.reduceat(counts, heads) if len(heads) else counts
+    rank = np.arange(len(run)) - np.repeat(heads, sizes)
+    kept = (rank < keep) & (counts >= least)
+    left = np.add.reduceat(kept, heads, dtype=np.int64) if len(heads) else np.zeros(0, np.int64)
+    some = left > 0
+    return {
+        "runs": run[heads][some].astype(np.int64),
+        "starts": np.r_[0, np.cumsum(left[some])].astype(np.int64),
+        "totals": totals[some].astype(np.int32),
+        "kinds": sizes[some].astype(np.int32),
+        "tokens": token[kept].astype(np.int32),
+        "counts": counts[kept].astype(np.int32),
+    }
+
+
+def _models(config: NgramConfig) -> tuple[Any, Any, int]:
+    """The target as an engine without a draft, or None; its tokenizer; the width of its vocabulary."""
+    if config.target:
+        from sakiyomi.llm import LLM
+
+        llm = LLM(config.target, draft="none", compile=False)
+        return llm, llm.tokenizer, llm.vocab_size
+    from sakiyomi.train.target import load_tokenizer
+
+    tokenizer = load_tokenizer(Path(config.tokenizer))
+    return None, tokenizer, len(tokenizer)
+
+
+def _held_out(config: NgramConfig, library: Library, texts: Sequence[Path]) -> Mapping[str, Sequence[Ids]]:
+    if not config.target:
+        return {}
+    if not config.valid:
+        return {"held back": library.hold_back(texts, HELD_BACK, SHORTEST, config.seed)}
+    found = {}
+    for name, path in parse_valid(config.valid).items():
+        found[name] = [document for document in library.documents(path) if len(document) > SHORTEST]
+        if not found[name]:
+            raise InputError(f"held-out file {path} has no text of more than {SHORTEST} tokens; give longer ones")
+    return found
+
+
+def _samples(config: NgramConfig, llm: Any, documents: Sequence[Ids], reporter: Reporter) -> list[Ids]:
+    """Beginnings of the text with what the target writes behind them; the beginnings are counted too."""
+    from sakiyomi.train.samples import draw_prompts, sample_continuations
+
+    rng = np.random.default_rng((config.seed, 0))
+    found: list[Ids] = []
+    batch = 64
+    while len(found) < config.samples:
+        count = min(batch, config.samples - len(found))
+        prompts = draw_prompts([list(documents)], np.ones(1), count, rng)
+        written = sample_continuations(
+            llm, prompts, new_tokens=config.sample_tokens, temperature=config.temperature, seed=len(found)
+        )
+        found += [np.array(prompt + text, np.int64) for prompt, text in zip(prompts, written, strict=True)]
+        reporter.note(f"samples: {len(found)} of {config.samples}")
+    return found
