@@ -18,7 +18,7 @@ MOST_NODES = 31  # largest tree that it considers: with the last token a pass of
 PATIENCE = 6  # rounds before a measured loss switches speculation off
 LOSS = 0.98  # measured gain below which it is a loss
 PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds without speculation until it is tried again: doubled each time in vain
-PROBE = 2
+PROBE, PROBE_ROUNDS = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class AutoSize:
         self._tried: list[float] = []
         self._gain = Gain()
         self._quiet, self._wait = 0, PROBE_EVERY
-        self._asked = False
+        self._asked, self._grace = False, 0
 
     def alphas(self) -> list[float]:
         """Estimated acceptance by place."""
@@ -193,10 +193,11 @@ class AutoSize:
         now = costs()
         # What other requests lost counts from the first round on.
         known = self._gain.rounds >= PATIENCE or now.rate > 0
-        losing = known and self._gain.expected(now) * now.plain < LOSS
+        losing = known and not self._grace and self._gain.expected(now) * now.plain < LOSS
+        self._grace -= self._grace > 0
         depth = 0 if losing else self._depth(now)
         if depth:
-            if known:
+            if known and not self._grace:
                 self._quiet, self._wait = 0, PROBE_EVERY
         else:
             self._quiet += 1
@@ -205,6 +206,7 @@ class AutoSize:
                 return Size(0, 0)
             self._quiet, self._wait = 0, min(2 * self._wait, PROBE_LATEST)
             self._gain.fade(0.3)
+            self._grace = PROBE_ROUNDS - 1
             depth = PROBE
         self._asked = True
         if not self._trees:

@@ -23,7 +23,7 @@ from torch import Tensor
 from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.errors import DraftError, InputError, MemoryLimitError, RemovedError
-from sakiyomi.gamma import Costs, Gain, Size, make_policy
+from sakiyomi.gamma import MOST_NODES, Costs, Gain, Size, make_policy
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
@@ -42,6 +42,7 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("sakiyomi")
 CHUNK = 512  # prompt tokens a pass
+SETTLED = 16  # rounds that read ahead, after which other requests may take their speed for granted
 
 
 class Engine:
@@ -84,6 +85,7 @@ class Engine:
         self._overhead = 1e-4
         self._draft_step = 0.0
         self._gain = Gain()
+        self._timed: set[tuple[frozenset[int], int]] = set()
         self._strict = strict
         self._broken = 0  # requests that were left without the drafter, by its fault
         self._undrafted: set[int] = set()
@@ -262,11 +264,15 @@ class Engine:
             steps += self._decide(request, draft, rows)
             kept.append(len(request.tokens) - before - 1)
         seconds = time.perf_counter() - began - catching_up
+        overhead = seconds - drafting - scoring
+        known = self.target.known_seconds(sum(len(draft) + 1 for draft in drafts), graphs)
+        if known is not None:  # the first pass of a graph, or other work, is no cost of reading ahead
+            seconds = min(seconds, 2 * (known + passes * self._draft_step + self._overhead))
         for request, draft, accepted in zip(requests, drafts, kept, strict=True):
             request.policy.observe(draft.tree.depth, accepted, seconds)
         if passes:
             self._gain.add(1 + sum(kept) / len(kept), seconds)
-        self._learn(drafting, passes, seconds - drafting - scoring)
+        self._learn(drafting, passes, overhead)
         return steps
 
     def _decide(self, request: Request, draft: Draft, rows: Rows) -> list[Step]:
@@ -291,7 +297,12 @@ class Engine:
 
         def costs() -> Costs:
             score = functools.partial(self.target.pass_seconds, graphs=graphs)
-            return Costs(score, self._draft_step, self._overhead, len(requests), self._gain.rate)
+            if (graphs, len(requests)) not in self._timed:  # now, and not while a drafter's own time is taken
+                self._timed.add((graphs, len(requests)))
+                for nodes in range(MOST_NODES + 1):
+                    score(len(requests) * (nodes + 1))
+            rate = self._gain.rate if self._gain.rounds >= SETTLED else 0.0
+            return Costs(score, self._draft_step, self._overhead, len(requests), rate)
 
         wanted = []
         for i, request in enumerate(requests):

@@ -483,6 +483,11 @@ class PackedModel:
                     break
         return self._seconds[key]
 
+    def known_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float | None:
+        """`pass_seconds` if a pass of this size was made before; makes none."""
+        size = self._size(rows)
+        return self._seconds.get((size, size in (self.ready if graphs is None else graphs)))
+
     def _size(self, rows: int) -> int:
         most = self.sizes[-1]
         return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most

@@ -183,7 +183,7 @@ def make_drafter(parts: Sequence[str | Drafter], around: Surroundings) -> Drafte
             _rename(drafter, taken)
         taken.add(drafter.name)
     # Those that run no model propose first: where they are sure, the others need not be asked.
-    return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "forward_seconds")))
+    return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "passes")))
 
 
 def _one(spec: str | Drafter, around: Surroundings) -> Drafter | None:

@@ -103,4 +103,6 @@ class TextDrafter:
         elif missing:
             following.reader.read(tokens[following.read :])
             following.read = len(tokens)
-        return following.reader.guess(context, gamma).draft(self.name)
+        if context.worth is None:
+            return following.reader.guess(context, gamma).draft(self.name)
+        return following.reader.guess(context, context.worth.depth).best(context.worth).draft(self.name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TypeVar
 
+from sakiyomi.gamma import Worth
 from sakiyomi.tree import Draft, Draw, TokenTree
 
 __all__ = ["Expand", "Growth", "grow"]
@@ -31,6 +32,21 @@ class Growth:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
+
+    def best(self, worth: Worth) -> Growth:
+        """As many of the nodes as pay for their rows of the pass, the likeliest to be reached."""
+        values: list[float] = []
+        for parent, chance in zip(self.parents, self.chances, strict=True):
+            values.append(chance * (1.0 if parent < 0 else values[parent]))
+        # No node is reached more often than its parent, which comes first: the best ones are a tree.
+        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        kept = sorted(order[: worth.size([values[node] for node in order])])
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        return Growth(
+            [self.tokens[node] for node in kept],
+            [place[self.parents[node]] for node in kept],
+            [self.chances[node] for node in kept],
+        )
 
     def draft(self, name: str) -> Draft:
         """Point masses: the tokens were chosen, not drawn."""
