@@ -33,7 +33,7 @@ from sakiyomi.prompts import STORIES
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["Given", "lookup"]
+__all__ = ["Given", "Task", "given_tasks", "lookup", "our_lap_of", "own_tasks", "task_conditions"]
 
 DRAFTERS = ("prompt-lookup", "suffix", "ngram")
 EDITS = (
@@ -79,9 +79,9 @@ def lookup(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("lookup: compiling")
     llm = pair.llm("none")
-    kinds: dict[str, tuple[list[Task], Judge]] = {"stories": (_stories(pair), pair.judge(llm))}
-    for kind, texts in (("summary", _summaries()), ("edit", _edits())):
-        kinds[kind] = (_given(pair, llm, texts), same_tokens)
+    kinds: dict[str, tuple[list[Task], Judge]] = {"stories": (own_tasks(pair), pair.judge(llm))}
+    for kind in ("summary", "edit"):
+        kinds[kind] = (given_tasks(pair, llm, kind), same_tokens)
     rows: list[Row] = []
     for kind, (tasks, judge) in kinds.items():
 
@@ -90,7 +90,7 @@ def lookup(config: BenchConfig, note: Note) -> Row:
 
         contenders = _contenders(pair, llm, tasks, judge)
         title = "greedy, one prompt at a time, tokens/s"
-        row = of_race("lookup", title, race(contenders, repeats=config.repeats, note=tell), **_conditions(tasks))
+        row = of_race("lookup", title, race(contenders, repeats=config.repeats, note=tell), **task_conditions(tasks))
         rows.append(row)
     named = list(zip(kinds, rows, strict=True))
     lines = [dict(line) | {"name": f"{kind}: {line['name']}"} for kind, row in named for line in row.lines]
@@ -107,11 +107,11 @@ def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> li
     contenders = []
     if pair.config.peers:
         contenders.append(Contender("transformers prompt lookup", _theirs(pair.peer("prompt lookup"), tasks), judge))
-    contenders.append(Contender("sakiyomi plain", _ours(Undrafted(llm), tasks), judge))
+    contenders.append(Contender("sakiyomi plain", our_lap_of(Undrafted(llm), tasks), judge))
     around = Surroundings(llm, llm.vocab_size, _nothing, _nothing, llm.target, _nothing, _nothing)
     for spec in DRAFTERS:
         run = Undrafted(llm, make_drafter([spec], around))
-        contenders.append(Contender(f"sakiyomi {spec}", _ours(run, tasks), judge))
+        contenders.append(Contender(f"sakiyomi {spec}", our_lap_of(run, tasks), judge))
     if llm.target.rounding is not None and pair.config.peers:
         contenders = [replace(c, against=contenders[min(i, 1)].name) for i, c in enumerate(contenders)]
     return contenders
@@ -121,7 +121,9 @@ def _nothing(name: Any) -> Any:
     raise InputError("a draft from text alone loads no model")
 
 
-def _ours(run: Undrafted, tasks: Sequence[Task]) -> Callable[[], Lap]:
+def our_lap_of(run: Undrafted, tasks: Sequence[Task]) -> Callable[[], Lap]:
+    """A lap of our engine over these tasks, one after the other."""
+
     def lap() -> Lap:
         done: list[Any] = []
 
@@ -147,14 +149,16 @@ def _theirs(peer: Transformers, tasks: Sequence[Task]) -> Callable[[], Lap]:
     return lap
 
 
-def _stories(pair: Pair) -> list[Task]:
+def own_tasks(pair: Pair) -> list[Task]:
+    """The pair's prompts, and what the target writes behind them by itself."""
     config = pair.config
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
     return [Task(prompt, params) for prompt in pair.prompts]
 
 
-def _given(pair: Pair, llm: LLM, texts: Sequence[tuple[str, str]]) -> list[Task]:
-    """Prompts and their texts, cut so that both fit in the model's context, and in the length asked for."""
+def given_tasks(pair: Pair, llm: LLM, kind: str) -> list[Task]:
+    """Prompts of kind "summary" or "edit" and their texts, cut so that both fit in the context and the length."""
+    texts = _summaries() if kind == "summary" else _edits()
     tokenizer, config = pair.target.tokenizer, pair.config
     most = min(config.max_new_tokens, (llm.max_context - 2) // 2)
     tasks = []
@@ -193,7 +197,8 @@ def _edits() -> list[tuple[str, str]]:
     return found
 
 
-def _conditions(tasks: Sequence[Task]) -> dict[str, Any]:
+def task_conditions(tasks: Sequence[Task]) -> dict[str, Any]:
+    """Lengths, for the conditions."""
     prompts = [len(task.prompt) for task in tasks]
     lengths = [task.params.max_new_tokens for task in tasks]
     return {

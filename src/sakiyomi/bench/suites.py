@@ -12,6 +12,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.lookup import lookup
+from sakiyomi.bench.merged import merged
 from sakiyomi.bench.oracle import oracle
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
@@ -40,6 +41,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "block": block,
     "oracle": oracle,
     "lookup": lookup,
+    "merged": merged,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,

@@ -88,7 +88,7 @@ class ModelDrafter:
         """Take the place of an earlier request of the same conversation over, with the tokens that it holds."""
         seat: _Seat | None = earlier.memory.pop(self.name, None)
         if seat is not None:
-            sampler = Sampler(context.params, self._vocab_size)
+            sampler = self._sampler(context)
             context.memory[self.name] = _Seat(seat.slot, seat.held, sampler)
 
     def end(self, context: Context) -> None:
@@ -128,6 +128,9 @@ class ModelDrafter:
 
     # ------------------------------------------------------------ following the text
 
+    def _sampler(self, context: Context) -> Sampler:
+        return Sampler(context.params, self._vocab_size)
+
     def _follow(self, context: Context) -> bool:
         """Bring the request's place up to date, a chunk at most; whether the draft can go on from there this round."""
         seat = self._seat(context)
@@ -146,7 +149,7 @@ class ModelDrafter:
         """The request's place: of what was read ahead it keeps what was accepted."""
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None:
-            sampler = Sampler(context.params, self._vocab_size)
+            sampler = self._sampler(context)
             seat = context.memory[self.name] = _Seat(self.model.cache.take(), [], sampler)
         held, tokens = seat.held, context.tokens
         right = seat.sure
