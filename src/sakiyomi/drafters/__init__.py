@@ -30,14 +30,19 @@ class Surroundings:
 
 
 def _model(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.cross import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.loading import check_pair
+    from sakiyomi.loading import check_cross_pair, check_pair, same_tokenizer, stop_tokens
 
     if not argument:
         raise InputError('draft "model:" names no model; write model:<folder or hub id>')
-    loaded = around.load(argument)
-    check_pair(around.target, loaded)
-    return ModelDrafter(around.pack(loaded), around.vocab_size)
+    target, draft = around.target, around.load(argument)
+    if same_tokenizer(target.tokenizer, draft.tokenizer):
+        check_pair(target, draft)
+        return ModelDrafter(around.pack(draft), around.vocab_size)
+    check_cross_pair(target, draft)
+    ends = stop_tokens(draft.model, draft.tokenizer)
+    return CrossDrafter(around.pack(draft), draft.tokenizer, target.tokenizer, ends)
 
 
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {

@@ -78,6 +78,12 @@ class ModelDrafter:
         if seat is not None:
             self.model.cache.release(seat.slot)
 
+    def rewind(self, context: Context, length: int) -> None:
+        """Say that tokens from this place on may have changed: ``Context.tokens`` of others only grows."""
+        seat: _Seat | None = context.memory.get(self.name)
+        if seat is not None:
+            seat.sure = min(seat.sure, length)
+
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a depth."""
         chains: dict[int, _Chain] = {}
