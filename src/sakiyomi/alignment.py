@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from sakiyomi.text import profile
 
-__all__ = ["Lexicon", "Mirror", "continuation"]
+__all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _ANCHORS = ("a", "e", "の", ".", "1", "x")
+_SPACES = "\n\r\t\u00a0\u3000"
 _SKIP = 16
 """Bytes that a tokenizer may leave out (characters that it does not know): so far its next token is looked for."""
 _BACK = 48
@@ -60,10 +62,18 @@ class Lexicon:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def piece(self, token: int) -> bytes:
+        """Bytes of a token; a number that the tokenizer does not have stands for nothing."""
+        return self.pieces[token] if 0 <= token < len(self.pieces) else b""
+
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
         """What the tokens stand for, joined; ids that the tokenizer does not have stand for nothing."""
         pieces = self.pieces
         return b"".join(pieces[i] for i in tokens if i < len(pieces))
+
+    def says(self, text: str) -> bool:
+        """Whether the tokenizer keeps a text as it is."""
+        return self.bytes_of(self.encode(text)).endswith(text.encode())
 
     def ends(self, tokens: Sequence[int], data: bytes) -> list[int]:
         """Where in ``data`` each token of it ends; -1 where that cannot be said.
@@ -165,6 +175,8 @@ class Mirror:
         self.data = bytearray()
         """The text in UTF-8, whole characters only."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # A tokenizer without line breaks would leave them out, and join two words that its model has never seen so.
+        self._spaces = {ord(c): " " for c in _SPACES if not lexicon.says(c)}
 
     @property
     def pending(self) -> bytes:
@@ -178,7 +190,7 @@ class Mirror:
             How many tokens, from the first on, are what they were.
         """
         before = len(self.data)
-        self.data += self._decoder.decode(data).encode()
+        self.data += self._decoder.decode(data).translate(self._spaces).encode()
         if len(self.data) == before:
             return len(self.tokens)
         if before == 0:
@@ -199,13 +211,18 @@ class Mirror:
 
     def forget(self, tokens: int) -> None:
         """Drop the first tokens of the text, about so many, and their text."""
-        place = next((i for i in range(self.start + tokens, len(self.ends)) if self.ends[i] >= 0), None)
+        places = range(self.start + tokens, len(self.ends))
+        place = next((i for i in places if self.ends[i] >= 0 and self._whole(self.ends[i])), None)
         if place is None:
             return
         gone = self.ends[place]
         del self.data[:gone]
         del self.tokens[self.start : place + 1]
         self.ends[self.start :] = [end - gone if end >= 0 else -1 for end in self.ends[place + 1 :]]
+
+    def _whole(self, place: int) -> bool:
+        """Whether a character begins at this byte; a token may end inside one."""
+        return place == len(self.data) or self.data[place] & 0xC0 != 0x80
 
     def _boundary(self, most: int) -> int:
         """The last token that begins at a known place of at most so many bytes, best where a word begins."""
@@ -214,7 +231,7 @@ class Mirror:
         while i > self.start:
             i -= 1
             end = self.ends[i]
-            if 0 < end <= most:
+            if 0 < end <= most and self._whole(end):
                 nearest = nearest or i + 1
                 if self.data[end : end + 1].isspace():
                     return i + 1
@@ -240,7 +257,23 @@ class Mirror:
         return same
 
 
-def continuation(lexicon: Lexicon, tail: Sequence[int], fresh: bytes) -> tuple[list[int], list[int]]:
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Tokens that say a text after committed ones.
+
+    Attributes:
+        tokens: what says it.
+        ends: how many bytes of the text are said at the end of each.
+        natural: whether the tokenizer, given all of the text at once, would have ended a token where the committed
+            ones end. A model that was trained on such tokens hardly ever goes on otherwise.
+    """
+
+    tokens: list[int]
+    ends: list[int]
+    natural: bool
+
+
+def continuation(lexicon: Lexicon, tail: Sequence[int], fresh: bytes) -> Continuation:
     """Tokens that say ``fresh`` after the committed tokens ``tail``, as the tokenizer would cut both together.
 
     Where the tokenizer would join the end of the tail with what follows, the committed tokens stand all the same: the
@@ -250,37 +283,45 @@ def continuation(lexicon: Lexicon, tail: Sequence[int], fresh: bytes) -> tuple[l
         lexicon: of the tokenizer.
         tail: the last committed tokens; some words of them are enough.
         fresh: what shall follow; its last bytes may be an unfinished character, which is left out.
-
-    Returns:
-        The tokens, and how many bytes of ``fresh`` are said at the end of each.
     """
-    before = lexicon.bytes_of(tail)
-    data = before + fresh
+    known = len(tail)
+    while known and lexicon.piece(tail[known - 1]):
+        known -= 1
+    before = lexicon.bytes_of(tail[known:])  # what stands before a special token does not join what comes after it
     lead = 0
-    while lead < len(before) and data[lead] & 0xC0 == 0x80:  # the tail may begin inside a character
+    while lead < len(before) and before[lead] & 0xC0 == 0x80:  # the tail may begin inside a character
         lead += 1
-    here = len(before) - lead
-    data = data[lead:]
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        text = data[: error.start].decode()
-    tokens = lexicon.encode(text)
-    ends = lexicon.ends(tokens, data)
+    data = before[lead:] + fresh
+    tokens = lexicon.encode(whole_characters(data))
+    here = at = len(before) - lead
+    start = 0
+    natural = True
     found: list[int] = []
     places: list[int] = []
-    at = here
-    for token, end in zip(tokens, ends, strict=True):
-        if end <= at:  # of the tail, or unknown: then the next border takes it along
-            continue
-        piece = lexicon.pieces[token]
-        for each in (token,) if end - len(piece) == at else lexicon.spell(data[at:end]):
-            at += len(lexicon.pieces[each])
-            found.append(each)
-            places.append(at - here)
-        if at != end:
-            break
-    return found, places
+    for token, end in zip(tokens, lexicon.ends(tokens, data), strict=True):
+        if end > at:  # else of the tail, or unknown: then the next border takes it along
+            if start == at:
+                found.append(token)
+                places.append(end - here)
+            else:
+                natural = natural and at > here
+                for each in lexicon.spell(data[at:end]):
+                    at += len(lexicon.pieces[each])
+                    found.append(each)
+                    places.append(at - here)
+                if at != end:
+                    break
+            at = end
+        start = end
+    return Continuation(found, places, natural)
+
+
+def whole_characters(data: bytes) -> str:
+    """The text of the bytes up to the first that are no whole character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode()
 
 
 @lru_cache

@@ -41,8 +41,9 @@ def _model(argument: str, around: Surroundings) -> Drafter:
         check_pair(target, draft)
         return ModelDrafter(around.pack(draft), around.vocab_size)
     check_cross_pair(target, draft)
-    ends = stop_tokens(draft.model, draft.tokenizer)
-    return CrossDrafter(around.pack(draft), draft.tokenizer, target.tokenizer, ends)
+    packed = around.pack(draft)
+    inner = ModelDrafter(packed, packed.vocab_size, "cross-model")
+    return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {

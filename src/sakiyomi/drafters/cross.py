@@ -8,23 +8,29 @@ target. They are proposed as point masses, which every acceptance rule keeps los
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.alignment import Lexicon, Mirror, continuation
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.params import SamplingParams
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
 
 if TYPE_CHECKING:
+    from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model import PackedModel
 
 __all__ = ["CrossDrafter"]
 
 TAIL = 16
 """Committed tokens that are tokenised again together with what follows them."""
+SETTLING = 0.5
+"""Target tokens of text read beyond those wanted: which token a text's end becomes is settled by what follows it."""
+TRIES = 2
+"""Other texts that are asked for where the target's tokens speak against the first."""
+BANNED = -math.inf
 RATIO_MEMORY = 64
 """Committed tokens over which bytes a token are measured, on both sides."""
 
@@ -44,6 +50,19 @@ class _Reading:
     seen: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What the draft's text is in tokens of the target, with the chance of each; see ``Continuation.natural``."""
+
+    tokens: tuple[int, ...]
+    chances: tuple[float, ...]
+    natural: bool
+
+    def draft(self, name: str, gamma: int) -> Draft:
+        draws = tuple(Draw(node, name, None, chance) for node, chance in enumerate(self.chances[:gamma]))
+        return Draft(TokenTree.chain(self.tokens[:gamma]), "point_mass", draws)
+
+
 class CrossDrafter:
     """Drafts a chain with a small causal LM whose tokenizer is not the target's.
 
@@ -51,7 +70,7 @@ class CrossDrafter:
     it, and no noise can be shared by two vocabularies.
 
     Args:
-        model: the draft.
+        inner: runs the draft model on its own tokens.
         tokenizer: of the draft.
         target_tokenizer: of the target.
         stop_ids: tokens with which the draft ends a text.
@@ -62,18 +81,18 @@ class CrossDrafter:
 
     def __init__(
         self,
-        model: PackedModel,
+        inner: ModelDrafter,
         tokenizer: Any,
         target_tokenizer: Any,
         stop_ids: Sequence[int] = (),
         name: str = "cross",
     ) -> None:
-        self.name = name
-        self._inner = ModelDrafter(model, model.vocab_size, f"{name}-model")
+        self.name, self.alignment_seconds = name, 0.0
+        self._inner = inner
         self._own, self._target = Lexicon.of(tokenizer), Lexicon.of(target_tokenizer)
         self._start = tuple(i for i in tokenizer("")["input_ids"] if i not in stop_ids or i == tokenizer.bos_token_id)
         self._stop_ids = frozenset(stop_ids)
-        self._end = target_tokenizer.eos_token_id
+        self._end: int | None = target_tokenizer.eos_token_id
 
     @property
     def model(self) -> PackedModel:
@@ -104,18 +123,24 @@ class CrossDrafter:
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass of the draft a token of its own."""
-        readings = [self._follow(context) for context in contexts]
-        steps = [
-            self._steps(reading, context, gamma)
-            for reading, context, gamma in zip(readings, contexts, gammas, strict=True)
-        ]
-        for reading, count in zip(readings, steps, strict=True):
-            reading.inner.nodes = count
-        drafts = self._inner.propose([reading.inner for reading in readings], steps)
-        return [
-            self._translate(context, reading, draft, gamma)
-            for context, reading, draft, gamma in zip(contexts, readings, drafts, gammas, strict=True)
-        ]
+        began = time.perf_counter()
+        rounds = []
+        for context, gamma in zip(contexts, gammas, strict=True):
+            reading = self._follow(context)
+            reading.inner.nodes = self._steps(reading, context, gamma)
+            rounds.append((context, reading))
+        asked = time.perf_counter()
+        # Without a begin token and before any text there is nothing to go on from.
+        inners = [reading.inner for _, reading in rounds if reading.inner.tokens]
+        proposed = iter(self._inner.propose(inners, [inner.nodes for inner in inners]) if inners else ())
+        answered = time.perf_counter()
+        drafts = [next(proposed) if reading.inner.tokens else Draft.empty() for _, reading in rounds]
+        said = [self._translate(*each, draft) for each, draft in zip(rounds, drafts, strict=True)]
+        self.alignment_seconds += time.perf_counter() - answered + asked - began
+        for i, (each, draft) in enumerate(zip(rounds, drafts, strict=True)):
+            if not said[i].natural:
+                said[i] = self._again(*each, draft) or said[i]
+        return [each.draft(self.name, gamma) for each, gamma in zip(said, gammas, strict=True)]
 
     def _reading(self, context: Context) -> _Reading:
         found: _Reading | None = context.memory.get(self.name)
@@ -144,33 +169,68 @@ class CrossDrafter:
         mine, theirs = reading.mirror.tokens[-RATIO_MEMORY:], context.tokens[-RATIO_MEMORY:]
         own = len(self._own.bytes_of(mine)) / len(mine) if mine else 1.0
         target = len(self._target.bytes_of(theirs)) / len(theirs)
-        return max(1, math.ceil(gamma * target / own)) if own and target else gamma
+        return max(1, math.ceil((gamma + SETTLING) * target / own)) if own and target else gamma
 
-    def _translate(self, context: Context, reading: _Reading, draft: Draft, gamma: int) -> Draft:
+    def _translate(self, context: Context, reading: _Reading, draft: Draft) -> _Said:
         """The draft's text in tokens of the target."""
-        said, begins, chances = bytearray(), [], []
+        pending = len(reading.mirror.pending)  # bytes of a character that the target has begun
+        said = bytearray()
+        begins: list[int] = []  # byte of the said text at which each draft token begins
         ended = False
-        for node, token in enumerate(draft.tree.tokens):
-            piece = self._own.pieces[token] if token < len(self._own.pieces) else b""
+        for token in draft.tree.tokens:
+            piece = self._own.piece(token)
             ended = token in self._stop_ids
             if ended or not piece:
                 break
-            begins.append(len(said))
-            chances.append(draft.draws[node].prob or 1.0)
+            begins.append(len(said) - pending)
             said += piece
-        pending = reading.mirror.pending
-        if not said.startswith(pending):
-            return Draft.empty()
-        tokens, ends = continuation(self._target, context.tokens[-TAIL:], bytes(said[len(pending) :]))
-        tokens = tokens[:gamma]
-        if not tokens:
-            return Draft.empty()
+        if not said.startswith(reading.mirror.pending):
+            return _Said((), (), natural=True)
+        ahead = continuation(self._target, context.tokens[-TAIL:], bytes(said[pending:]))
+        tokens, ends = ahead.tokens, ahead.ends
+        if ended and self._end in context.stop_ids and (ends[-1] if ends else 0) == len(said) - pending:
+            tokens.append(self._end)
+            ends.append(len(said) - pending + 1)
+            begins.append(len(said) - pending)
+        chances: list[float] = []
         place = 0
-        draws = []
-        for node, end in enumerate(ends[: len(tokens)]):
-            chance = 1.0
-            while place < len(begins) and begins[place] < end + len(pending):
-                chance *= chances[place]
+        for end in ends:
+            chance = 1.0  # of all draft tokens that had to be right for this one, and not for those before
+            while place < len(begins) and begins[place] < end:
+                known = draft.draws[place].prob
+                chance *= 1.0 if known is None else known
                 place += 1
-            draws.append(Draw(node, self.name, None, chance))
-        return Draft(TokenTree.chain(tokens), "point_mass", tuple(draws))
+            chances.append(chance)
+        return _Said(tuple(tokens), tuple(chances), ahead.natural)
+
+    def _again(self, context: Context, reading: _Reading, draft: Draft) -> _Said | None:
+        """Another text, where the first would have had the target's tokens end elsewhere than they do.
+
+        The target said "▁s", and it has a token "▁so": what follows is not an "o". The draft knows the text alone, so
+        it is asked for what is likeliest after its first thought, and goes on from there.
+        """
+        inner, steps, tried = reading.inner, reading.inner.nodes, [draft.tree.tokens[0]]
+        for _ in range(TRIES):
+            params = replace(inner.params, logit_bias=dict.fromkeys(tried, BANNED))
+            first = self._beside(inner, replace(inner, params=params, memory={}), 1)
+            if not first.draws:
+                return None
+            token = first.tree.tokens[0]
+            tried.append(token)
+            if continuation(self._target, context.tokens[-TAIL:], self._own.piece(token)).natural:
+                rest = self._beside(inner, replace(inner, tokens=[*inner.tokens, token], memory={}), max(steps - 1, 1))
+                draws = (*first.draws, *(replace(draw, node=draw.node + 1) for draw in rest.draws))
+                whole = Draft(TokenTree.chain((token, *rest.tree.tokens)), "point_mass", draws)
+                said = self._translate(context, reading, whole)
+                if said.natural:
+                    return said
+        return None
+
+    def _beside(self, inner: Context, other: Context, steps: int) -> Draft:
+        """What the draft proposes in another context than the request's own, on the same place in its cache."""
+        other.nodes = steps
+        self._inner.inherit(other, inner)
+        try:
+            return self._inner.propose([other], [steps])[0]
+        finally:
+            self._inner.inherit(inner, other)
