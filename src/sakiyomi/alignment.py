@@ -8,6 +8,7 @@ of a character; `Mirror` holds a growing text in tokens of the other tokenizer a
 from __future__ import annotations
 
 import codecs
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -47,6 +48,7 @@ class Lexicon:
             if self.pieces[i]:
                 self.ids[self.pieces[i]] = i
         self._longest = max(map(len, self.ids), default=0)
+        self._sorted = sorted(self.ids)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Lexicon:
@@ -104,6 +106,12 @@ class Lexicon:
             place += len(piece)
             found.append(place)
         return found
+
+    def longer(self, beginning: bytes) -> list[int]:
+        """Tokens that say more than these bytes, and begin with them."""
+        first = bisect_right(self._sorted, beginning)
+        last = bisect_right(self._sorted, beginning + b"\xff" * self._longest)
+        return [self.ids[piece] for piece in self._sorted[first:last]]
 
     def spell(self, data: bytes) -> list[int]:
         """Tokens that say these very bytes, the longest first from the left; as far as there are any."""

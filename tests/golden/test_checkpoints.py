@@ -174,6 +174,19 @@ def test_a_draft_of_another_tokenizer_reads_ahead(folders: Any, across: LLM) -> 
     assert tau >= 2.6
 
 
+def test_a_draft_of_longer_pieces_takes_back_the_last_of_them(folders: Any) -> None:
+    """4096 pieces against 512: the target's text ends inside the draft's words most of the time.
+
+    Read on from there, as if a word ended, it commits 2.1 tokens a pass.
+    """
+    llm = LLM(folders("bitllama-3M"), "model:tales-draft", compile=False)
+    plain = LLM(folders("bitllama-3M"), "none", compile=False)
+    params = SamplingParams(max_new_tokens=120, gamma=4, ignore_eos=True)
+    done = llm.generate(stories(), params)
+    assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(stories(), params)]
+    assert sum(out.stats.committed for out in done) / sum(out.stats.rounds for out in done) >= 2.9
+
+
 def test_sampled_stories_across_tokenizers(folders: Any, across: LLM) -> None:
     """The same text as without a draft for a seed; drafts are still accepted, as point masses."""
     plain = LLM(folders("bitllama-3M"), "none", compile=False)

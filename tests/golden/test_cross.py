@@ -13,11 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sakiyomi import LLM, SamplingParams, UnsupportedError
 from sakiyomi.alignment import Lexicon
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.cross import CrossDrafter
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.model import PackedModel
+from sakiyomi.noise import RequestNoise
 from sakiyomi.tree import Draft, Draw, TokenTree
 from toys import (
     byte_fallback_tokenizer,
@@ -119,6 +123,9 @@ class Knowing:
     def inherit(self, context: Context, earlier: Context) -> None:
         pass
 
+    def move(self, source: Context, destination: Context, length: int) -> None:
+        assert source.tokens[:length] == destination.tokens[:length]
+
     def end(self, context: Context) -> None:
         pass
 
@@ -177,6 +184,25 @@ def test_one_request_that_grows_is_drafted_as_a_fresh_one() -> None:
         assert kept.tree == fresh.tree
 
 
+@pytest.mark.parametrize("draft", ["byte-level", "unigram", "characters"])
+def test_what_the_drafts_cache_keeps_is_right(draft: str) -> None:
+    """A real cache from round to round, tokens taken back and asked for again, against a fresh one each round."""
+    model, tokenizer = pair(draft, 1)
+    packed = PackedModel(model, compile=False)
+    _, theirs = pair("SentencePiece" if draft == "byte-level" else "byte-level", 0)
+    cross = CrossDrafter(ModelDrafter(packed, packed.vocab_size), tokenizer, theirs)
+    tokens = theirs("the fox 😀 abc xyz. あい! the river was there and went. " * 3)["input_ids"]
+    growing = _context(tokens[:5])
+    with torch.no_grad():
+        for place in (5, 6, 8, 9, 13, 14, 20, 21, 22, 23, 30, 44, 45, 46, 60):
+            growing.tokens[:] = tokens[:place]
+            fresh = _context(tokens[:place])
+            (kept,), (new,) = (cross.propose([context], [5]) for context in (growing, fresh))
+            assert kept.tree == new.tree, place
+            assert [draw.prob for draw in kept.draws] == pytest.approx([draw.prob for draw in new.draws], rel=1e-3)
+            cross.end(fresh)
+
+
 def test_a_draft_with_a_short_context_forgets_the_beginning() -> None:
     """It reads on with what fits, and proposes to the end."""
     _, tokenizer = pair("byte-level", 0)
@@ -210,8 +236,6 @@ def test_the_drafts_end_is_the_targets_end() -> None:
 
 
 def _context(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset({0})) -> Context:
-    from sakiyomi.noise import RequestNoise
-
     return Context(0, list(tokens), SamplingParams(), "greedy", RequestNoise(0), stop_ids)
 
 

@@ -134,6 +134,14 @@ def test_a_continuation_of_its_own_tokens_is_the_rest(text: str, where: int) -> 
     assert ahead.natural
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(beginning=st.one_of(words.map(str.encode), st.binary(min_size=1, max_size=3)))
+def test_longer_tokens_are_those_that_begin_so(kind: str, beginning: bytes) -> None:
+    lexicon = Lexicon.of(KINDS[kind])
+    found = {lexicon.piece(token) for token in lexicon.longer(beginning)}
+    assert found == {piece for piece in lexicon.pieces if piece.startswith(beginning) and piece != beginning}
+
+
 def test_committed_tokens_stand_where_the_tokenizer_would_join_them() -> None:
     lexicon = Lexicon.of(tiny_tokenizer())
     whole = lexicon.encode(" the")

@@ -19,6 +19,8 @@ from sakiyomi.params import SamplingParams
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model import PackedModel
 
@@ -28,6 +30,8 @@ TAIL = 16
 """Committed tokens that are tokenised again together with what follows them."""
 SETTLING = 0.5
 """Target tokens of text read beyond those wanted: which token a text's end becomes is settled by what follows it."""
+WITHIN = 4
+"""Draft tokens that may be taken back because the text ends inside a longer one."""
 TRIES = 2
 """Other texts that are asked for where the target's tokens speak against the first."""
 BANNED = -math.inf
@@ -63,6 +67,38 @@ class _Said:
         return Draft(TokenTree.chain(self.tokens[:gamma]), "point_mass", draws)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lead:
+    """From where the draft reads ahead.
+
+    Attributes:
+        inner: its context there.
+        owed: bytes that are committed already, with which its text has to begin.
+        first: its first token, where that is in the context already.
+    """
+
+    inner: Context
+    owed: bytes
+    first: Draft | None = None
+
+
+def _among(tokens: list[int]) -> Any:
+    """A logits processor that leaves some tokens alone to choose from."""
+
+    def keep(_: Tensor, scores: Tensor) -> Tensor:
+        left = scores.new_full(scores.shape, -math.inf)
+        left[:, tokens] = scores[:, tokens]
+        return left
+
+    return keep
+
+
+def _joined(first: Draft, rest: Draft) -> Draft:
+    """Two chains, one behind the other."""
+    draws = (*first.draws, *(replace(draw, node=draw.node + len(first)) for draw in rest.draws))
+    return Draft(TokenTree.chain((*first.tree.tokens, *rest.tree.tokens)), "point_mass", draws)
+
+
 class CrossDrafter:
     """Drafts a chain with a small causal LM whose tokenizer is not the target's.
 
@@ -87,7 +123,9 @@ class CrossDrafter:
         stop_ids: Sequence[int] = (),
         name: str = "cross",
     ) -> None:
-        self.name, self.alignment_seconds = name, 0.0
+        self.name, self._asked = name, 0.0
+        self.alignment_seconds = 0.0
+        """Spent on bringing the two texts together, without what the draft model took."""
         self._inner = inner
         self._own, self._target = Lexicon.of(tokenizer), Lexicon.of(target_tokenizer)
         self._start = tuple(i for i in tokenizer("")["input_ids"] if i not in stop_ids or i == tokenizer.bos_token_id)
@@ -123,24 +161,33 @@ class CrossDrafter:
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass of the draft a token of its own."""
-        began = time.perf_counter()
+        began, asked = time.perf_counter(), self._asked
         rounds = []
         for context, gamma in zip(contexts, gammas, strict=True):
             reading = self._follow(context)
             reading.inner.nodes = self._steps(reading, context, gamma)
             rounds.append((context, reading))
-        asked = time.perf_counter()
+        leads = [self._lead(*each) for each in rounds]
         # Without a begin token and before any text there is nothing to go on from.
-        inners = [reading.inner for _, reading in rounds if reading.inner.tokens]
-        proposed = iter(self._inner.propose(inners, [inner.nodes for inner in inners]) if inners else ())
-        answered = time.perf_counter()
-        drafts = [next(proposed) if reading.inner.tokens else Draft.empty() for _, reading in rounds]
-        said = [self._translate(*each, draft) for each, draft in zip(rounds, drafts, strict=True)]
-        self.alignment_seconds += time.perf_counter() - answered + asked - began
+        inners = [lead.inner for lead in leads if lead.inner.tokens]
+        proposed = iter(self._ask(inners))
+        drafts = []
+        for (_, reading), lead in zip(rounds, leads, strict=True):
+            draft = next(proposed) if lead.inner.tokens else Draft.empty()
+            if lead.first is not None:
+                self._inner.move(lead.inner, reading.inner, len(lead.inner.tokens) - 1)
+                draft = _joined(lead.first, draft)
+            drafts.append(draft)
+        said = [
+            self._translate(context, lead.owed, draft)
+            for (context, _), lead, draft in zip(rounds, leads, drafts, strict=True)
+        ]
         for i, (each, draft) in enumerate(zip(rounds, drafts, strict=True)):
-            if not said[i].natural:
+            if not said[i].natural and leads[i].first is None:
                 said[i] = self._again(*each, draft) or said[i]
-        return [each.draft(self.name, gamma) for each, gamma in zip(said, gammas, strict=True)]
+        found = [each.draft(self.name, gamma) for each, gamma in zip(said, gammas, strict=True)]
+        self.alignment_seconds += time.perf_counter() - began - (self._asked - asked)
+        return found
 
     def _reading(self, context: Context) -> _Reading:
         found: _Reading | None = context.memory.get(self.name)
@@ -171,9 +218,39 @@ class CrossDrafter:
         target = len(self._target.bytes_of(theirs)) / len(theirs)
         return max(1, math.ceil((gamma + SETTLING) * target / own)) if own and target else gamma
 
-    def _translate(self, context: Context, reading: _Reading, draft: Draft) -> _Said:
-        """The draft's text in tokens of the target."""
-        pending = len(reading.mirror.pending)  # bytes of a character that the target has begun
+    def _lead(self, context: Context, reading: _Reading) -> _Lead:
+        """From where the draft goes on: where its last tokens would hardly stand so in a longer text, before them.
+
+        The text may end inside a word, or inside a character, where the draft's tokens do not. Then it chooses among
+        those that say its last ones and more: after "the lit" it reads "the" and says " little".
+        """
+        inner, owed = reading.inner, reading.mirror.pending
+        for count in range(min(WITHIN, len(inner.tokens) - reading.mirror.start), -1, -1):
+            last = inner.tokens[len(inner.tokens) - count :]
+            said = self._own.bytes_of(last) + owed
+            if not said or not all(map(self._own.piece, last)):
+                continue
+            longer = self._own.longer(said)
+            if not longer:
+                continue
+            params = replace(inner.params, logits_processors=(_among([*longer, *last[:1]]),))
+            shorter = replace(inner, tokens=inner.tokens[: len(inner.tokens) - count], params=params, memory={})
+            if not shorter.tokens:
+                continue
+            first = self._beside(inner, shorter, 1)
+            token = first.tree.tokens[0] if len(first) else -1
+            if token not in longer:
+                break
+            if not continuation(self._target, context.tokens[-TAIL:], self._own.piece(token)[len(said) :]).natural:
+                break
+            other = replace(inner, tokens=[*shorter.tokens, token], memory={})
+            self._inner.move(inner, other, len(shorter.tokens))
+            return _Lead(other, said, first)
+        return _Lead(inner, owed)
+
+    def _translate(self, context: Context, owed: bytes, draft: Draft) -> _Said:
+        """The draft's text in tokens of the target, without what it owes to what is committed."""
+        pending = len(owed)
         said = bytearray()
         begins: list[int] = []  # byte of the said text at which each draft token begins
         ended = False
@@ -184,7 +261,7 @@ class CrossDrafter:
                 break
             begins.append(len(said) - pending)
             said += piece
-        if not said.startswith(reading.mirror.pending):
+        if not said.startswith(owed):
             return _Said((), (), natural=True)
         ahead = continuation(self._target, context.tokens[-TAIL:], bytes(said[pending:]))
         tokens, ends = ahead.tokens, ahead.ends
@@ -218,10 +295,9 @@ class CrossDrafter:
             token = first.tree.tokens[0]
             tried.append(token)
             if continuation(self._target, context.tokens[-TAIL:], self._own.piece(token)).natural:
-                rest = self._beside(inner, replace(inner, tokens=[*inner.tokens, token], memory={}), max(steps - 1, 1))
-                draws = (*first.draws, *(replace(draw, node=draw.node + 1) for draw in rest.draws))
-                whole = Draft(TokenTree.chain((token, *rest.tree.tokens)), "point_mass", draws)
-                said = self._translate(context, reading, whole)
+                longer = replace(inner, tokens=[*inner.tokens, token], memory={})
+                rest = self._beside(inner, longer, max(steps - 1, 1))
+                said = self._translate(context, reading.mirror.pending, _joined(first, rest))
                 if said.natural:
                     return said
         return None
@@ -229,8 +305,16 @@ class CrossDrafter:
     def _beside(self, inner: Context, other: Context, steps: int) -> Draft:
         """What the draft proposes in another context than the request's own, on the same place in its cache."""
         other.nodes = steps
-        self._inner.inherit(other, inner)
+        shared = min(len(inner.tokens), len(other.tokens))
+        self._inner.move(inner, other, shared)
         try:
-            return self._inner.propose([other], [steps])[0]
+            return self._ask([other])[0]
         finally:
-            self._inner.inherit(inner, other)
+            self._inner.move(other, inner, shared)
+
+    def _ask(self, inners: Sequence[Context]) -> list[Draft]:
+        """The draft's own proposals, as deep as their ``nodes``."""
+        began = time.perf_counter()
+        drafts = self._inner.propose(inners, [inner.nodes for inner in inners]) if inners else []
+        self._asked += time.perf_counter() - began
+        return drafts
