@@ -24,7 +24,7 @@ _ANCHORS = ("a", "e", "の", ".", "1", "x")
 _SPACES = "\n\r\t\u00a0\u3000"
 _SKIP = 16
 """Bytes that a tokenizer may leave out (characters that it does not know): so far its next token is looked for."""
-_BACK = 48
+_BACK = 24
 """Bytes at the end of a text that are tokenised again when it grows."""
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CrossDrafter"]
 
-TAIL = 16
+TAIL = 8
 """Committed tokens that are tokenised again together with what follows them."""
 SETTLING = 0.5
 """Target tokens of text read beyond those wanted: which token a text's end becomes is settled by what follows it."""
