@@ -116,3 +116,18 @@ def word_piece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[SEP]", clean_up_tokenization_spaces=True
     )
+
+
+def unigram_tokenizer(
+    words: Sequence[str] = ("▁the", "▁fox", "the", "ing", "おじいさん", "ました", "、", "。", "\n"),
+) -> PreTrainedTokenizerFast:
+    """Like T5's or ALBERT's: the likeliest of whole pieces, ▁ for the space and before the text, bytes for the rest."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((f"<0x{value:02X}>", -20.0) for value in range(256)), ("▁", -3.0)]
+    pieces += [(character, -4.0) for character in "abcdefghijklmnopqrstuvwxyzOnceいさんまた山"]
+    vocab = list(dict(pieces + [(word, -5.0) for word in words]).items())
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")

@@ -487,7 +487,8 @@ class PackedModel:
             self._seconds.get((self._size(count), self._size(count) in graphs)) for count in (size // 2, 2 * size)
         ]
         half, double = others if size > 1 else (None, others[1])
-        return min(self._seconds[key], *(2 * half,) if half else (), *(double,) if double else ())
+        bounds = [self._seconds[key], *([2 * half] if half else []), *([double] if double else [])]
+        return min(bounds)
 
     def known_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float | None:
         """`pass_seconds` if a pass of this size was made before; makes none."""

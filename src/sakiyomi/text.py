@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from sakiyomi.errors import InputError
 
-__all__ = ["TextStream"]
+__all__ = ["Profile", "TextStream", "profile"]
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _WINDOW = 24
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class _Profile:
+class Profile:
     """What has to be known of a tokenizer, found out once.
 
     Attributes:
@@ -51,17 +51,18 @@ class _Profile:
 
 
 # A profile costs some milliseconds for a tokenizer of many special tokens, and a stream is made for every request.
-_profiles: WeakKeyDictionary[Any, _Profile] = WeakKeyDictionary()
+_profiles: WeakKeyDictionary[Any, Profile] = WeakKeyDictionary()
 
 
-def _profile(tokenizer: Any) -> _Profile:
+def profile(tokenizer: Any) -> Profile:
+    """What has to be known of a tokenizer."""
     known = _profiles.get(tokenizer)
     if known is None:
         known = _profiles[tokenizer] = _examine(tokenizer)
     return known
 
 
-def _examine(tokenizer: Any) -> _Profile:
+def _examine(tokenizer: Any) -> Profile:
     def text(*ids: int) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
@@ -78,7 +79,7 @@ def _examine(tokenizer: Any) -> _Profile:
         letter = [i for i, value in byte_of.items() if value == ord("A")]
         if not letter or text(letter[0]) != "A":
             byte_of = {}
-    return _Profile(
+    return Profile(
         special=frozenset(i for i in candidates if text(i) == ""),
         byte_of=byte_of,
         tidies=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
@@ -95,7 +96,7 @@ class _Pieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._profile = _profile(tokenizer)
+        self._profile = profile(tokenizer)
         self._window: list[int] = []
         self._taken = 0
         self._closed = 0

@@ -44,7 +44,7 @@ from sakiyomi.outputs import Stats
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
-from toys import save_model, tiny_llama, tiny_tokenizer
+from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)
 
@@ -621,6 +621,27 @@ def test_row_of_peers_says_who_is_left_out(pair: BenchConfig, monkeypatch: pytes
     assert len(found.lines) == 5
     assert found.notes[-3].startswith("llama.cpp is left out: gguf and llama-cpp-python not installed; pip install")
     assert {note[:17] for note in found.notes[-2:]} == {"int8 is left out:", "int4 is left out:"}
+
+
+def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
+    """Both drafts, plain, and transformers with both tokenizers: equal texts, and characters beside tokens."""
+    other = save_model(tmp_path / "other", tiny_llama(288, seed=3, eos_token_id=None), byte_fallback_tokenizer())
+    found = suites.ROWS["cross"](dataclasses.replace(pair, cross=f"model:{other}"), suites.Note())
+    lines = {line["name"]: line for line in found.lines}
+    assert list(lines) == [
+        "sakiyomi plain",
+        "sakiyomi, draft of another tokenizer",
+        "sakiyomi, draft of its own tokenizer",
+        "transformers plain",
+        "transformers universal assisted",
+    ]
+    assert all(line["equal"] and line["characters_per_second"] > 0 for line in lines.values())
+    assert lines["sakiyomi, draft of another tokenizer"]["alignment_ms"] > 0
+    assert "alignment_ms" not in lines["sakiyomi, draft of its own tokenizer"]
+    assert lines["transformers plain"]["tau"] == 1
+    assert found.conditions["assistant_tokens"] >= pair.gamma
+    with pytest.raises(InputError, match="another tokenizer"):
+        suites.ROWS["cross"](pair, suites.Note())
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

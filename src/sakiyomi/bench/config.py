@@ -18,10 +18,11 @@ class BenchConfig:
 
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
-            stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, exact, compiling,
-            peers.
+            stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, exact,
+            compiling, peers.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
+        cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
         quantize: int8 or int4 rounds the weights of our own target to so many bits; row bookkeeping does not use it,
@@ -43,6 +44,7 @@ class BenchConfig:
     rows: tuple[str, ...] = ()
     target: str = "tales"
     draft: str = "auto"
+    cross: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     quantize: str | None = None

@@ -26,6 +26,7 @@ class Transformers:
         gamma: draft tokens a round, constant, with no confidence threshold: what our ``gamma=<number>`` is.
         stop: end tokens; the model's own if not given.
         lookup: instead of a draft model: draft tokens are what followed the last tokens where they stood before.
+        tokenizers: of the target and of the draft model, where they are not the same.
     """
 
     def __init__(
@@ -36,8 +37,12 @@ class Transformers:
         stop: Sequence[int] | None = None,
         *,
         lookup: bool = False,
+        tokenizers: tuple[Any, Any] | None = None,
     ) -> None:
         self.model, self.assistant, self.gamma, self.lookup = model, assistant, gamma, lookup
+        self._tokenizers: dict[str, Any] = {}
+        if tokenizers is not None:
+            self._tokenizers = {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
         self.stop = list(stop_tokens(model) if stop is None else stop)
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
@@ -61,7 +66,7 @@ class Transformers:
                 config.num_assistant_tokens_schedule = "constant"
                 config.assistant_confidence_threshold = 0.0
                 stack.enter_context(_settings(self.assistant, config))
-                extra["assistant_model"] = self.assistant
+                extra = {"assistant_model": self.assistant, **self._tokenizers}
             if not params.greedy:
                 torch.manual_seed(params.seed or 0)
             with torch.no_grad():

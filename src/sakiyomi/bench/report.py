@@ -13,10 +13,12 @@ __all__ = ["Row", "condition_line", "of_race", "unclaimed"]
 
 HEADS = {
     "tokens_per_second": ("tok/s", 1),
+    "characters_per_second": ("char/s", 1),
     "acceptance_rate": ("acc", 1),
     "draft_ms": ("draft", 1),
     "score_ms": ("score", 1),
     "overhead_ms": ("rest", 1),
+    "alignment_ms": ("align", 1),
     "kv_bytes": ("KV MB", 1e-6),
     "bandwidth_share": ("bw %", 100),
     "perplexity": ("ppl", 1),

@@ -10,6 +10,7 @@ from sakiyomi.bench.bookkeeping import bookkeeping
 from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
+from sakiyomi.bench.cross import cross
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.lookup import lookup
 from sakiyomi.bench.merged import merged
@@ -45,6 +46,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "exact": exact,
     "compiling": compiling,
     "peers": peers,
+    "cross": cross,
 }
 
 TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}
@@ -63,7 +65,8 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     unknown = [name for name in config.rows if name not in ROWS]
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
-    wanted = config.rows or tuple(ROWS)
+    # Row cross needs a further model, which only who knows of it can name.
+    wanted = config.rows or tuple(name for name in ROWS if name != "cross" or config.cross is not None)
     if "compiling" in config.rows and not config.compile:
         raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
     if "peers" in config.rows and not config.peers:

@@ -39,14 +39,20 @@ class Surroundings:
 
 
 def _model(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.cross import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.loading import check_pair
+    from sakiyomi.loading import check_cross_pair, check_pair, same_tokenizer, stop_tokens
 
     if not argument:
         raise InputError('draft "model:" names no model; write model:<folder or hub id>')
-    loaded = around.load(argument)
-    check_pair(around.target, loaded)
-    return ModelDrafter(around.pack(loaded), around.vocab_size)
+    target, draft = around.target, around.load(argument)
+    if same_tokenizer(target.tokenizer, draft.tokenizer):
+        check_pair(target, draft)
+        return ModelDrafter(around.pack(draft), around.vocab_size)
+    check_cross_pair(target, draft)
+    packed = around.pack(draft)
+    inner = ModelDrafter(packed, packed.vocab_size, "cross-model")
+    return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
 def _oracle(argument: str, around: Surroundings) -> Drafter:

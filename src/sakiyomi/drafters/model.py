@@ -97,6 +97,21 @@ class ModelDrafter:
         if seat is not None:
             self.model.cache.release(seat.slot)
 
+    def rewind(self, context: Context, length: int) -> None:
+        """Say that tokens from this place on may be others than in the last proposal; without that they only grow."""
+        seat: _Seat | None = context.memory.get(self.name)
+        if seat is not None:
+            seat.sure = max(0, min(seat.sure, length, len(context.tokens) - 1))
+
+    def move(self, source: Context, destination: Context, length: int) -> None:
+        """Take a request's place to another context, whose first ``length`` tokens are the same."""
+        seat: _Seat | None = source.memory.pop(self.name, None)
+        if seat is not None:
+            destination.memory[self.name] = _Seat(
+                seat.slot, seat.held, Sampler(destination.params, self._vocab_size), seat.sure
+            )
+            self.rewind(destination, length)
+
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
         readings: dict[int, Reading] = {}

@@ -2,6 +2,15 @@
 
 from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.loading.model import Loaded, load_model, stop_tokens
-from sakiyomi.loading.pairs import check_pair, same_tokenizer
+from sakiyomi.loading.pairs import check_cross_pair, check_pair, same_tokenizer
 
-__all__ = ["Checkpoint", "Loaded", "check_pair", "load_model", "read_checkpoint", "same_tokenizer", "stop_tokens"]
+__all__ = [
+    "Checkpoint",
+    "Loaded",
+    "check_cross_pair",
+    "check_pair",
+    "load_model",
+    "read_checkpoint",
+    "same_tokenizer",
+    "stop_tokens",
+]

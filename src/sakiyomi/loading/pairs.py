@@ -1,4 +1,4 @@
-"""Whether a target and a draft model belong together: the same token must have the same number in both."""
+"""Whether a target and a draft model belong together: by the same numbers for the same tokens, or else by text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sakiyomi.errors import UnsupportedError
 if TYPE_CHECKING:
     from sakiyomi.loading.model import Loaded
 
-__all__ = ["check_pair", "same_tokenizer"]
+__all__ = ["check_cross_pair", "check_pair", "same_tokenizer"]
 
 _PLACEHOLDER = re.compile(
     r"""[<\[(]?\|?_?(pad|padding|extra|extra_id|extra_token|unused|reserved|reserved_special_token|dummy|empty
@@ -69,6 +69,34 @@ def check_pair(target: Loaded, draft: Loaded) -> int:
             f"tokens, the target for {sizes[0]}, and their tokenizer uses numbers up to {used}; {remedy}"
         )
     return min(sizes)
+
+
+def check_cross_pair(target: Loaded, draft: Loaded) -> None:
+    """Refuse a draft model of another tokenizer where the two cannot meet in text either.
+
+    Args:
+        target: the large model.
+        draft: the small one.
+
+    Raises:
+        UnsupportedError: a tokenizer does not say what its tokens stand for, or the draft has no row for some token.
+    """
+    for loaded, what in ((target, "target"), (draft, "draft")):
+        missing = [
+            name for name in ("get_vocab", "decode", "convert_ids_to_tokens") if not hasattr(loaded.tokenizer, name)
+        ]
+        if missing:
+            raise UnsupportedError(
+                f"the draft {draft.name!r} does not fit the target {target.name!r}: their tokenizers differ, and that "
+                f"of the {what} has no {missing[0]} by which to find the text of its tokens; load it with "
+                "transformers.AutoTokenizer, or pass draft='none'"
+            )
+    used, rows = _highest_used(draft.tokenizer), _rows(draft.model)
+    if rows <= used:
+        raise UnsupportedError(
+            f"the draft {draft.name!r} has rows for {rows} tokens, and its tokenizer uses numbers up to {used}; give "
+            "it the tokenizer that it was trained with, or pass draft='none'"
+        )
 
 
 def _is_padding(tokenizer: Any, token: str) -> bool:

@@ -1,0 +1,349 @@
+"""Two tokenizers over one text: what the one wrote, in tokens of the other, while the text grows.
+
+Both sides meet in bytes. `Lexicon` knows the bytes of every token of a tokenizer, so that a token may end in the middle
+of a character; `Mirror` holds a growing text in tokens of the other tokenizer and tokenises only its tail again;
+`continuation` gives the tokens that follow committed ones and say a given text. Nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+import codecs
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from sakiyomi.text import profile
+
+__all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_ANCHORS = ("a", "e", "の", ".", "1", "x")
+_SPACES = "\n\r\t\u00a0\u3000"
+_SKIP = 16
+"""Bytes that a tokenizer may leave out (characters that it does not know): so far its next token is looked for."""
+_BACK = 24
+"""Bytes at the end of a text that are tokenised again when it grows."""
+
+
+class Lexicon:
+    """What every token of a tokenizer stands for, in bytes. Made once for each tokenizer: see ``of``.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._tokenizer = tokenizer
+        known = profile(tokenizer)
+        self.special, self._byte_of = known.special, known.byte_of
+        self.pieces: list[bytes] = self._read()
+        """Bytes of each token; empty for special ones, and for those that stand for nothing known."""
+        self.ids: dict[bytes, int] = {}
+        """A token for each piece; where several have the same bytes, one that is not a byte of its own."""
+        for i in sorted(range(len(self.pieces)), key=lambda i: (i not in self._byte_of, -i)):
+            if self.pieces[i]:
+                self.ids[self.pieces[i]] = i
+        self._longest = max(map(len, self.ids), default=0)
+        self._sorted = sorted(self.ids)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Lexicon:
+        """The lexicon of a tokenizer, from an earlier call where there was one."""
+        known = _lexicons.get(tokenizer)
+        if known is None:
+            known = _lexicons[tokenizer] = cls(tokenizer)
+        return known
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, without special ones."""
+        if self._backend is not None:  # a tenth of the time of the call of the tokenizer itself
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def piece(self, token: int) -> bytes:
+        """Bytes of a token; a number that the tokenizer does not have stands for nothing."""
+        return self.pieces[token] if 0 <= token < len(self.pieces) else b""
+
+    def bytes_of(self, tokens: Sequence[int]) -> bytes:
+        """What the tokens stand for, joined; ids that the tokenizer does not have stand for nothing."""
+        pieces = self.pieces
+        return b"".join(pieces[i] for i in tokens if i < len(pieces))
+
+    def says(self, text: str) -> bool:
+        """Whether the tokenizer keeps a text as it is."""
+        return self.bytes_of(self.encode(text)).endswith(text.encode())
+
+    def ends(self, tokens: Sequence[int], data: bytes) -> list[int]:
+        """Where in ``data`` each token of it ends; -1 where that cannot be said.
+
+        Tokenizers put a space before the first word, leave unknown characters out, or say one token for them: then the
+        next token shows where they ended.
+        """
+        found: list[int] = []
+        place = 0
+        for i in tokens:
+            piece = self.pieces[i]
+            if not found and piece.startswith(b" ") and not data.startswith(b" "):
+                piece = piece[1:]
+                if not piece:
+                    found.append(0)
+                    continue
+            if not piece:
+                found.append(-1)
+                continue
+            if not data.startswith(piece, place):
+                place_of = data.find(piece, place, place + _SKIP + len(piece))
+                if place_of < 0:
+                    found.append(-1)
+                    continue
+                place = place_of
+                if found:
+                    found[-1] = -1  # what was left out may belong to it
+            place += len(piece)
+            found.append(place)
+        return found
+
+    def longer(self, beginning: bytes) -> list[int]:
+        """Tokens that say more than these bytes, and begin with them."""
+        first = bisect_right(self._sorted, beginning)
+        last = bisect_right(self._sorted, beginning + b"\xff" * self._longest)
+        return [self.ids[piece] for piece in self._sorted[first:last]]
+
+    def spell(self, data: bytes) -> list[int]:
+        """Tokens that say these very bytes, the longest first from the left; as far as there are any."""
+        found: list[int] = []
+        place = 0
+        while place < len(data):
+            for length in range(min(self._longest, len(data) - place), 0, -1):
+                token = self.ids.get(data[place : place + length])
+                if token is not None:
+                    found.append(token)
+                    place += length
+                    break
+            else:
+                break
+        return found
+
+    def _read(self) -> list[bytes]:
+        """Bytes of every token, by what it adds to the text of a token before it: alone it may lose its first space."""
+        size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        anchor = self._anchor()
+        texts = self._decode([[anchor, i] for i in range(size)])
+        before = self._decode([[anchor]])[0]
+        pieces: list[bytes] = []
+        for i, text in enumerate(texts):
+            if i in self.special or not text.startswith(before):
+                pieces.append(b"")
+            elif i in self._byte_of:
+                pieces.append(bytes([self._byte_of[i]]))
+            elif _UNKNOWN in text:
+                pieces.append(_byte_level(self._tokenizer.convert_ids_to_tokens(i)))
+            else:
+                pieces.append(text[len(before) :].encode())
+        return pieces
+
+    def _anchor(self) -> int:
+        """A token that ends a character, so that what stands after it is decoded alone."""
+        for text in _ANCHORS:
+            ids = self.encode(text)
+            if ids and self._decode([[ids[-1]]])[0].strip() not in ("", _UNKNOWN):
+                return ids[-1]
+        return next(int(i) for i in self._tokenizer.get_vocab().values() if i not in self.special)
+
+    def _decode(self, rows: list[list[int]]) -> list[str]:
+        if self._backend is not None and not getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+            return list(self._backend.decode_batch(rows, skip_special_tokens=True))
+        return [str(self._tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+
+
+_lexicons: WeakKeyDictionary[Any, Lexicon] = WeakKeyDictionary()
+
+
+class Mirror:
+    """A text that grows, in tokens of a tokenizer that did not write it.
+
+    ``tokens`` are ``start`` and then the tokens of the text. Growing tokenises the last characters again, from a place
+    before them at which a token ended before and ends still; what stands before that place is kept.
+
+    Args:
+        lexicon: of the tokenizer.
+        start: tokens that lead every text (the begin token, where there is one).
+    """
+
+    def __init__(self, lexicon: Lexicon, start: Sequence[int] = ()) -> None:
+        self.lexicon = lexicon
+        self.start = len(start)
+        self.tokens: list[int] = list(start)
+        self.ends: list[int] = [0] * len(start)
+        """Bytes of the text before the end of each token; -1: not known."""
+        self.data = bytearray()
+        """The text in UTF-8, whole characters only."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # A tokenizer without line breaks would leave them out, and join two words that its model has never seen so.
+        self._spaces = {ord(c): " " for c in _SPACES if not lexicon.says(c)}
+
+    @property
+    def pending(self) -> bytes:
+        """Bytes at the end that are not a whole character yet."""
+        return self._decoder.getstate()[0]
+
+    def grow(self, data: bytes) -> int:
+        """Add bytes to the text.
+
+        Returns:
+            How many tokens, from the first on, are what they were.
+        """
+        before = len(self.data)
+        self.data += self._decoder.decode(data).translate(self._spaces).encode()
+        if len(self.data) == before:
+            return len(self.tokens)
+        if before == 0:
+            return self._replace(self.start, 0, self._encode(0))
+        back = _BACK
+        while True:
+            first = self._boundary(before - back)
+            place = self.ends[first - 1] if first > self.start else 0
+            fresh = self._encode(place)
+            if place == 0:
+                return self._replace(self.start, 0, fresh)
+            # Not from its very beginning on: a tokenizer takes that for the beginning of a word or a text.
+            known = {end: i for i, end in enumerate(self.ends[first:], start=first) if end >= 0}
+            for i, (_, end) in enumerate(zip(*fresh, strict=True)):
+                if end in known and end <= before - back // 2:
+                    return self._replace(known[end] + 1, i + 1, fresh)
+            back *= 4
+
+    def forget(self, tokens: int) -> None:
+        """Drop the first tokens of the text, about so many, and their text."""
+        places = range(self.start + tokens, len(self.ends))
+        place = next((i for i in places if self.ends[i] >= 0 and self._whole(self.ends[i])), None)
+        if place is None:
+            return
+        gone = self.ends[place]
+        del self.data[:gone]
+        del self.tokens[self.start : place + 1]
+        self.ends[self.start :] = [end - gone if end >= 0 else -1 for end in self.ends[place + 1 :]]
+
+    def _whole(self, place: int) -> bool:
+        """Whether a character begins at this byte; a token may end inside one."""
+        return place == len(self.data) or self.data[place] & 0xC0 != 0x80
+
+    def _boundary(self, most: int) -> int:
+        """The last token that begins at a known place of at most so many bytes, best where a word begins."""
+        i = len(self.ends)
+        nearest = None
+        while i > self.start:
+            i -= 1
+            end = self.ends[i]
+            if 0 < end <= most and self._whole(end):
+                nearest = nearest or i + 1
+                if self.data[end : end + 1].isspace():
+                    return i + 1
+                if most - end > _BACK:
+                    break
+        return nearest or self.start
+
+    def _encode(self, place: int) -> tuple[list[int], list[int]]:
+        """Tokens of the text from this byte on, and where they end."""
+        data = bytes(self.data[place:])
+        tokens = self.lexicon.encode(data.decode())
+        return tokens, [end + place if end >= 0 else -1 for end in self.lexicon.ends(tokens, data)]
+
+    def _replace(self, first: int, fresh: int, encoded: tuple[list[int], list[int]]) -> int:
+        tokens, ends = encoded[0][fresh:], encoded[1][fresh:]
+        same = first
+        for old, new in zip(self.tokens[first:], tokens, strict=False):
+            if old != new:
+                break
+            same += 1
+        self.tokens[first:] = tokens
+        self.ends[first:] = ends
+        return same
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Tokens that say a text after committed ones.
+
+    Attributes:
+        tokens: what says it.
+        ends: how many bytes of the text are said at the end of each.
+        natural: whether the tokenizer, given all of the text at once, would have ended a token where the committed
+            ones end. A model that was trained on such tokens hardly ever goes on otherwise.
+    """
+
+    tokens: list[int]
+    ends: list[int]
+    natural: bool
+
+
+def continuation(lexicon: Lexicon, tail: Sequence[int], fresh: bytes) -> Continuation:
+    """Tokens that say ``fresh`` after the committed tokens ``tail``, as the tokenizer would cut both together.
+
+    Where the tokenizer would join the end of the tail with what follows, the committed tokens stand all the same: the
+    bytes up to its next border are spelt by themselves.
+
+    Args:
+        lexicon: of the tokenizer.
+        tail: the last committed tokens; some words of them are enough.
+        fresh: what shall follow; its last bytes may be an unfinished character, which is left out.
+    """
+    known = len(tail)
+    while known and lexicon.piece(tail[known - 1]):
+        known -= 1
+    before = lexicon.bytes_of(tail[known:])  # what stands before a special token does not join what comes after it
+    lead = 0
+    while lead < len(before) and before[lead] & 0xC0 == 0x80:  # the tail may begin inside a character
+        lead += 1
+    data = before[lead:] + fresh
+    tokens = lexicon.encode(whole_characters(data))
+    here = at = len(before) - lead
+    start = 0
+    natural = True
+    found: list[int] = []
+    places: list[int] = []
+    for token, end in zip(tokens, lexicon.ends(tokens, data), strict=True):
+        if end > at:  # else of the tail, or unknown: then the next border takes it along
+            if start == at:
+                found.append(token)
+                places.append(end - here)
+            else:
+                natural = natural and at > here
+                for each in lexicon.spell(data[at:end]):
+                    at += len(lexicon.pieces[each])
+                    found.append(each)
+                    places.append(at - here)
+                if at != end:
+                    break
+            at = end
+        start = end
+    return Continuation(found, places, natural)
+
+
+def whole_characters(data: bytes) -> str:
+    """The text of the bytes up to the first that are no whole character."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode()
+
+
+@lru_cache
+def _byte_table() -> dict[str, int]:
+    """Byte of each character that byte-level BPE writes for it (GPT-2): printable ones for themselves, others above."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(value): value for value in plain}
+    table |= {chr(256 + i): value for i, value in enumerate(v for v in range(256) if v not in set(plain))}
+    return table
+
+
+def _byte_level(piece: Any) -> bytes:
+    """Bytes of a byte-level piece that is no whole text; nothing where it is something else."""
+    table = _byte_table()
+    if not isinstance(piece, str) or any(character not in table for character in piece):
+        return b""
+    return bytes(table[character] for character in piece)
