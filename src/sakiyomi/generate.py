@@ -8,13 +8,11 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import operator
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +22,7 @@ from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.errors import DraftError, InputError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import MOST_NODES, Costs, Gain, Size, make_policy
+from sakiyomi.intake import prompt_tokens, with_ids
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
@@ -134,9 +133,9 @@ class Engine:
             MemoryLimitError: its keys and values would not fit.
         """
         params = as_params(params)
-        tokens = self._tokens(prompt)
+        tokens = prompt_tokens(prompt, self.tokenizer, self.target.vocab_size, self.max_context)
         if any(isinstance(word, str) for word in params.bad_words):
-            params = _with_ids(params, self.tokenizer)
+            params = with_ids(params, self.tokenizer)
         kind_for = getattr(self.drafter, "kind_for", None)
         kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
         verifier = choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
@@ -451,45 +450,3 @@ class Engine:
         self._overhead += 0.1 * (overhead - self._overhead)
         if passes:
             self._draft_step = running_mean(self._draft_step or None, drafting / passes)
-
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            try:
-                prompt.encode()
-            except UnicodeEncodeError as error:
-                raise InputError(f"the prompt {prompt!r:.80} is no text ({error}); give it as valid Unicode") from None
-            tokens: list[int] = list(self.tokenizer(prompt)["input_ids"]) if prompt else []
-            if not tokens:
-                first = self.tokenizer.bos_token_id
-                begin = "" if first is None else f", or the begin token to let the model choose: [{first}]"
-                raise InputError(f"the prompt {prompt!r} is empty; give at least one word{begin}")
-        else:
-            try:
-                tokens = [operator.index(t) for t in prompt]
-            except TypeError:
-                raise InputError(f"the prompt is {prompt!r:.80}; expected a text or a list of token ids") from None
-            if not tokens:
-                raise InputError("the prompt is an empty list of tokens; give at least one")
-        wrong = next((t for t in tokens if not 0 <= t < self.target.vocab_size), None)
-        if wrong is not None:
-            raise InputError(
-                f"the prompt has token {wrong}; the model's vocabulary has {self.target.vocab_size} tokens"
-            )
-        if len(tokens) >= self.max_context:
-            raise InputError(
-                f"the prompt has {len(tokens)} tokens, the context holds {self.max_context} with at least one new one; "
-                "shorten the prompt"
-            )
-        return tokens
-
-
-def _with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """Bad words as token ids, each with and without a space before it."""
-    words: list[list[int]] = []
-    for word in params.bad_words:
-        if isinstance(word, str):
-            forms = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, " " + word)}
-            words.extend(list(form) for form in sorted(forms) if form)
-        else:
-            words.append(list(word))
-    return replace(params, bad_words=words)

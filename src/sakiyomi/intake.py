@@ -1,0 +1,59 @@
+"""What users give, as token ids: prompts, and words that must not be written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sakiyomi.errors import InputError
+from sakiyomi.params import SamplingParams
+
+__all__ = ["prompt_tokens", "with_ids"]
+
+
+def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, max_context: int) -> list[int]:
+    """The tokens of a prompt; token ids are used as they are.
+
+    Raises:
+        InputError: it is empty, is no text, has unknown tokens, or leaves no room for a new one.
+    """
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"the prompt {prompt!r:.80} is no text ({error}); give it as valid Unicode") from None
+        tokens: list[int] = list(tokenizer(prompt)["input_ids"]) if prompt else []
+        if not tokens:
+            first = tokenizer.bos_token_id
+            begin = "" if first is None else f", or the begin token to let the model choose: [{first}]"
+            raise InputError(f"the prompt {prompt!r} is empty; give at least one word{begin}")
+    else:
+        try:
+            tokens = [operator.index(t) for t in prompt]
+        except TypeError:
+            raise InputError(f"the prompt is {prompt!r:.80}; expected a text or a list of token ids") from None
+        if not tokens:
+            raise InputError("the prompt is an empty list of tokens; give at least one")
+    wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
+    if wrong is not None:
+        raise InputError(f"the prompt has token {wrong}; the model's vocabulary has {vocab_size} tokens")
+    if len(tokens) >= max_context:
+        raise InputError(
+            f"the prompt has {len(tokens)} tokens, the context holds {max_context} with at least one new one; "
+            "shorten the prompt"
+        )
+    return tokens
+
+
+def with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Bad words as token ids, each with and without a space before it."""
+    words: list[list[int]] = []
+    for word in params.bad_words:
+        if isinstance(word, str):
+            forms = {tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in (word, " " + word)}
+            words.extend(list(form) for form in sorted(forms) if form)
+        else:
+            words.append(list(word))
+    return replace(params, bad_words=words)
