@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import secrets
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, MemoryLimitError, RemovedError
-from sakiyomi.gamma import MOST_NODES, Costs, Gain, Size, make_policy
+from sakiyomi.gamma import make_policy
 from sakiyomi.intake import prompt_tokens, with_ids
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
@@ -32,7 +31,7 @@ from sakiyomi.request import Place, Request
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft
-from sakiyomi.verifiers import Rows, check_fits, choose_verifier
+from sakiyomi.verifiers import Rows
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
@@ -41,7 +40,6 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("sakiyomi")
 CHUNK = 512  # prompt tokens a pass
-SETTLED = 16  # rounds that read ahead, after which other requests may take their speed for granted
 
 
 class Engine:
@@ -81,14 +79,7 @@ class Engine:
         self._places = Places(target.cache, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
-        self._overhead = 1e-4
-        self._draft_step = 0.0
-        self._gain = Gain()
-        self._timed: set[tuple[frozenset[int], int]] = set()
-        self._strict = strict
-        self._broken = 0  # requests that were left without the drafter, by its fault
-        self._undrafted: set[int] = set()
-        self._faults: dict[int, DraftError] = {}
+        self._drafting = Drafting(target, drafter, exact=exact, strict=strict)
 
     @property
     def busy(self) -> bool:
@@ -136,9 +127,7 @@ class Engine:
         tokens = prompt_tokens(prompt, self.tokenizer, self.target.vocab_size, self.max_context)
         if any(isinstance(word, str) for word in params.bad_words):
             params = with_ids(params, self.tokenizer)
-        kind_for = getattr(self.drafter, "kind_for", None)
-        kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
-        verifier = choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
+        verifier = self._drafting.verifier(params)
         rule = verifier.rule
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
@@ -182,7 +171,7 @@ class Engine:
                 steps += self._round([r for r in decoding if r.graphs == graphs], graphs)
             for request in [r for r in self._running if r.over]:
                 self._running.remove(request)
-                self._undrafted.discard(request.id)
+                self._drafting.forget(request.id)
                 self._places.free(request)
             return steps
 
@@ -212,7 +201,7 @@ class Engine:
                 for candidate in list(queue):
                     if candidate.id == request:
                         queue.remove(candidate)
-                        self._undrafted.discard(request)
+                        self._drafting.forget(request)
                         self._places.free(candidate)
                         if not candidate.over:
                             candidate.fail(RemovedError(f"request {request} was removed before its end"))
@@ -239,16 +228,12 @@ class Engine:
     # ------------------------------------------------------------ one round
 
     def _round(self, requests: list[Request], graphs: frozenset[int]) -> list[Step]:
-        began = time.perf_counter()
-        drafting, catching_up, scoring = self._draft_seconds(), self._catch_up_seconds(), self.target.forward_seconds
-        passes = self._draft_passes()
-        drafts = self._draft(requests, graphs)
-        passes = self._draft_passes() - passes or max((draft.tree.depth for draft in drafts), default=0)
+        began, scoring = time.perf_counter(), self.target.forward_seconds
+        drafted = self._drafting.propose(requests, graphs)
+        drafts = drafted.drafts
         steps = self._make_room(requests, drafts)
         if not requests:
             return steps
-        catching_up = self._catch_up_seconds() - catching_up
-        drafting = self._draft_seconds() - drafting - catching_up
         logits = self._score(requests, drafts, graphs)
         scoring = self.target.forward_seconds - scoring
         row = 0
@@ -256,22 +241,14 @@ class Engine:
         for request, draft in zip(requests, drafts, strict=True):
             rows = request.rows(logits[row : row + len(draft) + 1], draft)
             row += len(draft) + 1
-            request.stats.prefill_seconds += catching_up
-            request.stats.draft_seconds += drafting
+            request.stats.prefill_seconds += drafted.catching_up
+            request.stats.draft_seconds += drafted.seconds
             request.stats.score_seconds += scoring
             before = len(request.tokens)
             steps += self._decide(request, draft, rows)
             kept.append(len(request.tokens) - before - 1)
-        seconds = time.perf_counter() - began - catching_up
-        overhead = seconds - drafting - scoring
-        known = self.target.known_seconds(sum(len(draft) + 1 for draft in drafts), graphs)
-        if known is not None:  # the first pass of a graph, or other work, is no cost of reading ahead
-            seconds = min(seconds, 2 * (known + passes * self._draft_step + self._overhead))
-        for request, draft, accepted in zip(requests, drafts, kept, strict=True):
-            request.policy.observe(draft.tree.depth, accepted, seconds)
-        if passes:
-            self._gain.add(1 + sum(kept) / len(kept), seconds)
-        self._learn(drafting, passes, overhead)
+        seconds = time.perf_counter() - began - drafted.catching_up
+        self._drafting.observe(requests, drafted, kept, seconds, scoring, graphs)
         return steps
 
     def _decide(self, request: Request, draft: Draft, rows: Rows) -> list[Step]:
@@ -288,75 +265,6 @@ class Engine:
             request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
             raise
 
-    def _draft(self, requests: list[Request], graphs: frozenset[int]) -> list[Draft]:
-        """What the drafter proposes: nothing where there is none, where it does not pay, or at a request's end."""
-        drafts = [Draft.empty()] * len(requests)
-        if self.drafter is None:
-            return drafts
-
-        def costs() -> Costs:
-            score = functools.partial(self.target.pass_seconds, graphs=graphs)
-            if (graphs, len(requests)) not in self._timed:  # now, and not while a drafter's own time is taken
-                self._timed.add((graphs, len(requests)))
-                for nodes in range(MOST_NODES + 1):
-                    score(len(requests) * (nodes + 1))
-            rate = self._gain.rate if self._gain.rounds >= SETTLED else 0.0
-            return Costs(score, self._draft_step, self._overhead, len(requests), rate)
-
-        wanted = []
-        for i, request in enumerate(requests):
-            room = request.last - len(request.tokens) - 1  # the target's own token comes on top
-            size = request.policy.next(costs) if room > 0 and request.id not in self._undrafted else Size(0, 0)
-            if size.depth:
-                assert request.slot is not None
-                request.context.slot = request.slot
-                request.context.nodes, request.context.worth = size.nodes, size.worth
-                wanted.append((i, min(size.depth, room)))
-        if not wanted:
-            return drafts
-        # A drafter may be anybody's code, and the text does not depend on it.
-        try:
-            proposed = self.drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
-            if len(proposed) != len(wanted):
-                raise ValueError(f"{len(proposed)} drafts for {len(wanted)} requests; give one for each, in order")
-        except Exception as error:
-            for i, _ in wanted:
-                self._leave_out(requests[i], error)
-            return drafts
-        for (i, _), draft in zip(wanted, proposed, strict=True):
-            try:
-                drafts[i] = self._checked(draft, requests[i])
-            except Exception as error:
-                self._leave_out(requests[i], error)
-        return drafts
-
-    def _checked(self, draft: Draft, request: Request) -> Draft:
-        """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""
-        if not isinstance(draft, Draft):
-            raise TypeError(f"a {type(draft).__name__} in place of a Draft")
-        draft.validate(self.target.vocab_size)
-        check_fits(draft.judged_as, request.verifier)
-        return self._cut(draft, request.last - len(request.tokens) - 1)
-
-    def _leave_out(self, request: Request, error: Exception) -> None:
-        """Go on with a request without the drafter, or end it where drafts are strict; the first time it is said."""
-        text = f"drafter {getattr(self.drafter, 'name', self.drafter)} failed: {type(error).__name__}: {error}"
-        if self._strict:
-            fault = self._faults[request.id] = DraftError(f"{text}; without strict the text goes on undrafted")
-            fault.__cause__ = error
-        elif not self._broken:
-            logger.warning("%s; it is left out wherever it fails, and this is not said again", text)
-        self._undrafted.add(request.id)
-        self._broken += 1
-
-    def _cut(self, draft: Draft, room: int) -> Draft:
-        """No deeper than the request may grow, and with exact no larger than a pass on graphs."""
-        draft = draft.cut(room)
-        # Draws are counted, not nodes: how many of a level's draws fell together depends on their own values.
-        while self.exact and len(draft.draws) >= self.target.sizes[-1]:
-            draft = draft.cut(max(draft.tree.depths()))
-        return draft
-
     def _make_room(self, requests: list[Request], drafts: list[Draft]) -> list[Step]:
         """Room in the cache for a round; a request for which there is none, or no right draft, leaves both lists."""
         steps = []
@@ -364,8 +272,7 @@ class Engine:
             request = requests[i]
             assert request.slot is not None
             try:
-                if request.id in self._faults:
-                    raise self._faults.pop(request.id)
+                self._drafting.check(request)
                 self.target.cache.reserve(request.slot, request.cached + len(drafts[i]) + 1)
             except (DraftError, MemoryLimitError) as error:
                 steps.append(request.fail(error))
@@ -433,20 +340,3 @@ class Engine:
                 draft = Draft.empty()
                 steps += self._decide(request, draft, request.rows(logits[i : i + 1], draft))
         return steps
-
-    # ------------------------------------------------------------ figures and checks
-
-    def _draft_seconds(self) -> float:
-        return float(getattr(self.drafter, "forward_seconds", 0.0))
-
-    def _catch_up_seconds(self) -> float:
-        return float(getattr(self.drafter, "prefill_seconds", 0.0))
-
-    def _draft_passes(self) -> int:
-        return int(getattr(self.drafter, "passes", 0))
-
-    def _learn(self, drafting: float, passes: int, overhead: float) -> None:
-        """Running means of what a draft step and a round's bookkeeping cost."""
-        self._overhead += 0.1 * (overhead - self._overhead)
-        if passes:
-            self._draft_step = running_mean(self._draft_step or None, drafting / passes)

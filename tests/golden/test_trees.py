@@ -64,7 +64,7 @@ def params(**values: Any) -> SamplingParams:
 
 def texts(target: LLM, values: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
     done = target.generate([list(tokens) for tokens in prompts], values)
-    assert not target.engine._broken, "the drafter raised"
+    assert not target.engine._drafting.broken, "the drafter raised"
     return [out.token_ids for out in done]
 
 

@@ -1,0 +1,210 @@
+"""Asking a drafter: how far to read ahead, what it proposes, whether that is a draft, and what it all costs.
+
+A drafter may be anybody's code, and the text does not depend on it: whatever it does wrong, a request goes on
+without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sakiyomi.clock import running_mean
+from sakiyomi.drafters.base import Drafter
+from sakiyomi.errors import DraftError
+from sakiyomi.gamma import MOST_NODES, Costs, Gain, Size
+from sakiyomi.params import SamplingParams
+from sakiyomi.request import Request
+from sakiyomi.tree import Draft
+from sakiyomi.verifiers import Verifier, check_fits, choose_verifier
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Drafted", "Drafting"]
+
+logger = logging.getLogger("sakiyomi")
+SETTLED = 16  # rounds that read ahead, after which other requests may take their speed for granted
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a round drafted, and what that took.
+
+    Attributes:
+        drafts: one for each request, empty where nothing was proposed.
+        seconds: inside the drafter's forwards.
+        catching_up: seconds inside those over prompts, which are not counted above.
+        passes: draft passes, a level each.
+    """
+
+    drafts: list[Draft]
+    seconds: float
+    catching_up: float
+    passes: int
+
+
+class Drafting:
+    """The drafter of an engine, with the costs of reading ahead and the requests that do without.
+
+    Args:
+        target: scores the drafts; its passes are what they cost.
+        drafter: None: nothing is ever drafted.
+        exact: drafts stay small enough for a pass on graphs.
+        strict: a drafter's fault ends the request.
+
+    Attributes:
+        broken: requests that were left without the drafter, by its fault.
+    """
+
+    def __init__(self, target: PackedModel, drafter: Drafter | None, *, exact: bool, strict: bool) -> None:
+        self.target, self.drafter = target, drafter
+        self.broken = 0
+        self._exact, self._strict = exact, strict
+        self._without: set[int] = set()
+        self._faults: dict[int, DraftError] = {}
+        self._gain = Gain()
+        self._timed: set[tuple[frozenset[int], int]] = set()
+        self._overhead, self._step = 1e-4, 0.0
+
+    def verifier(self, params: SamplingParams) -> Verifier:
+        """The acceptance rule for a request.
+
+        Raises:
+            InputError: the rule that was asked for does not take what the drafter proposes.
+        """
+        kind_for = getattr(self.drafter, "kind_for", None)
+        kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
+        return choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
+
+    def propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> Drafted:
+        """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end."""
+        seconds, catching_up, passes = self._clock("forward_seconds"), self._clock("prefill_seconds"), self._passes()
+        drafts = self._propose(requests, graphs) if self.drafter is not None else [Draft.empty()] * len(requests)
+        catching_up = self._clock("prefill_seconds") - catching_up
+        passes = self._passes() - passes or max((draft.tree.depth for draft in drafts), default=0)
+        return Drafted(drafts, self._clock("forward_seconds") - seconds - catching_up, catching_up, passes)
+
+    def check(self, request: Request) -> None:
+        """Where drafts are strict, raise what the drafter did wrong for this request.
+
+        Raises:
+            DraftError: once.
+        """
+        fault = self._faults.pop(request.id, None)
+        if fault is not None:
+            raise fault
+
+    def forget(self, request: int) -> None:
+        """A request is over."""
+        self._without.discard(request)
+        self._faults.pop(request, None)
+
+    def observe(
+        self,
+        requests: Sequence[Request],
+        drafted: Drafted,
+        kept: Sequence[int],
+        seconds: float,
+        scoring: float,
+        graphs: frozenset[int],
+    ) -> None:
+        """Learn from a round: each request's policy, and the running means of a draft step and of the bookkeeping.
+
+        Args:
+            requests: of the round.
+            drafted: what was proposed to them.
+            kept: tokens of it that each of them took.
+            seconds: the whole round, without catching up.
+            scoring: inside the target's forward.
+            graphs: row counts whose pass ran on graphs.
+        """
+        overhead = max(0.0, seconds - drafted.seconds - scoring)
+        known = self.target.known_seconds(sum(len(draft) + 1 for draft in drafted.drafts), graphs)
+        if known is not None:  # the first pass of a graph, or other work, is no cost of reading ahead
+            seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
+        for request, draft, accepted in zip(requests, drafted.drafts, kept, strict=True):
+            request.policy.observe(draft.tree.depth, accepted, seconds)
+        if drafted.passes:
+            self._gain.add(1 + sum(kept) / len(kept), seconds)
+            self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
+        self._overhead += 0.1 * (overhead - self._overhead)
+
+    # ------------------------------------------------------------ one round
+
+    def _propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> list[Draft]:
+        assert self.drafter is not None
+        drafts = [Draft.empty()] * len(requests)
+        costs = functools.partial(self._costs, len(requests), graphs)
+        wanted: list[tuple[int, int]] = []
+        for i, request in enumerate(requests):
+            room = _room(request)
+            size = request.policy.next(costs) if room > 0 and request.id not in self._without else Size(0, 0)
+            if size.depth:
+                assert request.slot is not None
+                request.context.slot = request.slot
+                request.context.nodes, request.context.worth = size.nodes, size.worth
+                wanted.append((i, min(size.depth, room)))
+        if not wanted:
+            return drafts
+        try:
+            proposed = self.drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
+            if len(proposed) != len(wanted):
+                raise ValueError(f"{len(proposed)} drafts for {len(wanted)} requests; give one for each, in order")
+        except Exception as error:
+            for i, _ in wanted:
+                self._leave_out(requests[i], error)
+            return drafts
+        for (i, _), draft in zip(wanted, proposed, strict=True):
+            try:
+                drafts[i] = self._checked(draft, requests[i])
+            except Exception as error:
+                self._leave_out(requests[i], error)
+        return drafts
+
+    def _costs(self, batch: int, graphs: frozenset[int]) -> Costs:
+        score = functools.partial(self.target.pass_seconds, graphs=graphs)
+        if (graphs, batch) not in self._timed:  # now, and not while a drafter's own time is taken
+            self._timed.add((graphs, batch))
+            for nodes in range(MOST_NODES + 1):
+                score(batch * (nodes + 1))
+        rate = self._gain.rate if self._gain.rounds >= SETTLED else 0.0
+        return Costs(score, self._step, self._overhead, batch, rate)
+
+    def _checked(self, draft: Draft, request: Request) -> Draft:
+        """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""
+        if not isinstance(draft, Draft):
+            raise TypeError(f"a {type(draft).__name__} in place of a Draft")
+        draft.validate(self.target.vocab_size)
+        check_fits(draft.judged_as, request.verifier)
+        draft = draft.cut(_room(request))
+        # With exact no larger than a pass on graphs. Draws are counted, not nodes: how many of a level's draws fell
+        # together depends on their own values.
+        while self._exact and len(draft.draws) >= self.target.sizes[-1]:
+            draft = draft.cut(draft.tree.depth - 1)
+        return draft
+
+    def _leave_out(self, request: Request, error: Exception) -> None:
+        """Go on with a request without the drafter, or end it where drafts are strict; the first time it is said."""
+        text = f"drafter {getattr(self.drafter, 'name', self.drafter)} failed: {type(error).__name__}: {error}"
+        if self._strict:
+            fault = self._faults[request.id] = DraftError(f"{text}; without strict the text goes on undrafted")
+            fault.__cause__ = error
+        elif not self.broken:
+            logger.warning("%s; it is left out wherever it fails, and this is not said again", text)
+        self._without.add(request.id)
+        self.broken += 1
+
+    def _clock(self, name: str) -> float:
+        return float(getattr(self.drafter, name, 0.0))
+
+    def _passes(self) -> int:
+        return int(getattr(self.drafter, "passes", 0))
+
+
+def _room(request: Request) -> int:
+    """Draft tokens that may still be committed: the target's own token comes on top."""
+    return request.last - len(request.tokens) - 1
