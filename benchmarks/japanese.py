@@ -121,7 +121,7 @@ def main() -> None:
     )  # fmt: skip
     train(
         "draft", draft, "--name", "japanese-draft", "--target", str(target / "model"), "--text", str(text), *valid,
-        *rows, "--tokens", "1200000", "--samples", "1024", "--sample-minutes", "6", "--cost", "0.1",
+        *rows, "--tokens", "1800000", "--samples", "2048", "--sample-minutes", "6", "--cost", "0.1",
         "--hidden", "96", "--layers", "2", "--heads", "3", "--kv-heads", "1", "--intermediate", "256",
         "--row-tokens", "256",
     )  # fmt: skip
@@ -131,7 +131,7 @@ def main() -> None:
         written(draft / "samples.jsonl", target / "model", other / "written.jsonl")
     train(
         "target", other, "--name", "japanese-other", "--tokenizer", str(other / "own"), *valid, *rows,
-        "--text", f"{text}@0.5:0.2", "--text", f"{other / 'written.jsonl'}@0.5:0.8", "--tokens", "2500000",
+        "--text", f"{text}@0.5:0.2", "--text", f"{other / 'written.jsonl'}@0.5:0.8", "--tokens", "3500000",
         "--hidden", "128", "--layers", "2", "--heads", "4", "--kv-heads", "2", "--intermediate", "352",
         "--max-positions", "512", "--row-tokens", "256",
     )  # fmt: skip
