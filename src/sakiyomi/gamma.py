@@ -18,6 +18,7 @@ MOST_NODES = 31  # largest tree that it considers: with the last token a pass of
 PATIENCE = 6  # rounds before a measured loss switches speculation off
 LOSS = 0.98  # measured gain below which it is a loss
 PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds without speculation until it is tried again: doubled each time in vain
+PROBE_AGAIN = 96  # the same for a request that begins when others were losing
 PROBE, PROBE_ROUNDS = 2, 3
 
 
@@ -190,24 +191,36 @@ class AutoSize:
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``SizePolicy.next``."""
+        if self._quiet > 1:  # nothing is weighed meanwhile: that takes time too
+            self._quiet -= 1
+            return Size(0, 0)
         now = costs()
-        # What other requests lost counts from the first round on.
-        known = self._gain.rounds >= PATIENCE or now.rate > 0
-        losing = known and not self._grace and self._gain.expected(now) * now.plain < LOSS
-        self._grace -= self._grace > 0
-        depth = 0 if losing else self._depth(now)
-        if depth:
-            if known and not self._grace:
-                self._quiet, self._wait = 0, PROBE_EVERY
-        else:
-            self._quiet += 1
-            if self._quiet < self._wait:
-                self._asked = False
-                return Size(0, 0)
+        if self._quiet:
             self._quiet, self._wait = 0, min(2 * self._wait, PROBE_LATEST)
-            self._gain.fade(0.3)
-            self._grace = PROBE_ROUNDS - 1
-            depth = PROBE
+            self._forget(0.3)
+            self._grace = PROBE_ROUNDS
+        if self._grace:
+            self._grace -= 1
+            return self._asking(max(PROBE, self._depth(now)), now)
+        # What other requests lost counts from the first round on.
+        settled = self._gain.rounds >= PATIENCE
+        losing = (settled or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
+        depth = 0 if losing else self._depth(now)
+        if not depth:
+            self._asked = False
+            self._quiet = self._wait if settled else max(self._wait, PROBE_AGAIN)
+            return Size(0, 0)
+        if settled:
+            self._wait = PROBE_EVERY
+        return self._asking(depth, now)
+
+    def _forget(self, share: float) -> None:
+        """Let what was seen so far count less."""
+        self._gain.fade(share)
+        self._kept = [kept * share for kept in self._kept]
+        self._tried = [tried * share for tried in self._tried]
+
+    def _asking(self, depth: int, now: Costs) -> Size:
         self._asked = True
         if not self._trees:
             return Size(depth, depth)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from sakiyomi.gamma import (
     PATIENCE,
     PROBE,
     PROBE_EVERY,
-    PROBE_LATEST,
+    PROBE_ROUNDS,
     AutoSize,
     Costs,
     FixedSize,
@@ -109,13 +110,15 @@ def test_less_is_drafted_where_drafting_costs_more() -> None:
 def test_nothing_is_drafted_where_it_does_not_pay_but_now_and_then() -> None:
     """Probes come after 24 rounds, then twice as many, and so on."""
     policy = after(0.2)
-    asked = [policy.next(lambda: costs(draft=0.5)).depth for _ in range(3 * PROBE_EVERY)]
-    assert [i for i, gamma in enumerate(asked) if gamma] == [PROBE_EVERY - 1, 3 * PROBE_EVERY - 1]
-    assert asked[PROBE_EVERY - 1] == PROBE
-    waits = []
-    for _ in range(8):
-        waits.append(next(i for i in range(1, 1000) if policy.next(lambda: costs(draft=0.5)).depth))
-    assert waits[-1] == PROBE_LATEST
+    asked: list[int] = []
+    for _ in range(12 * PROBE_EVERY):
+        asked.append(policy.next(lambda: costs(draft=0.5)).depth)
+        policy.observe(asked[-1], 0, 2.0 if asked[-1] else 1.0)
+    probes = [i for i, depth in enumerate(asked) if depth and not asked[i - 1]]
+    assert [i for i, depth in enumerate(asked) if depth][:PROBE_ROUNDS] == [*range(probes[0], probes[0] + PROBE_ROUNDS)]
+    gaps = [after - before - PROBE_ROUNDS for before, after in itertools.pairwise([-PROBE_ROUNDS, *probes])]
+    assert gaps == [PROBE_EVERY, 2 * PROBE_EVERY, 4 * PROBE_EVERY]
+    assert max(asked) == PROBE
 
 
 @pytest.mark.parametrize("trees", [False, True])
@@ -141,10 +144,11 @@ def test_a_gain_that_is_next_to_none_is_no_loss() -> None:
 def test_it_begins_again_when_the_text_becomes_easier(trees: bool) -> None:
     policy = after(0.0, trees=trees, seconds=1.5)
     assert policy.next(lambda: costs(draft=0.3)).depth == 0
-    for _ in range(60):
-        policy._asked = True
-        policy.observe(PROBE, PROBE, 1.5)
-    assert policy.next(lambda: costs(draft=0.3)).depth > 0
+    asked = []
+    for _ in range(3 * PROBE_EVERY):
+        asked.append(policy.next(lambda: costs(draft=0.3)).depth)
+        policy.observe(asked[-1], asked[-1], 1.5)
+    assert not any(asked[: PROBE_EVERY - 1]) and all(asked[-PROBE_EVERY:])
 
 
 def test_a_pass_that_grows_with_its_rows_keeps_drafts_short() -> None:
