@@ -674,6 +674,15 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(found.to_dict())
 
 
+def test_merged_row(pair: BenchConfig) -> None:
+    found = suites.ROWS["merged"](dataclasses.replace(pair, max_new_tokens=24), suites.Note())
+    kinds = ("stories", "summary", "edit", "retold", "revised")
+    ways = ("plain", "model", "suffix", "suffix+model")
+    assert [line["name"] for line in found.lines] == [f"{kind}: {way}" for kind in kinds for way in ways]
+    assert all(line["equal"] for line in found.lines)
+    assert sum("the better of the two" in note for note in found.notes) == 5
+
+
 def test_coverage_row(pair: BenchConfig) -> None:
     found = suites.ROWS["coverage"](pair, suites.Note())
     assert [line["name"] for line in found.lines] == [

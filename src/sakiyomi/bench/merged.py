@@ -32,6 +32,7 @@ __all__ = ["merged"]
 MIXED = {"retold": 1, "revised": 3}
 """Sentences that are taken over before each that the target writes."""
 PASSAGE = 6  # sentences
+OWN = 40  # most tokens of a sentence of its own
 
 
 class Unaided(ModelDrafter):
@@ -76,15 +77,19 @@ def merged(config: BenchConfig, note: Note) -> Row:
 def _mixed(pair: Pair, target: Undrafted, taken: int) -> list[Task]:
     """Passages, each told again with sentences that the target writes in their place in the text."""
     config, tokenizer = pair.config, pair.target.tokenizer
-    ends = SamplingParams(max_new_tokens=40, stop=[".", "!", "?"], ignore_eos=True)
+    ends = SamplingParams(max_new_tokens=OWN, stop=[".", "!", "?"], ignore_eos=True)
     tasks = []
     for story in range(config.count):
         passage = " ".join((STORIES[story:] + STORIES[:story])[:5])
         sentences = re.split(r"(?<=[.!?]) ", passage)[:PASSAGE]
         prompt = list(tokenizer(" ".join(sentences) + "\n\n", add_special_tokens=False)["input_ids"])
+        prompt = prompt[: target.engine.max_context - config.max_new_tokens - OWN - 1]
         text: list[int] = []
         for number, sentence in enumerate(sentences, start=1):
+            if len(text) >= config.max_new_tokens:
+                break
             text += tokenizer((" " if text else "") + sentence, add_special_tokens=False)["input_ids"]
+            text = text[: config.max_new_tokens]
             if number % taken == 0:
                 text += target.generate([prompt + text], ends)[0].token_ids
         text = text[: config.max_new_tokens]
