@@ -112,7 +112,7 @@ class LLM:
             functools.partial(self._rounded, target),
             self._answer,
         )
-        self.draft: Drafter | None = make_drafter(drafters, around)
+        self.draft: Drafter | None = make_drafter(drafters, around, strict=strict)
         given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
         if isinstance(given, PackedModel) and given not in self._models:
             self._models.append(given)

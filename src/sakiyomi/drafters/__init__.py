@@ -172,10 +172,11 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
     return [spec]
 
 
-def make_drafter(parts: Sequence[str | Drafter], around: Surroundings) -> Drafter | None:
+def make_drafter(parts: Sequence[str | Drafter], around: Surroundings, *, strict: bool = False) -> Drafter | None:
     """The drafter that ``parse_drafters`` found, several of them merged; None for "none".
 
-    "auto" takes the draft that belongs to an embedded target, and none otherwise.
+    "auto" takes the draft that belongs to an embedded target, and none otherwise. ``strict``: a fault of one of several
+    is raised.
 
     Raises:
         InputError: its model or file cannot be used beside this target.
@@ -189,7 +190,7 @@ def make_drafter(parts: Sequence[str | Drafter], around: Surroundings) -> Drafte
             _rename(drafter, taken)
         taken.add(drafter.name)
     # Those that run no model propose first: where they are sure, the others need not be asked.
-    return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "passes")))
+    return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "passes")), strict=strict)
 
 
 def _one(spec: str | Drafter, around: Surroundings) -> Drafter | None:

@@ -47,12 +47,15 @@ class MergedDrafter:
 
     Args:
         members: in order of their proposals; those that run no model should come first. Names differ.
+        strict: a member's fault is raised; else a request goes on without that member.
     """
 
     kind: DraftKind = "merged"
 
-    def __init__(self, members: Sequence[Drafter]) -> None:
-        self.members = list(members)
+    def __init__(self, members: Sequence[Drafter], *, strict: bool = False) -> None:
+        self.members, self._strict = list(members), strict
+        self._without: dict[int, set[str]] = {}  # by request: members that failed
+        self._faulty: set[str] = set()
         self.name = "+".join(member.name for member in members)
         self._claims = {member.name: Claims() for member in members}
         self._expected: dict[str, float] = {}
@@ -84,6 +87,7 @@ class MergedDrafter:
 
     def end(self, context: Context) -> None:
         """See ``Drafter``."""
+        self._without.pop(context.id, None)
         for member in self.members:
             self._tell(member, "end", context)
 
@@ -92,7 +96,7 @@ class MergedDrafter:
         for context in contexts:
             self._learn(context)
         drafts: list[list[tuple[str, Draft]]] = [[] for _ in contexts]
-        for member in list(self.members):
+        for member in self.members:
             wanted = [i for i, context in enumerate(contexts) if self._pays(member, context, drafts[i])]
             if not wanted:
                 continue
@@ -103,7 +107,9 @@ class MergedDrafter:
                     draft.validate()
                     drafts[i].append((member.name, draft))
             except Exception as error:  # one drafter does not take the others down
-                self._drop(member, error)
+                if self._strict:
+                    raise
+                self._leave_out(member, [contexts[i] for i in wanted], error)
                 continue
             spent = float(getattr(member, "forward_seconds", 0.0)) - before
             if spent:
@@ -125,6 +131,8 @@ class MergedDrafter:
 
     def _pays(self, member: Drafter, context: Context, others: Sequence[tuple[str, Draft]]) -> bool:
         """Whether a member should be asked, after what others have proposed."""
+        if member.name in self._without.get(context.id, ()):
+            return False
         seconds = self._seconds.get(member.name, 0.0)
         if context.worth is None or not seconds:
             return True
@@ -207,11 +215,16 @@ class MergedDrafter:
 
     # ------------------------------------------------------------ members
 
-    def _drop(self, member: Drafter, error: Exception) -> None:
-        self.members.remove(member)
-        logger.warning(
-            "drafter %s failed and is left out from now on: %s: %s", member.name, type(error).__name__, error
-        )
+    def _leave_out(self, member: Drafter, contexts: Sequence[Context], error: Exception) -> None:
+        """Go on with these requests without a member; the first time it is said."""
+        if member.name not in self._faulty:
+            logger.warning(
+                "drafter %s failed: %s: %s; it is left out wherever it fails, and this is not said again",
+                *(member.name, type(error).__name__, error),
+            )
+        self._faulty.add(member.name)
+        for context in contexts:
+            self._without.setdefault(context.id, set()).add(member.name)
 
     @staticmethod
     def _tell(member: Drafter, what: str, *contexts: Context) -> None:
