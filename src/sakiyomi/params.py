@@ -90,10 +90,16 @@ class SamplingParams:
 
     @property
     def builder(self) -> str:
-        """Name of the tree's builder: what "auto" stands for."""
+        """Name of the tree's builder: what "auto" stands for.
+
+        Rules that need the draft's own draws take chains, and trees whose shape is fixed before anything is drawn.
+        """
         if self.tree != "auto":
             return self.tree
-        return "best-first" if self.gamma == "auto" or self.nodes != "auto" else "chain"
+        drawn = not self.greedy and self.acceptance in ("ratio", "block", "traversal")
+        if self.nodes != "auto":
+            return "static" if drawn else "best-first"
+        return "best-first" if self.gamma == "auto" and not drawn else "chain"
 
     def validate(self) -> None:
         """Refuse what cannot be meant; called on construction.

@@ -138,3 +138,35 @@ def test_frozen() -> None:
 def test_reading_the_defaults_loads_no_torch() -> None:
     code = "import sys, sakiyomi.params, sakiyomi.theory; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "builder"),
+    [
+        ({}, "best-first"),
+        ({"gamma": 4}, "chain"),
+        ({"gamma": 4, "nodes": 9}, "best-first"),
+        ({"tree": "dynamic"}, "dynamic"),
+        ({"temperature": 1.0}, "best-first"),
+        ({"temperature": 1.0, "acceptance": "block"}, "chain"),
+        ({"acceptance": "block"}, "best-first"),
+        ({"temperature": 1.0, "acceptance": "traversal", "nodes": 9}, "static"),
+        ({"temperature": 1.0, "acceptance": "ratio", "tree": "best-first"}, "best-first"),
+    ],
+)
+def test_what_an_automatic_tree_is(values: dict[str, Any], builder: str) -> None:
+    assert SamplingParams(**values).builder == builder
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"tree": "bush"}, "tree is 'bush'"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"nodes": "many"}, "nodes is 'many'"),
+        ({"tree": "chain", "nodes": 4}, "leave one out"),
+    ],
+)
+def test_trees_that_cannot_be_meant(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SamplingParams(**values)

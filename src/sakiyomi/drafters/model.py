@@ -211,8 +211,6 @@ class ModelDrafter:
 
     def _begin(self, context: Context, seat: _Seat, gamma: int, room: int) -> Reading:
         name = context.params.builder
-        if context.rule == "ratio" and context.params.tree == "auto" and context.params.nodes == "auto":
-            name = "chain"
         drawn = context.rule == "ratio" and name in ("chain", "static")
         depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
         growth = Growth(depth, depth if name == "chain" else context.nodes)
