@@ -33,7 +33,7 @@ from sakiyomi.prompts import STORIES
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["Given", "Task", "given_tasks", "lookup", "our_lap_of", "own_tasks", "task_conditions"]
+__all__ = ["Given", "Task", "given", "given_tasks", "lookup", "our_lap_of", "own_tasks", "task_conditions"]
 
 DRAFTERS = ("prompt-lookup", "suffix", "ngram")
 EDITS = (
@@ -156,6 +156,18 @@ def own_tasks(pair: Pair) -> list[Task]:
     return [Task(prompt, params) for prompt in pair.prompts]
 
 
+def given(prompt: list[int], text: list[int], config: BenchConfig) -> Task:
+    """This text behind this prompt."""
+    processor = Given(len(prompt), text)
+    params = SamplingParams(
+        max_new_tokens=len(text),
+        gamma=config.gamma,
+        ignore_eos=True,
+        logits_processors=[processor],  # type: ignore[list-item]
+    )
+    return Task(prompt, params)
+
+
 def given_tasks(pair: Pair, llm: LLM, kind: str) -> list[Task]:
     """Prompts of kind "summary" or "edit" and their texts, cut so that both fit in the context and the length."""
     texts = _summaries() if kind == "summary" else _edits()
@@ -167,13 +179,7 @@ def given_tasks(pair: Pair, llm: LLM, kind: str) -> list[Task]:
             list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before + "\n\n", after)
         )
         prompt, text = prompt[: llm.max_context - most - 1], text[:most]
-        params = SamplingParams(
-            max_new_tokens=len(text),
-            gamma=config.gamma,
-            ignore_eos=True,
-            logits_processors=[Given(len(prompt), text)],  # type: ignore[list-item]
-        )
-        tasks.append(Task(prompt, params))
+        tasks.append(given(prompt, text, config))
     return tasks
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from sakiyomi.bench.config import BenchConfig, Note
-from sakiyomi.bench.lookup import Given, Task, given_tasks, our_lap_of, own_tasks, task_conditions
+from sakiyomi.bench.lookup import Task, given, given_tasks, our_lap_of, own_tasks, task_conditions
 from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Standing, race, same_tokens
@@ -93,13 +93,7 @@ def _mixed(pair: Pair, target: Undrafted, taken: int) -> list[Task]:
             if number % taken == 0:
                 text += target.generate([prompt + text], ends)[0].token_ids
         text = text[: config.max_new_tokens]
-        params = SamplingParams(
-            max_new_tokens=len(text),
-            gamma=config.gamma,
-            ignore_eos=True,
-            logits_processors=[Given(len(prompt), text)],  # type: ignore[list-item]
-        )
-        tasks.append(Task(prompt, params))
+        tasks.append(given(prompt, text, config))
     return tasks
 
 
