@@ -161,13 +161,17 @@ class AlwaysAccept:
     lossless = True
 
     def __init__(self, name: str) -> None:
-        self.name, self.takes = name, VERIFIERS[name].takes
         self._right = VERIFIERS[name]
+        self.name, self.takes, self.rule = name, self._right.takes, self._right.rule
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        after = Rows.of_probs(rows.probs()[-1:], rows.position + len(draft))
+        path: list[int] = []
+        while children := draft.tree.children(path[-1] if path else -1):
+            path.append(children[0])
+        end = path[-1] + 1 if path else 0
+        after = Rows.of_probs(rows.probs()[end : end + 1], rows.position + len(path))
         last = self._right.verify(Draft.empty(), after, noise)
-        return Verdict(tuple(range(len(draft))), last.token, "bonus" if len(draft) else "plain")
+        return Verdict(tuple(path), last.token, "bonus" if path else "plain")
 
 
 class LateBonus:
@@ -176,14 +180,15 @@ class LateBonus:
     lossless = True
 
     def __init__(self, name: str) -> None:
-        self.name, self.takes = name, VERIFIERS[name].takes
         self._right = VERIFIERS[name]
+        self.name, self.takes, self.rule = name, self._right.takes, self._right.rule
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         verdict = self._right.verify(draft, rows, noise)
         if verdict.kind != "bonus":
             return verdict
-        return Verdict(verdict.path, rows.best(len(verdict.path) - 1), verdict.kind)
+        before = verdict.path[-2] + 1 if len(verdict.path) > 1 else 0
+        return Verdict(verdict.path, rows.best(before), verdict.kind)
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled"])

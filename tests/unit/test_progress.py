@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:
     found = Screen()
     monkeypatch.setattr("sys.stderr", found)
     monkeypatch.setenv("TERM", "xterm")
+    # A command that ran in this process before shows the log there too.
+    monkeypatch.setattr(logging.getLogger("sakiyomi"), "handlers", [])
     return found
 
 
