@@ -51,7 +51,7 @@ class FirstLayers(PackedModel):
         self._model = _cut(whole.module, self._count, int(whole.config.num_hidden_layers))
         self._layers, self._proven = self._count, False
         self.forward_seconds, self.watchers = 0.0, []
-        self._seconds, self._buffers = {}, {}
+        self._seconds, self._warm, self._buffers = {}, set(), {}
         self.exact, self.sizes, self.first_sizes = False, SIZES, DRAFT_SIZES
         self.graphs, self._captured = None, None
         if whole.graphs is not None:

@@ -5,17 +5,14 @@ Knows no passes and no tokens' meaning; what may be used again of a slot is deci
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.base import Drafter, tell
 from sakiyomi.errors import MemoryLimitError
 from sakiyomi.request import Place, Request
 
 __all__ = ["Places"]
-
-logger = logging.getLogger("sakiyomi")
 
 
 class Places:
@@ -54,8 +51,8 @@ class Places:
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
         assert place.context is not None
-        self._tell("inherit", request.context, place.context)
-        self._tell("end", place.context)
+        tell(self._drafter, "inherit", request.context, place.context)
+        tell(self._drafter, "end", place.context)
 
     def free(self, request: Request) -> None:
         """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""
@@ -69,7 +66,7 @@ class Places:
             return
         if slot is not None:
             self._cache.release(slot)
-        self._tell("end", request.context)
+        tell(self._drafter, "end", request.context)
 
     def release(self, place: Place) -> None:
         """Free what a conversation keeps; nothing if it keeps nothing."""
@@ -79,7 +76,7 @@ class Places:
         self._kept.remove(place)
         self._cache.release(place.slot)
         place.slot = None
-        self._tell("end", place.context)
+        tell(self._drafter, "end", place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         """Refuse the last of these requests if all of them would not fit at their longest; kept places make way.
@@ -96,14 +93,3 @@ class Places:
                 return
             except MemoryLimitError:
                 self.release(others.pop(0))
-
-    def _tell(self, what: str, *contexts: Context) -> None:
-        """Tell a drafter that wants to hear of it; it may be anybody's code, and slots do not depend on it."""
-        tell = getattr(self._drafter, what, None)
-        if tell is None:
-            return
-        try:
-            tell(*contexts)
-        except Exception as error:
-            name = getattr(self._drafter, "name", None)
-            logger.warning("drafter %s failed in %s: %s: %s", name, what, type(error).__name__, error)

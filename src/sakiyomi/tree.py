@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "TokenTree", "Verdict", "VerdictKind"]
+__all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "Rule", "TokenTree", "Verdict", "VerdictKind"]
 
 DraftKind = Literal["chain", "iid", "without_replacement", "point_mass", "merged"]
 VerdictKind = Literal["recovered", "bonus", "plain"]
+Rule = Literal["greedy", "ratio", "coupled"]  # how a drafter should propose; several verifiers may share one
 DRAFT_KINDS: frozenset[DraftKind] = frozenset(get_args(DraftKind))
 SUM_ERROR = 1e-3  # of a row of probabilities: a sum of 256000 float32 numbers stays well below, bfloat16 ones do not
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from sakiyomi.gamma import Worth
 from sakiyomi.noise import RequestNoise
 from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft, DraftKind
+from sakiyomi.tree import Draft, DraftKind, Rule
 
-__all__ = ["Context", "Drafter", "Rule"]
+__all__ = ["Context", "Drafter", "Rule", "tell"]
 
-Rule = Literal["greedy", "ratio", "coupled"]
+logger = logging.getLogger("sakiyomi")
 
 
 @dataclass(eq=False)
@@ -77,3 +78,21 @@ class Drafter(Protocol):
             gammas: the depth wanted for each, at least 1; less is allowed, and ``Draft.empty()`` too.
         """
         ...
+
+
+def tell(drafter: Any, what: str, *contexts: Context) -> None:
+    """Tell a drafter that wants to hear of it; it may be anybody's code, and nothing else depends on it.
+
+    Args:
+        drafter: None: nobody hears.
+        what: name of the member to call: ``end`` or ``inherit``.
+        contexts: what it takes.
+    """
+    hear = getattr(drafter, what, None)
+    if hear is None:
+        return
+    try:
+        hear(*contexts)
+    except Exception as error:
+        name = getattr(drafter, "name", None)
+        logger.warning("drafter %s failed in %s: %s: %s", name, what, type(error).__name__, error)

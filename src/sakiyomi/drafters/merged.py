@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from sakiyomi.clock import running_mean
-from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.base import Context, Drafter, tell
 from sakiyomi.drafters.claims import Claims
 from sakiyomi.gamma import Worth
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
@@ -83,13 +82,13 @@ class MergedDrafter:
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""
         for member in self.members:
-            self._tell(member, "inherit", context, earlier)
+            tell(member, "inherit", context, earlier)
 
     def end(self, context: Context) -> None:
         """See ``Drafter``."""
         self._without.pop(context.id, None)
         for member in self.members:
-            self._tell(member, "end", context)
+            tell(member, "end", context)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
@@ -225,16 +224,6 @@ class MergedDrafter:
         self._faulty.add(member.name)
         for context in contexts:
             self._without.setdefault(context.id, set()).add(member.name)
-
-    @staticmethod
-    def _tell(member: Drafter, what: str, *contexts: Context) -> None:
-        tell: Any = getattr(member, what, None)
-        if tell is None:
-            return
-        try:
-            tell(*contexts)
-        except Exception as error:
-            logger.warning("drafter %s failed in %s: %s: %s", member.name, what, type(error).__name__, error)
 
 
 def _claim(draw: Draw) -> float:

@@ -107,9 +107,7 @@ class ModelDrafter:
         """Take a request's place to another context, whose first ``length`` tokens are the same."""
         seat: _Seat | None = source.memory.pop(self.name, None)
         if seat is not None:
-            destination.memory[self.name] = _Seat(
-                seat.slot, seat.held, Sampler(destination.params, self._vocab_size), seat.sure
-            )
+            destination.memory[self.name] = _Seat(seat.slot, seat.held, self._sampler(destination), seat.sure)
             self.rewind(destination, length)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
@@ -251,21 +249,12 @@ class ModelDrafter:
         else:
             places = reading.fresh
             reading.rows.extend(places)
-        reading.fresh = []
-        growth.begin_level()
         missing = self._vocab_size - logits.shape[1]
         if missing:  # vocabularies may be padded differently
             logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :missing]
-        try:
-            for place, row in zip(places, logits, strict=True):
-                reading.read(place, row)
-        except Exception:
-            # The user's own processor, or no token left: the target's rows meet it too, and end this request alone.
-            return
-        if growth.levels < growth.depth:
-            stops = reading.context.stop_ids
-            fresh = [c for c in reading.builder.expand(growth) if growth.tokens[c] not in stops]
-            reading.fresh = fresh if self._pays(reading, fresh) else []
+        reading.advance(places, logits)
+        if not self._pays(reading, reading.fresh):
+            reading.fresh = []
 
     def _pays(self, reading: Reading, places: list[int]) -> bool:
         """Whether reading these places is worth its pass."""

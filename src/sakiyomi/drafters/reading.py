@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,26 @@ class Reading:
     def worth(self) -> Worth | None:
         """What a token is worth, where the size is a matter of that and of the candidates' own chances."""
         return None if self.drawn else self.context.worth
+
+    def advance(self, places: Sequence[int], logits: Tensor) -> None:
+        """Take a pass in: candidates behind these places, one level deeper, and which of them to read next.
+
+        Args:
+            places: as for ``read``.
+            logits: (places, V of the target) of the draft.
+        """
+        growth = self.growth
+        self.fresh = []
+        growth.begin_level()
+        try:
+            for place, row in zip(places, logits, strict=True):
+                self.read(place, row)
+        except Exception:
+            # The user's own processor, or no token left: the target's rows meet it too, and end this request alone.
+            return
+        if growth.levels < growth.depth:
+            stops = self.context.stop_ids
+            self.fresh = [c for c in self.builder.expand(growth) if growth.tokens[c] not in stops]
 
     def read(self, place: int, logits: Tensor) -> None:
         """Offer the candidates of a place.

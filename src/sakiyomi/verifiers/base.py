@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,12 +13,11 @@ from sakiyomi.errors import InputError
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, Tokens, as_row
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind, TokenTree, Verdict, VerdictKind
+from sakiyomi.tree import Draft, DraftKind, Rule, TokenTree, Verdict, VerdictKind
 from sakiyomi.warping import best, chance, require_number
 
 __all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended"]
 
-Rule = Literal["greedy", "ratio", "coupled"]
 
 _NO_TREE = TokenTree()
 
