@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from sakiyomi.conversation import Conversation
 from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, parse_drafters
 from sakiyomi.errors import InputError
@@ -23,13 +21,12 @@ from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.progress import progress
-from sakiyomi.prompts import STORIES
+from sakiyomi.prompts import judging_text
 
 __all__ = ["LLM"]
 
 logger = logging.getLogger("sakiyomi")
 Prompt = str | Sequence[int]
-JUDGED = 512  # tokens on which a rounding is judged
 
 
 class LLM:
@@ -243,7 +240,7 @@ class LLM:
                 loaded.model,
                 owned=loaded.owned,
                 quantize=quantize,
-                text=_text(loaded) if quantize else (),
+                text=judging_text(loaded.model, loaded.tokenizer) if quantize else (),
                 prepared=loaded.prepared,
                 **{**self._pack_options, **how},
             )
@@ -286,19 +283,6 @@ class LLM:
         )
         self._models.append(packed)
         return packed
-
-
-def _text(loaded: Loaded) -> list[int]:
-    """Tokens on which a rounding is judged: stories, or, where the tokenizer knows no such text, any tokens."""
-    width = int(loaded.model.get_output_embeddings().out_features)
-    most = min(JUDGED, int(getattr(loaded.model.config.get_text_config(), "max_position_embeddings", 0) or JUDGED))
-    try:
-        tokens: list[int] = list(loaded.tokenizer("\n".join(STORIES))["input_ids"])[:most]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        tokens = []
-    if len(set(tokens)) < 16 or max(tokens) >= width:
-        tokens = torch.randint(width, (most,), generator=torch.Generator().manual_seed(0)).tolist()
-    return tokens
 
 
 def _only(name: str, value: Any, only: Any) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 from sakiyomi.errors import InputError, LoadError
 
-__all__ = ["STORIES", "read_prompts", "read_references", "read_text"]
+__all__ = ["STORIES", "judging_text", "read_prompts", "read_references", "read_text"]
+
+JUDGED = 512  # tokens on which a rounding is judged
 
 STORIES = (
     "Once upon a time, there was a little fox who lived under an old oak tree. Every morning the fox ran down to the "
@@ -129,3 +131,23 @@ def _prompt(value: Any, path: Path, number: int) -> str:
             "turns"
         )
     return value
+
+
+def judging_text(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens on which a rounding is judged: stories, or, where the tokenizer knows no such text, any tokens.
+
+    Args:
+        model: a transformers model.
+        tokenizer: of the model.
+    """
+    import torch
+
+    width = int(model.get_output_embeddings().out_features)
+    most = min(JUDGED, int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or JUDGED))
+    try:
+        tokens: list[int] = list(tokenizer("\n".join(STORIES))["input_ids"])[:most]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        tokens = []
+    if len(set(tokens)) < 16 or max(tokens) >= width:
+        tokens = torch.randint(width, (most,), generator=torch.Generator().manual_seed(0)).tolist()
+    return tokens

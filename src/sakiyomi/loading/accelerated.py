@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from sakiyomi.errors import LoadError, UnsupportedError
 from sakiyomi.kernels.pack import PACKED
 from sakiyomi.kernels.rounding import RoundingReport, compare
-from sakiyomi.prompts import STORIES
+from sakiyomi.prompts import judging_text
 
 if TYPE_CHECKING:
     from sakiyomi.loading.reader import Reader
 
 __all__ = ["read_rounded", "torchao"]
-
-TOKENS = 512  # on which a rounding is judged
 
 
 def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
@@ -62,7 +60,7 @@ def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) ->
     """
     settings = torchao(kind, reader.name, reader.dtype)
     model = reader.read_later() if layered else reader.read()
-    text = _text(model.config.get_text_config(), tokenizer)
+    text = torch.tensor([judging_text(model, tokenizer)])
     before = _own_logits(model.eval(), text, reader.device)
     del model
     rounded = reader.read(settings).eval()
@@ -71,12 +69,6 @@ def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) ->
     kept = tuple(name for name, layer in linear.items() if type(layer.weight) is nn.Parameter)
     count = len(linear) - len(kept)
     return rounded, RoundingReport(kind, count, kept, agreement, divergence, text.shape[1])
-
-
-def _text(config: Any, tokenizer: Any) -> Tensor:
-    """(1, T) token ids of stories, as many as the model can see."""
-    most = min(TOKENS, int(getattr(config, "max_position_embeddings", 0) or TOKENS))
-    return torch.tensor([tokenizer("\n".join(STORIES))["input_ids"][:most]])
 
 
 def _own_logits(model: Any, text: Tensor, device: torch.device) -> Tensor:
