@@ -46,7 +46,7 @@ def begin(model: NativeModel, rows: int, filler: int = 0) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("inner", "out"),
-    [(2, 1), (2, 16), (6, 5), (16, 17), (30, 63), (32, 64), (34, 65), (64, 100), (130, 129), (256, 33)],
+    [(2, 1), (2, 16), (6, 5), (16, 17), (30, 63), (32, 64), (34, 65), (64, 100), (130, 129), (256, 33), (192, 96)],
 )
 def test_linear_is_linear(inner: int, out: int, bias: bool, dtype: torch.dtype) -> None:
     """Output channels come in blocks of 16 and 64, rows in blocks of 6: every remainder has code of its own."""
@@ -64,6 +64,27 @@ def test_linear_is_linear(inner: int, out: int, bias: bool, dtype: torch.dtype) 
         size = x.double().abs() @ weight.double().abs().T + (0 if shift is None else shift.double().abs())
         allowed = size * 1e-6 + (0 if dtype == torch.float32 else exact.abs() * 2**-8)
         assert ((got.double() - exact).abs() <= allowed).all()
+
+
+@native_only
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_matrix_unit_changes_nothing_but_time(bits: int) -> None:
+    """The same whole sums with and without it; in bf16 sums of the same products, in another order."""
+    library, model = build.native(), NativeModel.create()
+    assert library is not None and model is not None
+    if not library.sk_tiles(1):
+        pytest.skip("this processor has no matrix unit (AMX), or the system does not grant it")
+    weight = random(75, 320, dtype=torch.bfloat16)
+    layer = model.add_linear(weight, random(75, dtype=torch.bfloat16), bits=bits)
+    x = random(1, 40, 320, dtype=torch.bfloat16)
+    begin(model, 40)
+    try:
+        found = [layer(x) for wanted in (0, 1) if library.sk_tiles(wanted)]
+    finally:
+        library.sk_tiles(1)
+    size = (x.double().abs() @ weight.double().abs().T).amax()
+    allowed = 0.0 if bits == 8 else 1e-6 * float(size)
+    torch.testing.assert_close(found[1], found[0], rtol=0.0 if bits == 8 else 2**-7, atol=allowed)
 
 
 @native_only
@@ -97,15 +118,19 @@ def test_linear_refuses_what_does_not_fit() -> None:
 
 @native_only
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_computes_each_row_alone(dtype: torch.dtype) -> None:
-    """Bit-equal whatever the other rows are, how many there are, and where it stands: exact=True rests on it."""
+@pytest.mark.parametrize("inner", [70, 192])
+def test_linear_computes_each_row_alone(inner: int, dtype: torch.dtype) -> None:
+    """Bit-equal whatever the other rows are, how many there are, and where it stands: exact=True rests on it.
+
+    Inputs in 64s may go through a matrix unit, in groups of 16 rows.
+    """
     model = NativeModel.create()
     assert model is not None
-    layer = model.add_linear(random(150, 70, dtype=dtype), random(150, dtype=dtype))
-    x = random(1, 64, 70, dtype=dtype)
+    layer = model.add_linear(random(150, inner, dtype=dtype), random(150, dtype=dtype))
+    x = random(1, 64, inner, dtype=dtype)
     begin(model, 1)
     alone = torch.cat([layer(x[:, i : i + 1]) for i in range(64)], 1)
-    for rows in (2, 3, 5, 6, 7, 8, 16, 19, 64):
+    for rows in (2, 3, 5, 6, 7, 8, 15, 16, 17, 19, 32, 64):
         begin(model, rows)
         assert torch.equal(layer(x[:, :rows]), alone[:, :rows])
         assert torch.equal(layer(x[:, 64 - rows :]), alone[:, 64 - rows :])

@@ -32,6 +32,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
     "sk_calls": ([], _int64),
+    "sk_tiles": ([ctypes.c_int], ctypes.c_int),
     "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
     "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
     "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _pointer, _pointer], _double),

@@ -192,6 +192,12 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 
 extern "C" {
 
+// Whether layers may use the matrix unit from now on. Answers whether there is one.
+int sk_tiles(int wanted) {
+  tiles_wanted = wanted;
+  return granted();
+}
+
 int64_t sk_best(const void* row, int half, int64_t n) {
   return half ? best((const bf16*)row, n) : best((const float*)row, n);
 }

@@ -11,8 +11,11 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <optional>
+#include <type_traits>
 #include <vector>
 
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -137,10 +140,9 @@ struct Bytes {
   int64_t stride;
 };
 
+// Sums of products of bytes as numbers.
 template <int R, typename T>
-void block(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
-  i16v sum[R][2] = {};
-  dot<R>(x.data.data() + row * x.stride, x.stride, (const int8_t*)w.data + first * x.stride, x.stride, sum);
+inline void finish(const Weight& w, const Bytes& x, int64_t row, const i16v sum[R][2], T* y, int64_t first) {
   for (int c = 0; c < 2; ++c) {
     int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
     f16v scale = some<f16v>(w.scale + at, n), bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
@@ -148,6 +150,37 @@ void block(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
     UNROLL for (int r = 0; r < R; ++r) {
       f16v product = __builtin_convertvector(sum[r][c] - offset, f16v);
       put(y + (row + r) * w.out + at, product * (scale * x.scale[row + r]) + bias, n);
+    }
+  }
+}
+
+template <int R, typename T>
+void block(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
+  i16v sum[R][2] = {};
+  dot<R>(x.data.data() + row * x.stride, x.stride, (const int8_t*)w.data + first * x.stride, x.stride, sum);
+  finish<R>(w, x, row, sum, y, first);
+}
+
+// The same for all rows, by tiles.
+template <typename T>
+void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
+  i16v sum[tile_rows][2];
+  for (int64_t row = 0; row < rows; row += tile_rows) {
+    int64_t count = std::min(rows - row, tile_rows);
+    products(count == tile_rows, x.data.data() + row * x.stride, x.stride, (const int8_t*)w.data + first * x.stride, sum);
+    for (int64_t r = 0; r < count; ++r) finish<1>(w, x, row + r, sum + r, y, first);
+  }
+}
+
+inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y, int64_t first) {
+  f16v sum[tile_rows][2];
+  for (int64_t row = 0; row < rows; row += tile_rows) {
+    int64_t count = std::min(rows - row, tile_rows);
+    products(count == tile_rows, x + row * w.in, 2 * w.in, (const bf16*)w.data + first * w.in, sum);
+    for (int c = 0; c < 2; ++c) {
+      int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+      f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] + bias, n);
     }
   }
 }
@@ -256,7 +289,10 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
     to_bytes(x, rows, weights[0]->in, any([](const Weight* w) { return w->scales != nullptr; }), bytes);
   // Below about 100k multiplications a second thread costs more than it brings.
   int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * rows));
+  const bool tiled = tiles_fit(weights[0]->in);
   at::parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
+    std::optional<Tiles> tiles;
+    if (tiled) tiles.emplace(rows);
     for (int64_t t = begin, i = 0; t < end; ++t) {
       while (t >= ends[i]) ++i;
       const Weight& w = *weights[i];
@@ -264,8 +300,12 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
       int64_t first = (t - (i ? ends[i - 1] : 0)) * block_width;
       if (w.scales)  // two sums for each row and vector
         in_groups<4>(rows, [&](auto count, int64_t row) { block_of_halves<count()>(w, *rounded, row, y, first); });
+      else if (w.scale && tiled)
+        block_of_tiles(w, *rounded, rows, y, first);
       else if (w.scale)
         in_groups<8>(rows, [&](auto count, int64_t row) { block<count()>(w, *rounded, row, y, first); });
+      else if (std::is_same_v<T, bf16> && tiled)
+        block_of_tiles(w, (const bf16*)x, rows, (bf16*)y, first);
       else
         in_groups<8>(rows, [&](auto count, int64_t row) { block<count()>(w, x + row * w.in, y + row * w.out, first); });
     }

@@ -1,0 +1,103 @@
+// Up to 16 rows x 32 channels at a time by the matrix unit of some Intel processors (AMX): weights of 8 or 16 bits lie in memory
+// just as its tiles want them, so that 16 rows cost little more than one.
+//
+// A product of tiles takes as many cycles as the left one has rows, and each row is summed alone and in order: numbers of 8 bits
+// give the same whole sums as any other way, and rows in bf16 do not depend on how many there are, as long as all go this way.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "vector.h"
+
+#if defined(__linux__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#define TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int64_t tile_bytes = 64;  // of a row of a tile: the inputs that one product takes
+constexpr int64_t tile_rows = 16;
+
+#if defined(TILES)
+
+// The system keeps the tiles' registers for those who ask for them (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+inline bool granted() {
+  static const bool yes = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return yes;
+}
+
+bool tiles_wanted = true;
+
+// The tiles of a thread while this lives: 0 and 1 are for the sums of 16 rows, 2 for these rows, 3 and 4 for weights, 5, 6 and 7 for
+// the sums and rows of the last group, where that has fewer.
+struct Tiles {
+  explicit Tiles(int64_t rows) {
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } shape;
+    const uint8_t rest = rows % tile_rows;
+    for (int tile = 0; tile < (rest ? 8 : 5); ++tile) shape.bytes[tile] = tile_bytes, shape.rows[tile] = tile < 5 ? tile_rows : rest;
+    _tile_loadconfig(&shape);
+  }
+  ~Tiles() { _tile_release(); }
+};
+
+// A macro, because numbers of tiles are part of an instruction.
+#define PRODUCTS(product, left, right, some)          \
+  _tile_zero(left);                                   \
+  _tile_zero(right);                                  \
+  for (int64_t k = 0; k < in; k += tile_bytes) {      \
+    _tile_loadd(3, w, 2 * tile_bytes);                \
+    _tile_loadd(4, w + tile_bytes, 2 * tile_bytes);   \
+    _tile_loadd(some, x + k, in);                     \
+    product(left, some, 3);                           \
+    product(right, some, 4);                          \
+    w += 2 * tile_rows * tile_bytes;                  \
+  }                                                   \
+  _tile_stored(left, sums, 2 * tile_bytes);           \
+  _tile_stored(right, sums + tile_bytes, 2 * tile_bytes)
+
+// Rows of `in` bytes, one behind the other, times a block of 32 channels: 16 rows if `whole`, else those of the last group.
+inline void products(bool whole, const uint8_t* x, int64_t in, const int8_t* w, i16v sum[tile_rows][2]) {
+  char* sums = (char*)sum;
+  if (whole) {
+    PRODUCTS(_tile_dpbusd, 0, 1, 2);
+  } else {
+    PRODUCTS(_tile_dpbusd, 5, 6, 7);
+  }
+}
+
+inline void products(bool whole, const bf16* rows, int64_t in, const bf16* weights, f16v sum[tile_rows][2]) {
+  const char *x = (const char*)rows, *w = (const char*)weights;
+  char* sums = (char*)sum;
+  if (whole) {
+    PRODUCTS(_tile_dpbf16ps, 0, 1, 2);
+  } else {
+    PRODUCTS(_tile_dpbf16ps, 5, 6, 7);
+  }
+}
+
+#undef PRODUCTS
+
+#else
+
+inline bool granted() { return false; }
+bool tiles_wanted = false;
+struct Tiles {
+  explicit Tiles(int64_t) {}
+};
+template <typename X, typename W, typename S>
+inline void products(bool, const X*, int64_t, const W*, S (*)[2]) {}
+
+#endif
+
+// Whether rows of so many numbers of 8 or 16 bits can be read in tiles.
+inline bool tiles_fit(int64_t in) { return tiles_wanted && in % tile_bytes == 0 && granted(); }
+
+}  // namespace
