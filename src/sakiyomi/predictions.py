@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,8 +60,8 @@ def predictions(model: PackedModel, tokens: Sequence[int], count: int) -> list[P
         for first in range(0, len(tokens), _ROWS):
             chunk = tokens[first : first + _ROWS]
             logits = model.score([Segment(slot, first, chunk, prompt=True)]).float().cpu()
-            for row, token in zip(logits, following[first : first + _ROWS], strict=True):
-                best = zip(*leading(row, count), strict=True)
-                top = tuple((other, float(torch.tensor(score).exp())) for other, score in best)
+            best = leading(logits, count)
+            for row, token, listed in zip(logits, following[first : first + _ROWS], best, strict=True):
+                top = tuple((other, math.exp(score)) for other, score in zip(*listed, strict=True))
                 found.append(Prediction(token, chance(row, token) if token >= 0 else None, top))
     return found

@@ -127,26 +127,38 @@ def best(logits: Tensor) -> tuple[int, float]:
     return token, chance(logits, token)
 
 
-def leading(logits: Tensor, count: int) -> tuple[list[int], list[float]]:
-    """The most probable tokens of a row, the likeliest first and of equal ones the lower first, with their log softmax.
+def leading(logits: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
+    """Of each row the most probable tokens, the likeliest first and of equal ones the lower first, with their log
+    softmax.
 
     Args:
-        logits: (V,) of any float type, on any device.
-        count: how many; a row of fewer gives all.
+        logits: (R, V) of any float type, on any device.
+        count: how many; rows of fewer give all.
 
     Raises:
-        InputError: the row is not a number, or has no token left.
+        InputError: a row is not a number, or has no token left.
     """
-    count = min(count, logits.shape[0])
-    kernels = _kernels(logits)
-    if kernels is not None:
-        tokens, found = (ctypes.c_int64 * count)(), (ctypes.c_float * count)()
-        total: float = kernels.sk_leading(
-            logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[0], count, tokens, found
-        )
+    rows, vocab = logits.shape
+    count = min(count, vocab)
+    kernels = loaded() if logits.dtype in _NATIVE and logits.is_cpu and logits.is_contiguous() else None
+    if kernels is None:
+        return [_leading(as_row(row), count) for row in logits]
+    tokens, found = (ctypes.c_int64 * (rows * count))(), (ctypes.c_float * (rows * count))()
+    totals = (ctypes.c_double * rows)()
+    kernels.sk_leading(
+        *(logits.data_ptr(), logits.dtype is torch.bfloat16, vocab, rows, count), *(tokens, found, totals)
+    )
+    answer = []
+    for row, total in enumerate(totals):
+        first, last = row * count, (row + 1) * count
         if math.isfinite(total):
-            return list(tokens), [value - total for value in found]
-    row = as_row(logits)
+            answer.append((tokens[first:last], [value - total for value in found[first:last]]))
+        else:
+            answer.append(_leading(as_row(logits[row]), count))
+    return answer
+
+
+def _leading(row: Row, count: int) -> tuple[list[int], list[float]]:
     require_number(float(row.max()))  # numpy takes a NaN for the largest
     first = top_tokens(row, count)
     if math.isinf(float(row[first[0]])):  # leaves nothing to the others

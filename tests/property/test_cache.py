@@ -14,7 +14,9 @@ from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
 from sakiyomi.errors import InputError, MemoryLimitError
+from sakiyomi.kernels.native import NativeModel
 
+NATIVE = NativeModel.create()
 SHAPES = (LayerShape(2, 3, 3), LayerShape(1, 4, 2), LayerShape(2, 3, 3))
 SLOTS = 5
 
@@ -118,19 +120,23 @@ def test_keep_equals_a_cache_built_from_the_kept_tokens(length: int, count: int,
     """The definition of roll-back: nobody can tell afterwards what else had been written."""
     kept = sorted(data.draw(st.sets(st.integers(0, count - 1))))
     prefix, rows = pairs(1, length), pairs(2, count)
-    one = SlotCache(SHAPES, dtype=torch.float32, max_slots=2)
-    two = SlotCache(SHAPES, dtype=torch.float32, max_slots=2)
-    for cache in (one, two):
-        cache.take()
-        cache.reserve(0, length + count)
-        write(cache, 0, 0, prefix)
-    write(one, 0, length, rows)
-    one.keep(0, length, kept)
-    write(two, 0, length, [rows[i] for i in kept])
-    two.keep(0, length, range(len(kept)))
+    one, two, compiled = (SlotCache(SHAPES, dtype=torch.float32, max_slots=2) for _ in range(3))
+    for cache in (one, two, compiled):
+        cache.take(), cache.take()
+        cache.reserve(1, length + count)
+        write(cache, 1, 0, prefix)
+    if NATIVE is not None:
+        NATIVE.attach(compiled)
+        assert compiled.gather is not None
+    for cache in (one, compiled):
+        write(cache, 1, length, rows)
+        cache.keep(1, length, kept)
+    write(two, 1, length, [rows[i] for i in kept])
+    two.keep(1, length, range(len(kept)))
     end = length + len(kept)
-    for a, b in zip((*one.keys, *one.values), (*two.keys, *two.values), strict=True):
-        assert torch.equal(a[0, :, :end], b[0, :, :end])
+    for cache in (one, compiled):
+        for a, b in zip((*cache.keys, *cache.values), (*two.keys, *two.values), strict=True):
+            assert torch.equal(a[1, :, :end], b[1, :, :end])
 
 
 @given(available=st.integers(0, 200_000), columns=st.integers(1, 4000), slot=st.integers(0, 7))

@@ -40,27 +40,30 @@ def test_what_cannot_be_meant() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("size", [1, 5, 17, 320, 5000, 32001])
-def test_leading_tokens_and_their_log_softmax(size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leading_tokens_and_their_log_softmax(
+    size: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the compiled kernel and without; of equal ones the lower token first."""
-    logits = (torch.randn(size, generator=torch.Generator().manual_seed(size)) * 3).to(dtype)
-    logits[size // 2] = logits[0]
-    order = sorted(range(size), key=lambda i: (-float(logits[i]), i))[:8]
-    expected = logits.float().log_softmax(-1)[order].tolist()
+    logits = (torch.randn(rows, size, generator=torch.Generator().manual_seed(size)) * 3).to(dtype)
+    logits[:, size // 2] = logits[:, 0]
     for _ in range(2):
-        tokens, scores = leading(logits, 8)
-        assert tokens == order
-        assert scores == pytest.approx(expected, abs=2e-5)
+        for row, (tokens, scores) in zip(logits, leading(logits, 8), strict=True):
+            order = row.float().sort(descending=True, stable=True).indices[:8].tolist()
+            assert tokens == order
+            assert scores == pytest.approx(row.float().log_softmax(-1)[order].tolist(), abs=2e-5)
         monkeypatch.setattr("sakiyomi.warping.loaded", lambda: None)
 
 
 def test_leading_of_a_row_that_is_none() -> None:
+    row = torch.randn(10)
     with pytest.raises(InputError):
-        leading(torch.full((10,), torch.nan), 3)
-    row = torch.zeros(10)
-    row[4] = torch.inf
-    assert leading(row, 3) == ([4], [0.0])
+        leading(torch.stack([row, torch.full((10,), torch.nan)]), 3)
+    infinite = torch.zeros(10)
+    infinite[4] = torch.inf
+    assert leading(torch.stack([row, infinite]), 3)[1] == ([4], [0.0])
     row = torch.full((10,), -torch.inf)
     row[7] = 1.0
-    tokens, scores = leading(row, 3)
+    tokens, scores = leading(row[None], 3)[0]
     assert (tokens[0], scores[0]) == (7, 0.0)

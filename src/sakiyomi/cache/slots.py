@@ -66,6 +66,8 @@ class SlotCache:
         self._free = list(range(max_slots - 1, -1, -1))
         self._on_move, self._available = on_move, available
         self._untold = False
+        self.gather: Callable[[int, int, Sequence[int]], None] | None = None
+        """Moves the rows that ``keep`` keeps, where a kernel does it in one call; set whenever the tensors are new."""
 
     @property
     def pair_bytes(self) -> int:
@@ -180,6 +182,7 @@ class SlotCache:
                 "max_new_tokens or max_batch"
             ) from error
         self.keys, self.values, self.slots, self.room, self._untold = keys, values, slots, room, True
+        self.gather = None  # it knows the former tensors
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, in this order, and drop the rest.
@@ -189,7 +192,11 @@ class SlotCache:
             length: pairs that were there before the pass.
             rows: rows of the pass, counted from its first, ascending.
         """
-        if any(row != i for i, row in enumerate(rows)):
+        if all(row == i for i, row in enumerate(rows)):
+            return
+        if self.gather is not None:
+            self.gather(slot, length, rows)
+        else:
             source = torch.tensor([length + row for row in rows])
             for store in (*self.keys, *self.values):
                 source = source.to(store.device)

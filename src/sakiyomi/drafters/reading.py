@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Reading"]
 
+_Listed = tuple[list[int], list[float]]
+
 
 @dataclass(eq=False, slots=True)
 class Reading:
@@ -72,8 +74,8 @@ class Reading:
         self.fresh = []
         growth.begin_level()
         try:
-            for place, row in zip(places, logits, strict=True):
-                self.read(place, row)
+            for place, row, ranked in zip(places, logits, self._ranked(places, logits), strict=True):
+                self.read(place, row, ranked)
         except Exception:
             # The user's own processor, or no token left: the target's rows meet it too, and end this request alone.
             return
@@ -81,12 +83,20 @@ class Reading:
             stops = self.context.stop_ids
             self.fresh = [c for c in self.builder.expand(growth) if growth.tokens[c] not in stops]
 
-    def read(self, place: int, logits: Tensor) -> None:
+    def _ranked(self, places: Sequence[int], logits: Tensor) -> Sequence[_Listed | None]:
+        """The likeliest tokens of every place in one call, where they are the candidates and there are many places."""
+        if len(places) < 2 or self.sampler.edits or self.context.rule != "greedy":
+            return [None] * len(places)
+        count = max(self.builder.wanted(self.growth, place) for place in places)
+        return leading(logits, count) if count > 1 else [None] * len(places)
+
+    def read(self, place: int, logits: Tensor, ranked: _Listed | None = None) -> None:
         """Offer the candidates of a place.
 
         Args:
             place: candidate that was read, -1 for the last committed token.
             logits: (V of the target,) of the draft.
+            ranked: the likeliest tokens, as ``leading`` gives them, where they are known.
         """
         growth, context, sampler = self.growth, self.context, self.sampler
         count = self.builder.wanted(growth, place)
@@ -95,7 +105,11 @@ class Reading:
         path = self._path(place) if sampler.edits or context.rule != "greedy" else []
         if sampler.edits:
             logits = sampler.process(logits[None], [path], context.tokens)[0]
-        tokens, probs, scores = self._candidates(place, logits, count, len(context.tokens) + len(path))
+        if ranked is not None:
+            tokens, scores = ranked[0][:count], ranked[1][:count]
+            probs: list[float | None] = [math.exp(score) for score in scores]
+        else:
+            tokens, probs, scores = self._candidates(place, logits, count, len(context.tokens) + len(path))
         chances = self.confidence.chances(scores) if len(scores) > 1 else [0.5 if probs[0] is None else probs[0]]
         self.listed[place] = (len(growth.tokens), tokens, scores)
         self._probs.extend(probs[: growth.offer(place, tokens, chances)])
@@ -141,7 +155,7 @@ class Reading:
                 # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
                 token, prob = best(logits) if logits.is_cpu else (best_token(logits), None)
                 return [token], [prob], [0.0]
-            tokens, scores = leading(logits, count)
+            tokens, scores = leading(logits[None], count)[0]
             return tokens, [math.exp(score) for score in scores], scores
         probs = np.empty(logits.shape[0], np.float32)
         support = self.sampler.fill(logits, probs)

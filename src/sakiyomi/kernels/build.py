@@ -31,11 +31,12 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_siblings": ([_int64, _int64, _pointer], None),
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
+    "sk_keep": ([_int64, _int64, _int64, _int64, _pointer], None),
     "sk_calls": ([], _int64),
     "sk_tiles": ([ctypes.c_int], ctypes.c_int),
     "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
     "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
-    "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _pointer, _pointer], _double),
+    "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _int64, _pointer, _pointer, _pointer], None),
     "sk_warp": (
         [_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer],
         _int64,

@@ -206,8 +206,15 @@ double sk_chance(const void* row, int half, int64_t n, int64_t token) {
   return half ? chance((const bf16*)row, n, token) : chance((const float*)row, n, token);
 }
 
-double sk_leading(const void* row, int half, int64_t n, int64_t count, int64_t* tokens, float* logits) {
-  return half ? leading((const bf16*)row, n, count, tokens, logits) : leading((const float*)row, n, count, tokens, logits);
+// Rows one behind the other; `totals` of each row.
+void sk_leading(const void* logits, int half, int64_t n, int64_t rows, int64_t count, int64_t* tokens, float* found, double* totals) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      int64_t at = r * count;
+      totals[r] = half ? leading((const bf16*)logits + r * n, n, count, tokens + at, found + at)
+                       : leading((const float*)logits + r * n, n, count, tokens + at, found + at);
+    }
+  });
 }
 
 int64_t sk_warp(const void* row, int half, int64_t n, double temperature, int64_t top_k, double top_p, double min_p, float* out,
@@ -246,6 +253,21 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
   auto& layers = ((Model*)m)->layers;
   if ((int64_t)layers.size() <= index) layers.resize(index + 1);
   layers[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
+}
+
+// Of the pairs of one slot from `first` on keep these, in this order; rows are counted from there and ascend.
+void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_t* rows) {
+  for (const Layer& layer : ((const Model*)m)->layers) {
+    auto move = [&](char* store, int64_t dim) {
+      const int64_t bytes = dim * (layer.half ? 2 : 4);
+      for (int64_t head = 0; head < layer.heads; ++head) {
+        char* at = store + ((slot * layer.heads + head) * layer.room + first) * bytes;
+        for (int64_t i = 0; i < count; ++i)
+          if (rows[i] != i) std::memcpy(at + i * bytes, at + rows[i] * bytes, bytes);
+      }
+    };
+    move(layer.keys, layer.key_dim), move(layer.values, layer.value_dim);
+  }
 }
 
 // `table`: the segments, then for each the parent of every row of its tree, -1 for none.

@@ -183,12 +183,16 @@ class NativeModel:
         self._library.sk_siblings(self.number, len(layers), indices)
 
     def attach(self, cache: SlotCache) -> None:
-        """Point the attention operator at the cache's present tensors."""
+        """Point the kernels at the cache's present tensors."""
         for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
             self._library.sk_layer(
                 *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, cache.room),
                 *(shape.key_dim, shape.value_dim, int(cache.dtype == torch.bfloat16)),
             )
+        cache.gather = self._keep
+
+    def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
+        self._library.sk_keep(self.number, slot, first, len(rows), (ctypes.c_int64 * len(rows))(*rows))
 
     def begin(self, plan: Plan, size: int) -> None:
         """Say what the next pass of this model looks like; `size` counts filler rows too."""
