@@ -182,6 +182,8 @@ def test_tree_draws_a_round(pair: list[str]) -> None:
     assert "round 2:" in drawn.stdout and "round 3:" not in drawn.stdout
     assert drawn.stdout.count(" accepted\n") >= 2 and drawn.stdout.count("the target's own") == 2
     assert "(next)" in drawn.stdout
+    deep = runner.invoke(app, ["tree", "Once", *pair, "--gamma", "30", "--nodes", "30", "--max-new-tokens", "40"])
+    assert "(bonus)" in deep.stdout or "(recovered)" in deep.stdout, "a line wider than a terminal was cut"
     result = runner.invoke(app, [*arguments, "--json", "--top", "2"])
     shown = json.loads(result.stdout.splitlines()[-1])
     assert [place["text"] for place in shown["places"]][-1] is None

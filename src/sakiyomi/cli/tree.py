@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sakiyomi.outputs import RoundTrace
     from sakiyomi.predictions import Prediction
 
+WIDE = 1000  # columns: a deep tree is wrapped by the terminal, not cut
+
 
 @dataclass(frozen=True)
 class TreeOptions:
@@ -123,7 +125,7 @@ def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
         )
     for traced in rounds:
         console.print()
-        console.print(_drawn(traced, text))
+        console.print(_drawn(traced, text), width=WIDE)
 
 
 def _drawn(traced: RoundTrace, text: Any) -> Tree:
