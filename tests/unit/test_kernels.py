@@ -184,7 +184,7 @@ def trees(draw: st.DrawFn, most: int = 9) -> tuple[int, ...]:
 
 @st.composite
 def cases(draw: st.DrawFn, prompts: bool = False) -> Case:
-    dims = st.integers(1, 40)
+    dims = st.one_of(st.integers(1, 40), st.sampled_from([64, 128]))  # whole 64s may go through a matrix unit
     segments = []
     slots = draw(st.permutations(range(4)))
     for slot in slots[: draw(st.integers(1, 3))]:

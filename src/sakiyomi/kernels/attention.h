@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "tiles.h"
 #include "vector.h"
 
 namespace {
@@ -228,12 +231,19 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     const T* from = (const T*)q.data + (head * group + r % group) * q.head + (seg.row + r / group) * q.row;
     for (int64_t i = 0; i < lanes; ++i) s.q[r * lanes + i] = lane_at(from, i * Lane<T>::numbers, kd);
   }
+  const bool tiled = std::is_same_v<L, int32_t> && tiles_fit(kd);
+  std::optional<Tiles> tiles;
+  if (tiled) tiles.emplace(rows);
   auto score_columns = [&](int64_t first, int64_t last, float* to, int64_t to_stride) {
     for (int64_t j = first; j < last; j += 16) {
       // Memory pages are too short for the processor to see where this goes.
       for (const T* ahead = keys + (j + 32) * kd; ahead < keys + (j + 48) * kd; ahead += 64 / sizeof(T)) __builtin_prefetch(ahead);
       turn(keys + j * kd, std::min<int64_t>(16, last - j), kd, s.block.data());
-      in_groups<8>(rows, [&](auto count, int64_t r) {
+      if (tiled)
+        for (int64_t r = 0; r < rows; r += tile_rows)
+          scores(rows - r >= tile_rows, (const int32_t*)s.q.data() + r * lanes, lanes, (const int32_t*)s.block.data(),
+                 to + r * to_stride + (j - first), to_stride);
+      else in_groups<8>(rows, [&](auto count, int64_t r) {
         score<count(), L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride + (j - first), to_stride);
       });
     }

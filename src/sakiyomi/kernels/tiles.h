@@ -32,6 +32,9 @@ inline bool granted() {
 
 bool tiles_wanted = true;
 
+// gcc does not know what loads of tiles read: what was written before must be in memory by then.
+inline void written() { asm volatile("" ::: "memory"); }
+
 // The tiles of a thread while this lives: 0 and 1 are for the sums of 16 rows, 2 for these rows, 3 and 4 for weights, 5, 6 and 7 for
 // the sums and rows of the last group, where that has fewer.
 struct Tiles {
@@ -43,6 +46,7 @@ struct Tiles {
     } shape;
     const uint8_t rest = rows % tile_rows;
     for (int tile = 0; tile < (rest ? 8 : 5); ++tile) shape.bytes[tile] = tile_bytes, shape.rows[tile] = tile < 5 ? tile_rows : rest;
+    asm volatile("" ::"r"(&shape) : "memory");
     _tile_loadconfig(&shape);
   }
   ~Tiles() { _tile_release(); }
@@ -50,6 +54,7 @@ struct Tiles {
 
 // A macro, because numbers of tiles are part of an instruction.
 #define PRODUCTS(product, left, right, some)          \
+  written();                                          \
   _tile_zero(left);                                   \
   _tile_zero(right);                                  \
   for (int64_t k = 0; k < in; k += tile_bytes) {      \
@@ -85,6 +90,27 @@ inline void products(bool whole, const bf16* rows, int64_t in, const bf16* weigh
 
 #undef PRODUCTS
 
+// Rows of `lanes` pairs against 16 keys, turned: to[r * stride + t] is row r times key t.
+#define SCORES(sum, some)                              \
+  written();                                           \
+  _tile_zero(sum);                                     \
+  for (int64_t i = 0; i < lanes; i += tile_rows) {     \
+    _tile_loadd(some, q + i, 4 * lanes);               \
+    _tile_loadd(3, turned + i * tile_rows, tile_bytes); \
+    _tile_dpbf16ps(sum, some, 3);                      \
+  }                                                    \
+  _tile_stored(sum, to, 4 * stride)
+
+inline void scores(bool whole, const int32_t* q, int64_t lanes, const int32_t* turned, float* to, int64_t stride) {
+  if (whole) {
+    SCORES(0, 2);
+  } else {
+    SCORES(5, 7);
+  }
+}
+
+#undef SCORES
+
 #else
 
 inline bool granted() { return false; }
@@ -94,6 +120,7 @@ struct Tiles {
 };
 template <typename X, typename W, typename S>
 inline void products(bool, const X*, int64_t, const W*, S (*)[2]) {}
+inline void scores(bool, const int32_t*, int64_t, const int32_t*, float*, int64_t) {}
 
 #endif
 
