@@ -14,8 +14,9 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ class WeightStream:
         self._budget, self._pinned = ahead, pinned
         self._lock = threading.Lock()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sakiyomi-weights")
-        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
+        self._files: OrderedDict[Path, FileIO] = OrderedDict()
         self._reading = threading.Lock()
         self._coming: OrderedDict[str, Future[Tensor]] = OrderedDict()
         self._next: dict[str, str] = {}
@@ -108,6 +109,7 @@ class WeightStream:
         except LoadError:
             with self._lock:
                 self._forget()
+                self._last = None
             raise
 
     def rows(self, name: str, numbers: list[int]) -> Tensor:
@@ -120,7 +122,7 @@ class WeightStream:
         width = extent.nbytes // extent.shape[0]
         block = torch.empty(len(numbers), width, dtype=torch.uint8)
         for row, number in zip(block.numpy(), numbers, strict=True):
-            self._fill(extent, extent.offset + number * width, memoryview(row))
+            self._fill(extent, extent.offset + number * width, row.data)
         return block.view(extent.dtype).view(len(numbers), *extent.shape[1:]).to(extent.wanted)
 
     def _look_ahead(self, name: str) -> None:
@@ -138,14 +140,13 @@ class WeightStream:
         for future in self._coming.values():
             future.cancel()
         self._coming.clear()
-        self._last = None
 
     def _read(self, name: str) -> Tensor:
         extent = self.extents[name]
         block = self._block(extent.nbytes)
         array = block.numpy()  # an object of its own, which the storage of the tensor below holds
         weakref.finalize(array, self._free[extent.nbytes].append, block)
-        self._fill(extent, extent.offset, memoryview(array))
+        self._fill(extent, extent.offset, array.data)
         return torch.from_numpy(array).view(extent.dtype).view(extent.shape).to(extent.wanted)
 
     def _block(self, size: int) -> Tensor:
@@ -160,14 +161,14 @@ class WeightStream:
                 kept -= other
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
 
-    def _fill(self, extent: Extent, offset: int, into: memoryview) -> None:
+    def _fill(self, extent: Extent, offset: int, into: memoryview[int]) -> None:
         try:
             with self._reading:
                 file = self._open(extent.path)
                 file.seek(offset)
                 done = 0
                 while done < len(into):
-                    count = file.readinto(into[done:])  # type: ignore[attr-defined]
+                    count = file.readinto(into[done:])
                     if not count:
                         raise EOFError(f"it ends after {offset + done} bytes")
                     done += count
@@ -178,14 +179,14 @@ class WeightStream:
                 "was when the model was loaded: put it back, or load the model again"
             ) from error
 
-    def _open(self, path: Path) -> BinaryIO:
+    def _open(self, path: Path) -> FileIO:
         file = self._files.get(path)
         if file is None:
             if len(self._files) >= OPEN:
                 self._files.popitem(last=False)[1].close()
-            file = self._files[path] = open(path, "rb", buffering=0)  # type: ignore[assignment]  # noqa: SIM115
+            file = self._files[path] = path.open("rb", buffering=0)
         self._files.move_to_end(path)
-        return file  # type: ignore[return-value]
+        return file
 
 
 class _Weights(Mapping[str, Tensor]):
@@ -209,7 +210,7 @@ class _Weights(Mapping[str, Tensor]):
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:
-    """accelerate's hooks of one module which bring weights for a pass and take them away after it."""
+    """Hooks of accelerate on one module which bring weights for a pass and take them away after it."""
     hook = getattr(module, "_hf_hook", None)
     for one in getattr(hook, "hooks", (hook,)):
         if getattr(one, "offload", False):
@@ -266,14 +267,16 @@ def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Any]
     if about.get("safetensors_file") is None:
         dtype = getattr(torch, about["dtype"], None)
         place = Path(weights.save_folder or "") / f"{name}.dat"
-        return dtype and Extent(place, 0, dtype, tuple(about["shape"]), wanted)
+        return None if dtype is None else Extent(place, 0, dtype, tuple(about["shape"]), wanted)
     path = Path(about["safetensors_file"])
     if path not in headers:
         headers[path] = read_header(path)
     entries, start = headers[path]
     entry = entries[about.get("weight_name", name)]
     dtype = DTYPES.get(entry["dtype"])
-    return dtype and Extent(path, start + entry["data_offsets"][0], dtype, tuple(entry["shape"]), wanted)
+    if dtype is None:
+        return None
+    return Extent(path, start + entry["data_offsets"][0], dtype, tuple(entry["shape"]), wanted)
 
 
 def _rows_hook(stream: WeightStream, name: str, device: Any) -> Any:
