@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.loading.fit import by_layer
 from sakiyomi.loading.reader import Reader, quiet
+from sakiyomi.loading.stream import hooks
 from sakiyomi.memory import available_bytes, readable, require_bytes
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
 
     Raises:
         InputError: it cannot be meant, alone or with the other options.
+        UnsupportedError: the target is a GGUF file.
     """
     if value is None:
         return None
@@ -52,6 +54,11 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
         raise InputError(
             f"offload={value!r}: a loaded model is used as it is; load it with device_map= and offload_folder=, or "
             "pass its folder"
+        )
+    if os.fspath(target).lower().endswith(".gguf"):
+        raise UnsupportedError(
+            f"offload={value!r}: {os.fspath(target)!r} is a GGUF file, which is unpacked in memory as a whole; pass "
+            "the model's folder in Hugging Face format"
         )
     if quantize is not None:
         raise InputError(
@@ -86,15 +93,9 @@ def read_offloaded(reader: Reader, config: Any, offload: Offload) -> Any:
         offload: where they stay.
 
     Raises:
-        UnsupportedError: a GGUF file, which is unpacked in memory.
         MemoryLimitError: no room in main memory, or in the folder.
         LoadError: the folder cannot be written to, or the weights cannot be read.
     """
-    if reader.gguf is not None:
-        raise UnsupportedError(
-            f"offload={offload.where!r}: {reader.name!r} is a GGUF file, which is unpacked in memory as a whole; pass "
-            "the model's folder in Hugging Face format"
-        )
     size = reader.checkpoint.bytes_as(reader.dtype.itemsize)
     if offload.where == "cpu":
         require_bytes(size, f"the model {reader.name!r}", remedy="pass offload='auto', which leaves the rest on disk")
@@ -132,7 +133,14 @@ def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, A
         if isinstance(error, LoadError):
             raise LoadError(f"{error.message}; while weights were written to {offload.folder}") from error
         raise
-    weakref.finalize(model, shutil.rmtree, own, ignore_errors=True)
+    weakref.finalize(_map_of(model), shutil.rmtree, own, ignore_errors=True)
+    return model
+
+
+def _map_of(model: Any) -> Any:
+    """What reads a model's files, for itself and for its copies; the model, where nothing is in files."""
+    for hook in (hook for module in model.modules() for hook in hooks(module)):
+        return getattr(hook.weights_map, "dataset", hook.weights_map)
     return model
 
 

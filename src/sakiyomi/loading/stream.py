@@ -83,6 +83,7 @@ class WeightStream:
         self._last: str | None = None
         # Blocks come back by themselves when the last tensor on them is gone, whichever thread that happens in.
         self._free: defaultdict[int, deque[Tensor]] = defaultdict(deque)
+        weakref.finalize(self, _close, self._files)
 
     @property
     def files(self) -> list[Path]:
@@ -187,6 +188,11 @@ class WeightStream:
             file = self._files[path] = path.open("rb", buffering=0)
         self._files.move_to_end(path)
         return file
+
+
+def _close(files: dict[Path, FileIO]) -> None:
+    for file in files.values():
+        file.close()
 
 
 class _Weights(Mapping[str, Tensor]):
