@@ -30,6 +30,12 @@ PROMPTS = [prompt(11, 1), prompt(3, 2)]
 NEW = 16
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models would stay in memory as a whole."""
+    monkeypatch.setattr("sakiyomi.loading.stream.SMALL", 0)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_model(tmp_path / "model", model_of("llama"), TOKENIZER)
@@ -219,6 +225,19 @@ def test_a_tensor_in_use_is_never_written_over(tmp_path: Path) -> None:
         for i in range(12):
             stream.take(str(i))
     assert all(torch.equal(view, right[3:7]) for view, right in zip(views, tensors, strict=True))
+
+
+def test_small_tensors_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, tensors = stream_of(tmp_path / "weights", 12, ahead=6000)
+    monkeypatch.setattr("sakiyomi.loading.stream.SMALL", 1024)  # those of 64 x 4
+    for _ in range(3):
+        for i, tensor in enumerate(tensors):
+            assert torch.equal(stream.take(str(i)), tensor)
+    stream._reader.submit(lambda: None).result()
+    small = sum(tensor.nbytes for tensor in tensors if tensor.nbytes == 1024)
+    large = sum(tensor.nbytes for tensor in tensors if tensor.nbytes > 1024)
+    ahead = sum(stream.extents[name].nbytes for name in stream._coming)
+    assert stream.bytes_read == small + 3 * large + ahead
 
 
 def test_blocks_come_back(tmp_path: Path) -> None:

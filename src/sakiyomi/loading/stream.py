@@ -8,6 +8,7 @@ Files stay open: one that is removed meanwhile can still be read.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -27,6 +28,7 @@ from sakiyomi.loading.checkpoint import read_header
 __all__ = ["Extent", "WeightStream", "attach", "hooks", "is_offloaded"]
 
 OPEN = 64  # files that are kept open
+SMALL = 1 << 16  # bytes of a tensor (a norm, a bias) that stays in memory once it was read
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -68,17 +70,21 @@ class WeightStream:
 
     Attributes:
         bytes_read: from files, so far.
+        cold: what was read is dropped from the system's page cache at once (on Linux), so that it is read from the disk
+            the next time; to measure what a model costs for which there is no page cache.
     """
 
     def __init__(self, extents: Mapping[str, Extent], *, ahead: int, pinned: bool = False) -> None:
         self.extents = dict(extents)
         self.bytes_read = 0
+        self.cold = False
         self._budget, self._pinned = ahead, pinned
         self._lock = threading.Lock()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sakiyomi-weights")
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
         self._reading = threading.Lock()
         self._coming: OrderedDict[str, Future[Tensor]] = OrderedDict()
+        self._small: dict[str, Tensor] = {}
         self._next: dict[str, str] = {}
         self._last: str | None = None
         # Blocks come back by themselves when the last tensor on them is gone, whichever thread that happens in.
@@ -96,6 +102,10 @@ class WeightStream:
         Raises:
             LoadError: its file cannot be read.
         """
+        if self.extents[name].nbytes <= SMALL:
+            if name not in self._small:
+                self._small[name] = self._read(name)
+            return self._small[name]
         with self._lock:
             coming = self._coming.pop(name, None)
             if coming is None:  # the first pass, or one that took another way
@@ -174,6 +184,8 @@ class WeightStream:
                         raise EOFError(f"it ends after {offset + done} bytes")
                     done += count
                 self.bytes_read += done
+                if self.cold:
+                    os.posix_fadvise(file.fileno(), offset, done, os.POSIX_FADV_DONTNEED)
         except (OSError, EOFError) as error:
             raise LoadError(
                 f"the offloaded weights in {extent.path} cannot be read any more ({error}); the file has to stay as it "
