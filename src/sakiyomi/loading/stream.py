@@ -245,7 +245,7 @@ def attach(model: nn.Module, layers: int, device: torch.device) -> WeightStream 
 
     Args:
         model: with hooks of its own, which are changed.
-        layers: it has so many; half of one is read ahead.
+        layers: it has so many; as much as one of them takes is read ahead.
         device: where it computes.
     """
     headers: dict[Path, tuple[dict[str, Any], int]] = {}
@@ -262,7 +262,7 @@ def attach(model: nn.Module, layers: int, device: torch.device) -> WeightStream 
     if not found:
         return None
     sizes = [extent.nbytes for extent in extents.values()]
-    stream = WeightStream(extents, ahead=max(*sizes, sum(sizes) // (2 * layers), 0), pinned=device.type == "cuda")
+    stream = WeightStream(extents, ahead=max(*sizes, sum(sizes) // layers, 0), pinned=device.type == "cuda")
     for module, hook, streamed in found:
         hook.weights_map = _Weights(stream, streamed, hook.weights_map)
         if type(module) is nn.Embedding and "weight" in streamed:
