@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
+from sakiyomi.bench import suites
+from sakiyomi.bench.config import BenchConfig
 from sakiyomi.gamma import FAR, FAR_NODES, MOST_NODES, AutoSize, Costs
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.loading import fit, load_model, offload
@@ -385,3 +388,41 @@ def test_a_model_that_does_not_fit_is_told_of_it(folder: Path, monkeypatch: pyte
     monkeypatch.setattr("sakiyomi.memory.available_bytes", lambda device="cpu": 1000)
     with pytest.raises(MemoryLimitError, match="offload='auto'"):
         LLM(os.fspath(folder), "none")
+
+
+# ---------------------------------------------------------------- what it says of itself
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "offload.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, {})
+
+
+def test_the_row(folder: Path, tmp_path: Path) -> None:
+    """Every line has the text of the first one; tau, speed-up and share belong together; the disk was read."""
+    draft = save_model(tmp_path / "draft", tiny_llama(VOCAB, 1, 16, seed=1), TOKENIZER)
+    config = BenchConfig(
+        target=os.fspath(folder),
+        draft=f"model:{draft}",
+        dtype="float32",
+        compile=False,
+        repeats=1,
+        count=1,
+        max_new_tokens=12,
+        prompt_tokens=8,
+    )
+    found = suites.ROWS["offload"](config, suites.Note())
+    lines = {line["name"]: line for line in found.lines}
+    assert list(lines) == [
+        *("plain", "15 nodes, 8 levels", "64 nodes, 16 levels", "128 nodes, 16 levels", "auto"),
+        *("oracle:0.95, gamma 16", "oracle:0.95, gamma 24", "transformers plain"),
+    ]
+    assert all(line["equal"] for line in lines.values())
+    assert lines["oracle:0.95, gamma 24"]["tau"] > 3
+    for line in found.lines[:-1]:
+        assert line["share"] == pytest.approx(line["ratio"] / line["tau"])
+        assert line["read GB/s"] > 0
+    assert found.conditions["disk_bytes"] > 0
