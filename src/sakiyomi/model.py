@@ -50,7 +50,7 @@ def structural_copy(model: nn.Module) -> Any:
     """The same modules again around the same parameter and buffer tensors, with a config of their own."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for hook in (hook for module in model.modules() for hook in hooks(module)):
-        shared[id(hook.weights_map)] = hook.weights_map
+        shared[id(hook.weights_map)] = hook.weights_map  # with all that it holds in memory
         tied = (getattr(hook, "tied_params_map", None) or {}).values()
         shared |= {id(tensor): tensor for places in tied for tensor in places.values()}
     return copy.deepcopy(model, shared)
@@ -160,7 +160,8 @@ class PackedModel:
         self._warm: set[tuple[int, bool]] = set()
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._model = structural_copy(model).eval()
-        self.offloaded = is_offloaded(self._model)
+        # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
+        self.offloaded = not owned and is_offloaded(self._model)
         self.stream = attach(self._model, int(self.config.num_hidden_layers), self.device) if self.offloaded else None
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):

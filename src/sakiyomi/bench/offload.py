@@ -69,7 +69,7 @@ def offload(config: BenchConfig, note: Note) -> Row:
         "laps": config.repeats,
         "A/A": spread and str(spread),
         "read_bytes": sum(extent.nbytes for extent in _stream(drafted).extents.values()),
-        "disk_bytes": speed,
+        "disk_gb_per_second": speed / 1e9,
         "page_cache": "dropped behind every read (posix_fadvise)",
     }
     notes = [f"{s.name}: {s.agreement.note}" for s in standings if s.agreement.note] + unclaimed(standings, spread)

@@ -107,13 +107,17 @@ def read_offloaded(reader: Reader, config: Any, offload: Offload) -> Any:
 
 def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, Any]) -> Any:
     """With weights that are written out before they are used: pickled ones, and experts that transformers stacks."""
-    if offload.folder is None and offload.where == "cpu":
-        return reader.read(**options)
     if offload.folder is None:
-        raise LoadError(
-            f"offload={offload.where!r}: the weights of {reader.name!r} cannot be used as they are stored and have to "
-            f"be written to disk once more, about {readable(size)}; pass a folder for them: offload='/large/disk'"
-        )
+        try:
+            return reader.read(**options)
+        except LoadError as error:
+            if "re-saved" not in error.message:
+                raise
+            raise LoadError(
+                f"offload={offload.where!r}: the weights of {reader.name!r} cannot be used as they are stored and have "
+                f"to be written to disk once more, about {readable(size)}; pass a folder for them: "
+                "offload='/large/disk'"
+            ) from error
     free = shutil.disk_usage(offload.folder).free
     if size > free:
         raise MemoryLimitError(
