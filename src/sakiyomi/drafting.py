@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.errors import DraftError
-from sakiyomi.gamma import MOST_NODES, Costs, Gain, Size
+from sakiyomi.gamma import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Gain, Size
 from sakiyomi.params import SamplingParams
 from sakiyomi.request import Request
 from sakiyomi.tree import Draft
@@ -167,12 +167,13 @@ class Drafting:
 
     def _costs(self, batch: int, graphs: frozenset[int]) -> Costs:
         score = functools.partial(self.target.pass_seconds, graphs=graphs)
+        depth, nodes = (FAR, FAR_NODES) if self.target.offloaded else (MOST, MOST_NODES)
         if (graphs, batch) not in self._timed:  # now, and not while a drafter's own time is taken
             self._timed.add((graphs, batch))
-            for nodes in range(MOST_NODES + 1):
-                score(batch * (nodes + 1))
+            for count in range(nodes + 1):
+                score(batch * (count + 1))
         rate = self._gain.rate if self._gain.rounds >= SETTLED else 0.0
-        return Costs(score, self._step, self._overhead, batch, rate)
+        return Costs(score, self._step, self._overhead, batch, rate, depth, nodes)
 
     def _checked(self, draft: Draft, request: Request) -> Draft:
         """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""

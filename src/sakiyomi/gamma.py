@@ -15,6 +15,8 @@ __all__ = ["AutoSize", "Costs", "FixedSize", "Gain", "Heuristic", "Size", "SizeP
 
 MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
+# The same where every pass has to fetch the weights: the rows beside the first cost next to nothing.
+FAR, FAR_NODES = 32, 127
 PATIENCE = 6  # rounds before a measured loss switches speculation off
 LOSS = 0.98  # measured gain below which it is a loss
 PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds without speculation until it is tried again: doubled each time in vain
@@ -32,6 +34,7 @@ class Costs:
         overhead: time a round spends outside forwards.
         batch: requests that share the passes.
         rate: tokens a second that a request committed lately in rounds that read ahead; 0: nobody knows yet.
+        depth, nodes: deepest draft and largest tree that are worth a thought.
     """
 
     score: Callable[[int], float]
@@ -39,6 +42,8 @@ class Costs:
     overhead: float
     batch: int = 1
     rate: float = 0.0
+    depth: int = MOST
+    nodes: int = MOST_NODES
 
     @property
     def plain(self) -> float:
@@ -142,12 +147,14 @@ class FixedSize:
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``SizePolicy.next``."""
-        depth, nodes = _number(self.depth, MOST), _number(self.nodes, MOST_NODES)
         if self.chain:
+            depth = _number(self.depth, MOST)
             return Size(depth, depth)
         if self.depth is not None and self.nodes is not None:
+            depth, nodes = _number(self.depth, MOST), _number(self.nodes, MOST_NODES)
             return Size(min(depth, nodes), nodes)
         now = costs()
+        depth, nodes = _number(self.depth, now.depth), _number(self.nodes, now.nodes)
         return Size(depth, nodes, Worth(self._gain.expected(now), now, depth))
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
@@ -224,7 +231,7 @@ class AutoSize:
         self._asked = True
         if not self._trees:
             return Size(depth, depth)
-        return Size(depth, MOST_NODES, Worth(self._gain.expected(now), now))
+        return Size(depth, now.nodes, Worth(self._gain.expected(now), now, now.depth))
 
     def _depth(self, now: Costs) -> int:
         """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
@@ -234,7 +241,7 @@ class AutoSize:
             now.draft / plain,
             lambda rows: now.score(now.batch * rows) / plain,
             now.overhead / plain,
-            MOST,
+            now.depth,
         )
         return max(depth, PROBE) if self._trees else depth
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
-from sakiyomi.errors import DraftError, InputError, MemoryLimitError, RemovedError
+from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import make_policy
 from sakiyomi.intake import prompt_tokens, with_ids
 from sakiyomi.kernels.plan import Segment
@@ -234,7 +234,10 @@ class Engine:
         steps = self._make_room(requests, drafts)
         if not requests:
             return steps
-        logits = self._score(requests, drafts, graphs)
+        try:
+            logits = self._score(requests, drafts, graphs)
+        except LoadError as error:  # of offloaded weights: it ends the requests of this pass alone
+            return steps + [request.fail(error) for request in requests]
         scoring = self.target.forward_seconds - scoring
         row = 0
         kept: list[int] = []
@@ -330,7 +333,10 @@ class Engine:
             return steps
         before = self.target.forward_seconds
         graphs = frozenset.intersection(*(request.graphs for request in taken))
-        logits = self.target.score(segments, last=True, graphs=graphs)
+        try:
+            logits = self.target.score(segments, last=True, graphs=graphs)
+        except LoadError as error:
+            return steps + [request.fail(error) for request in taken]
         spent = self.target.forward_seconds - before
         for request in self._running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent

@@ -84,4 +84,6 @@ def _shallow(module: nn.Module) -> nn.Module:
     """The module again, with a dictionary of children of its own."""
     same = copy.copy(module)
     same._modules = dict(module._modules)
+    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the original
+        vars(same).pop(name, None)
     return same

@@ -47,6 +47,11 @@ class LLM:
         quantize: "int8" or "int4" rounds the target's weights to so many bits and, on the CPU, rows to 8; then
             ``target.rounding`` says what that changed, and a packed copy is kept beside the model, from which it is
             loaded the next time. On a GPU torchao rounds. None: nothing is rounded.
+        offload: where the target's weights stay between passes, for a model that does not fit: "disk" (in its own
+            files), "cpu" (in main memory, for a GPU), "auto" (as much as fits on the device, then in main memory, the
+            rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
+            there for as long as the model lives. Every pass then reads them, so that reading far ahead pays most.
+            Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
         compile: "auto" compiles in the background and uses it when it is ready, True waits for it, False never does.
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
@@ -71,6 +76,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         quantize: str | None = None,
+        offload: str | os.PathLike[str] | None = None,
         compile: str | bool = "auto",
         max_context: int | None = None,
         max_batch: int = 8,
@@ -96,7 +102,7 @@ class LLM:
             "allow_pickle": allow_pickle,
         }
         self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
-        loaded = load_model(target, quantize=quantize, packed=True, **self._options)
+        loaded = load_model(target, quantize=quantize, offload=offload, packed=True, **self._options)
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]

@@ -35,6 +35,7 @@ from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bits, compare, layer_errors
 from sakiyomi.loading.families import has_experts
+from sakiyomi.loading.stream import attach, hooks, is_offloaded
 from sakiyomi.memory import available_bytes, readable
 
 logger = logging.getLogger("sakiyomi")
@@ -47,7 +48,11 @@ TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
 
 def structural_copy(model: nn.Module) -> Any:
     """The same modules again around the same parameter and buffer tensors, with a config of their own."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for hook in (hook for module in model.modules() for hook in hooks(module)):
+        shared[id(hook.weights_map)] = hook.weights_map  # with all that it holds in memory
+        tied = (getattr(hook, "tied_params_map", None) or {}).values()
+        shared |= {id(tensor): tensor for places in tied for tensor in places.values()}
     return copy.deepcopy(model, shared)
 
 
@@ -104,6 +109,9 @@ class PackedModel:
     Attributes:
         rounding: what the rounding changed; None where nothing was rounded.
         siblings: names of linear layers that are computed together.
+        offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
+            same whatever the number of rows.
+        stream: where those come from that lie in files; None: no weights do.
         watchers: told of every pass when it is done: its plan, and its seconds.
 
     Raises:
@@ -152,6 +160,9 @@ class PackedModel:
         self._warm: set[tuple[int, bool]] = set()
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._model = structural_copy(model).eval()
+        # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
+        self.offloaded = not owned and is_offloaded(self._model)
+        self.stream = attach(self._model, int(self.config.num_hidden_layers), self.device) if self.offloaded else None
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
@@ -163,7 +174,8 @@ class PackedModel:
         self._layers = len(shapes)
         self._one_place = {shape.device for shape in shapes} == {self.device}
         self._owned, self._compile = owned, compile
-        accelerated = self.device.type == "cuda" and self._one_place and self.passes_here and not exact
+        here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
+        accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
@@ -245,7 +257,8 @@ class PackedModel:
         self._model.set_attn_implementation(state.attention)
         if isinstance(state, NativeModel) and self.cache.room:
             state.attach(self.cache)
-        if self._compile and self.passes_here and self.device.type == "cpu" and not self.unsettled:
+        eager = self.offloaded or self.unsettled or not self.passes_here
+        if self._compile and self.device.type == "cpu" and not eager:
             self.graphs = Graphs(self._model, state, self.device, SIZES, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)
@@ -452,7 +465,8 @@ class PackedModel:
             if self._prompt_on_graph(rows, graphs):
                 return self._run(plan, self._size(rows), graphs=graphs)[0, ends]
             return self._run(plan, rows, keep=ends)[0]
-        logits = self._run(plan, self._size(rows), graphs=graphs)[0]
+        size = rows if self.offloaded and not self.exact else self._size(rows)
+        logits = self._run(plan, size, graphs=graphs)[0]
         return logits if rows == logits.shape[0] else logits[:rows]
 
     def _prompt_on_graph(self, rows: int, graphs: Collection[int] | None) -> bool:
@@ -473,6 +487,9 @@ class PackedModel:
         """
         size, graphs = self._size(rows), self.ready if graphs is None else graphs
         key = (size, size in graphs)
+        if key not in self._seconds and self.offloaded and size > self.sizes[0]:
+            # What reads all weights is not tried out: rows come next to free, until a round has shown otherwise.
+            return self.pass_seconds(self.sizes[bisect_left(self.sizes, min(size, self.sizes[-1] + 1)) - 1], graphs)
         if key not in self._seconds:
             empty = Plan([])
             if self._captured is not None:
@@ -526,8 +543,8 @@ class PackedModel:
                 torch.cuda.synchronize(self.device)
             spent = time.perf_counter() - began
             if keep is None:
-                key = (size, allowed and (graph is not None or captured is not None))
-                if key in self._warm and not (captured is not None and captured.fresh):
+                key = (self._size(size), allowed and (graph is not None or captured is not None))
+                if (key in self._warm or self.offloaded) and not (captured is not None and captured.fresh):
                     self._seconds[key] = running_mean(self._seconds.get(key), spent)
                 self._warm.add(key)  # the first pass of a graph takes as long as hundreds
             self.forward_seconds += spent

@@ -44,13 +44,15 @@ class Transformers:
         if tokenizers is not None:
             self._tokenizers = {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
         self.stop = list(stop_tokens(model) if stop is None else stop)
+        # An offloaded model is nowhere between its passes.
+        self._device = torch.device("cpu") if model.device.type == "meta" else model.device
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """New tokens of one prompt.
 
         Of ``params`` length, temperature, top_k, top_p, seed, ignore_eos and logits_processors are read.
         """
-        ids = torch.tensor([list(prompt)], device=self.model.device)
+        ids = torch.tensor([list(prompt)], device=self._device)
         with ExitStack() as stack:
             own = self._config(self.model, params)
             own.prompt_lookup_num_tokens = self.gamma if self.lookup else None

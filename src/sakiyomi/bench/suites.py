@@ -14,6 +14,7 @@ from sakiyomi.bench.cross import cross
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.lookup import lookup
 from sakiyomi.bench.merged import merged
+from sakiyomi.bench.offload import offload
 from sakiyomi.bench.oracle import oracle
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
@@ -43,6 +44,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "oracle": oracle,
     "lookup": lookup,
     "merged": merged,
+    "offload": offload,
     "exact": exact,
     "compiling": compiling,
     "peers": peers,

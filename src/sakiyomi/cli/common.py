@@ -40,6 +40,9 @@ class ModelOptions:
         device: auto, cpu, cuda or cuda:N.
         quantize: int8 or int4 rounds the target's weights to so many bits; says what that changes, and keeps a packed
             copy beside the model (or in the cache) for the next time.
+        offload: where weights stay between passes if they do not fit: disk (in the model's own files), cpu (main
+            memory, for a GPU), auto (as much as fits on the device, then in main memory, then on disk), or a folder for
+            weights that cannot be used as they are stored.
         compile: auto (compiled graphs once they are ready), true (wait for them) or false.
         max_context: most tokens of prompt and text together; the model's own limit if not given.
         max_batch: requests at once at most.
@@ -57,6 +60,7 @@ class ModelOptions:
     dtype: str = "auto"
     device: str = "auto"
     quantize: str | None = None
+    offload: str | None = None
     compile: str = "auto"
     max_context: int | None = None
     max_batch: int = 8

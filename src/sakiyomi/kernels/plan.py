@@ -53,6 +53,14 @@ def _paths(parents: tuple[int, ...]) -> tuple[Ints, ...]:
     return tuple(np.array(path, np.int64) for path in paths)
 
 
+def _depths(parents: tuple[int, ...], done: int) -> list[int]:
+    """Rows on the way to each row but the first ``done``, itself included."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths[done:]
+
+
 @functools.lru_cache(maxsize=512)
 def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(rows, rows) bool, which rows of its tree each row sees, and (rows,) how deep it lies, 0 for a root."""
@@ -85,7 +93,7 @@ class Plan:
                 self.positions.extend(range(length, length + len(part.tokens)))
             else:
                 first = length - part.done - 1
-                self.positions.extend([first + len(path) for path in _paths(part.parents)[part.done :]])
+                self.positions.extend([first + depth for depth in _depths(part.parents, part.done)])
 
     @property
     def rows(self) -> int:

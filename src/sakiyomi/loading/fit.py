@@ -72,6 +72,8 @@ def check_memory(
             if needed(how) <= room:
                 remedy += f"; with {setting} this one needs about {readable(needed(how))} and fits"
                 break
+        if quantize is None and by_layer(config, checkpoint):
+            remedy += "; with offload='auto' what does not fit stays on disk and is read at every pass"
         require_bytes(size, f"the model {name!r} in {quantize or _short(dtype)}", device=place, remedy=remedy)
 
 

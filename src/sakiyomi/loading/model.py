@@ -25,6 +25,7 @@ from sakiyomi.loading.families import check_supported, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
 from sakiyomi.loading.gguf import read_gguf
 from sakiyomi.loading.hub import fetch, looks_like_hub_id
+from sakiyomi.loading.offload import Offload, parse_offload, read_offloaded
 from sakiyomi.loading.packed import (
     REMEDY,
     copy_place,
@@ -38,6 +39,7 @@ from sakiyomi.loading.packed import (
 )
 from sakiyomi.loading.placeholder import register
 from sakiyomi.loading.reader import Reader, quiet, short
+from sakiyomi.loading.stream import is_offloaded
 from sakiyomi.memory import require_bytes
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     quantize: str | None = None,
+    offload: str | os.PathLike[str] | None = None,
     packed: bool = False,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
@@ -94,6 +97,7 @@ def load_model(
         quantize: "int8" or "int4": the linear layers are to be rounded. On the CPU they come from the packed copy if
             there is one, else they stay on disk until ``PackedModel`` packs them, one after the other; on a GPU torchao
             rounds them here.
+        offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
         packed: a folder of ``save_packed`` will do. Only ``PackedModel`` can run what comes then.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
@@ -105,6 +109,7 @@ def load_model(
         MemoryLimitError: it does not fit; nothing was allocated.
     """
     wanted, place = parse_dtype(dtype), parse_device(device)
+    apart = parse_offload(offload, place, quantize, target)
     if isinstance(target, tuple):
         return _from_pair(target, wanted, place if str(device) != "auto" else None, quantize)
     if not isinstance(target, str | os.PathLike):
@@ -130,6 +135,8 @@ def load_model(
     else:
         config, tokenizer = config_of(folder), _read_tokenizer(folder, trust_remote_code)
         if is_packed(folder):
+            if apart is not None:
+                raise InputError(f"offload={offload!r}: {name!r} is a packed copy; pass the model's own folder")
             if not packed:
                 raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
             if quantize:
@@ -140,6 +147,8 @@ def load_model(
         raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
     final = wanted or _stored_dtype(config, checkpoint)
     reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf)
+    if apart is not None:
+        return _offloaded(reader, config, tokenizer, apart)
     if quantize and place.type == "cpu":
         return _to_be_rounded(reader, config, tokenizer, quantize, beside and gguf is None)
     if quantize and gguf is not None:
@@ -181,6 +190,12 @@ def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, b
         tokenizer=tokenizer,
     )
     return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save)
+
+
+def _offloaded(reader: Reader, config: Any, tokenizer: Any, apart: Offload) -> Loaded:
+    model = read_offloaded(reader, config, apart)
+    owned = not is_offloaded(model)  # it fits after all
+    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=owned)
 
 
 def _rounded_by_torchao(reader: Reader, config: Any, tokenizer: Any, quantize: str) -> Loaded:

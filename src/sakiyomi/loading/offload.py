@@ -1,0 +1,190 @@
+"""Models larger than the memory: where accelerate keeps the weights between passes, and what a user may ask for."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.loading.fit import by_layer
+from sakiyomi.loading.reader import Reader, quiet
+from sakiyomi.loading.stream import hooks
+from sakiyomi.memory import available_bytes, readable, require_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OFFLOADS", "Offload", "parse_offload", "read_offloaded"]
+
+OFFLOADS = ("auto", "cpu", "disk")
+ROOM = {"cpu": 0.8, "cuda": 0.85}  # share of what is available that "auto" fills: the rest is for caches and passes
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What was asked for.
+
+    Attributes:
+        where: one of ``OFFLOADS``.
+        folder: takes weights that have to be converted; None: there is none.
+    """
+
+    where: str
+    folder: Path | None = None
+
+
+def parse_offload(value: Any, device: torch.device, quantize: str | None, target: Any) -> Offload | None:
+    """The place that is meant; None: all weights stay in memory.
+
+    Raises:
+        InputError: it cannot be meant, alone or with the other options.
+        UnsupportedError: the target is a GGUF file.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise InputError(f"offload={value!r}; expected {', '.join(map(repr, OFFLOADS))}, a folder, or None")
+    if isinstance(target, tuple):
+        raise InputError(
+            f"offload={value!r}: a loaded model is used as it is; load it with device_map= and offload_folder=, or "
+            "pass its folder"
+        )
+    if os.fspath(target).lower().endswith(".gguf"):
+        raise UnsupportedError(
+            f"offload={value!r}: {os.fspath(target)!r} is a GGUF file, which is unpacked in memory as a whole; pass "
+            "the model's folder in Hugging Face format"
+        )
+    if quantize is not None:
+        raise InputError(
+            f"offload={value!r} with quantize={quantize!r}: rounded weights are packed, and stay in memory; leave one "
+            "of the two at None"
+        )
+    if value == "cpu" and device.type == "cpu":
+        raise InputError(
+            "offload='cpu' and the model runs on the CPU, whose memory that is; expected 'disk' or 'auto', or a GPU as "
+            "device"
+        )
+    if value in OFFLOADS:
+        return Offload(str(value))
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        raise InputError(
+            f"offload={os.fspath(value)!r} is no folder that exists; expected {', '.join(map(repr, OFFLOADS))}, or a "
+            "folder"
+        )
+    return Offload("disk", folder)
+
+
+def read_offloaded(reader: Reader, config: Any, offload: Offload) -> Any:
+    """The model, with hooks of accelerate that bring weights when they are needed; without any where all fits.
+
+    Safetensors files are read in place. What transformers has to convert is written to a folder inside the one that
+    was given, which goes when the model does.
+
+    Args:
+        reader: of its weights.
+        config: its configuration.
+        offload: where they stay.
+
+    Raises:
+        MemoryLimitError: no room in main memory, or in the folder.
+        LoadError: the folder cannot be written to, or the weights cannot be read.
+    """
+    size = reader.checkpoint.bytes_as(reader.dtype.itemsize)
+    if offload.where == "cpu":
+        require_bytes(size, f"the model {reader.name!r}", remedy="pass offload='auto', which leaves the rest on disk")
+    options = _map(reader, config, offload)
+    if by_layer(config, reader.checkpoint):
+        return reader.read(**options)
+    return _converted(reader, offload, size, options)
+
+
+def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, Any]) -> Any:
+    """With weights that are written out before they are used: pickled ones, and experts that transformers stacks."""
+    if offload.folder is None:
+        try:
+            return reader.read(**options)
+        except LoadError as error:
+            if "re-saved" not in error.message:
+                raise
+            raise LoadError(
+                f"offload={offload.where!r}: the weights of {reader.name!r} cannot be used as they are stored and have "
+                f"to be written to disk once more, about {readable(size)}; pass a folder for them: "
+                "offload='/large/disk'"
+            ) from error
+    free = shutil.disk_usage(offload.folder).free
+    if size > free:
+        raise MemoryLimitError(
+            f"the offloaded weights of {reader.name!r} take {readable(size)} and {offload.folder} has {readable(free)} "
+            "free; free some, or pass another folder as offload"
+        )
+    try:
+        own = tempfile.mkdtemp(prefix="sakiyomi-offload-", dir=offload.folder)
+    except OSError as error:
+        raise LoadError(
+            f"nothing can be written to {offload.folder} ({error}); pass another folder as offload"
+        ) from error
+    try:
+        model = reader.read(offload_folder=own, **options)
+    except BaseException as error:
+        shutil.rmtree(own, ignore_errors=True)
+        if isinstance(error, LoadError):
+            raise LoadError(f"{error.message}; while weights were written to {offload.folder}") from error
+        raise
+    weakref.finalize(_map_of(model), shutil.rmtree, own, ignore_errors=True)
+    return model
+
+
+def _map_of(model: Any) -> Any:
+    """What reads a model's files, for itself and for its copies; the model, where nothing is in files."""
+    for hook in (hook for module in model.modules() for hook in hooks(module)):
+        return getattr(hook.weights_map, "dataset", hook.weights_map)
+    return model
+
+
+def _map(reader: Reader, config: Any, offload: Offload) -> dict[str, Any]:
+    """What transformers is told of where weights go."""
+    device = reader.device
+    if offload.where == "auto":
+        room: dict[int | str, int] = {"cpu": int(ROOM["cpu"] * available_bytes())}
+        if device.type == "cuda":
+            room[device.index or 0] = int(ROOM["cuda"] * available_bytes(str(device)))
+        return {"device_map": "auto", "max_memory": room}
+    if device.type == "cpu":
+        return {"device_map": {"": "disk"}}
+    return {"device_map": _layers_apart(reader, config, device, offload.where)}
+
+
+def _layers_apart(reader: Reader, config: Any, device: torch.device, where: str) -> dict[str, Any]:
+    """A device map by which the layers go somewhere and everything else to the device that computes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), quiet():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=reader.trust_remote_code)
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == config.get_text_config().num_hidden_layers
+    ]
+    places: dict[str, Any] = {}
+
+    def place(name: str, module: torch.nn.Module) -> None:
+        inside = f"{name}." if name else ""
+        if name in layers:
+            places.update({f"{inside}{i}": where for i, _ in module.named_children()})
+        elif any(layer.startswith(inside) for layer in layers):
+            places.update({f"{inside}{own}": device for own, _ in module.named_parameters(recurse=False)})
+            for own, child in module.named_children():
+                place(f"{inside}{own}", child)
+        else:
+            places[name] = device
+
+    place("", model)
+    return places
