@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sakiyomi.borders import Borders, Cut
 from sakiyomi.text import profile
 
 __all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
@@ -49,6 +50,7 @@ class Lexicon:
                 self.ids[self.pieces[i]] = i
         self._longest = max(map(len, self.ids), default=0)
         self._sorted = sorted(self.ids)
+        self.borders = Borders(self.pieces, self.cut)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Lexicon:
@@ -64,6 +66,11 @@ class Lexicon:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
+    def cut(self, text: str) -> Cut:
+        """Tokens of a text, and where they end in its bytes."""
+        tokens = self.encode(text)
+        return tokens, self.ends(tokens, text.encode())
+
     def piece(self, token: int) -> bytes:
         """Bytes of a token; a number that the tokenizer does not have stands for nothing."""
         return self.pieces[token] if 0 <= token < len(self.pieces) else b""
@@ -71,7 +78,18 @@ class Lexicon:
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
         """What the tokens stand for, joined; ids that the tokenizer does not have stand for nothing."""
         pieces = self.pieces
-        return b"".join(pieces[i] for i in tokens if i < len(pieces))
+        return b"".join([pieces[i] for i in tokens if i < len(pieces)])
+
+    def tail(self, tokens: Sequence[int]) -> bytes:
+        """What may join what comes after these tokens: all behind the last special one, from a whole character on."""
+        known = len(tokens)
+        while known and self.piece(tokens[known - 1]):
+            known -= 1
+        said = self.bytes_of(tokens[known:])
+        lead = 0
+        while lead < len(said) and said[lead] & 0xC0 == 0x80:
+            lead += 1
+        return said[lead:]
 
     def says(self, text: str) -> bool:
         """Whether the tokenizer keeps a text as it is."""
@@ -203,6 +221,9 @@ class Mirror:
             return len(self.tokens)
         if before == 0:
             return self._replace(self.start, 0, self._encode(0))
+        found = self._from_border(before)
+        if found is not None:
+            return found
         back = _BACK
         while True:
             first = self._boundary(before - back)
@@ -227,6 +248,23 @@ class Mirror:
         del self.data[:gone]
         del self.tokens[self.start : place + 1]
         self.ends[self.start :] = [end - gone if end >= 0 else -1 for end in self.ends[place + 1 :]]
+
+    def _from_border(self, before: int) -> int | None:
+        """Tokenise what stands behind the last border; None where there is none near, or its token is not known."""
+        borders, ends = self.lexicon.borders, self.ends
+        place = borders.last(self.data, before)
+        first = len(ends)
+        while first > self.start and (ends[first - 1] > place or ends[first - 1] < 0):
+            first -= 1
+        if not place or first == self.start or ends[first - 1] != place:
+            return None
+        base = place - 1
+        while base and not self._whole(base):
+            base -= 1
+        found = borders.cut(bytes(self.data[base:]), place - base)
+        if found is None:
+            return None
+        return self._replace(first, 0, (found[0], [base + end for end in found[1]]))
 
     def _whole(self, place: int) -> bool:
         """Whether a character begins at this byte; a token may end inside one."""
@@ -281,32 +319,28 @@ class Continuation:
     natural: bool
 
 
-def continuation(lexicon: Lexicon, tail: Sequence[int], fresh: bytes) -> Continuation:
-    """Tokens that say ``fresh`` after the committed tokens ``tail``, as the tokenizer would cut both together.
+def continuation(lexicon: Lexicon, before: bytes, fresh: bytes) -> Continuation:
+    """Tokens that say ``fresh`` after committed ones, as the tokenizer would cut both together.
 
-    Where the tokenizer would join the end of the tail with what follows, the committed tokens stand all the same: the
-    bytes up to its next border are spelt by themselves.
+    Where the tokenizer would join the end of what is committed with what follows, the committed tokens stand all the
+    same: the bytes up to its next border are spelt by themselves.
 
     Args:
         lexicon: of the tokenizer.
-        tail: the last committed tokens; some words of them are enough.
+        before: the ``tail`` of the committed tokens; some words are enough.
         fresh: what shall follow; its last bytes may be an unfinished character, which is left out.
     """
-    known = len(tail)
-    while known and lexicon.piece(tail[known - 1]):
-        known -= 1
-    before = lexicon.bytes_of(tail[known:])  # what stands before a special token does not join what comes after it
-    lead = 0
-    while lead < len(before) and before[lead] & 0xC0 == 0x80:  # the tail may begin inside a character
-        lead += 1
-    data = before[lead:] + fresh
-    tokens = lexicon.encode(whole_characters(data))
-    here = at = len(before) - lead
-    start = 0
+    data = before + fresh
+    here = at = len(before)
+    text = whole_characters(data)
+    start = lexicon.borders.last(data, at)
+    cut = lexicon.borders.cut(data if len(text) == len(data) else text.encode(), start) if start else None
+    if cut is None:
+        start, cut = 0, (tokens := lexicon.encode(text), lexicon.ends(tokens, data))
     natural = True
     found: list[int] = []
     places: list[int] = []
-    for token, end in zip(tokens, lexicon.ends(tokens, data), strict=True):
+    for token, end in zip(*cut, strict=True):
         if end > at:  # else of the tail, or unknown: then the next border takes it along
             if start == at:
                 found.append(token)

@@ -98,6 +98,44 @@ def test_sampled_text_is_that_of_the_seed_alone(drafts: dict[str, Path], target:
     assert [out.token_ids for out in done] == [out.token_ids for out in wanted]
 
 
+TREES: list[dict[str, Any]] = [
+    {"tree": "best-first", "gamma": 3, "nodes": 12},
+    {"tree": "dynamic", "gamma": 4, "nodes": 3},
+    {"tree": "static", "gamma": 2, "nodes": 7},
+    {"gamma": "auto"},
+]
+
+
+@pytest.mark.parametrize("size", TREES, ids=str)
+@pytest.mark.parametrize("draft", TOKENIZERS)
+@pytest.mark.parametrize("target", TOKENIZERS)
+def test_trees_give_the_targets_own_text(
+    drafts: dict[str, Path], target: str, draft: str, size: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, and sampled with a seed; no tree is larger than asked for, and most pairs really branch."""
+    proposed: list[Draft] = []
+    say = CrossDrafter._say
+
+    def watched(drafter: CrossDrafter, each: Any) -> Any:
+        found = say(drafter, each)
+        proposed.append(found.draft("watched"))
+        return found
+
+    monkeypatch.setattr(CrossDrafter, "_say", watched)
+    values = {"max_new_tokens": NEW, "ignore_eos": True} | size
+    for params in (SamplingParams(**values), SamplingParams(**values, temperature=1.0, seed=5)):
+        done, wanted, llm = both(target, f"model:{drafts[draft]}", params)
+        assert [out.token_ids for out in done] == [out.token_ids for out in wanted]
+    if target == draft:
+        return  # no other tokenizer: a tree of the model's own
+    for each in proposed:
+        each.validate(len(llm.tokenizer))
+        assert len(each) <= size.get("nodes", 15)
+        assert each.tree.depth <= (size["gamma"] if "nodes" in size else 16)
+    if {target, draft}.isdisjoint({"characters", "word pieces"}) and size.get("nodes", 0) > 3:
+        assert any(len(set(each.tree.parents)) < len(each) for each in proposed)
+
+
 class Knowing:
     """In the place of the draft model: it knows the text, in tokens of its own, and counts what it is asked.
 
@@ -130,6 +168,19 @@ class Knowing:
         pass
 
     def _one(self, context: Context, gamma: int) -> Draft:
+        """Its text; in a tree with a wrong token beside each that is right."""
+        found = self._chain(context, gamma)
+        if context.nodes <= gamma:
+            return found
+        tokens, parents = [], []
+        for depth, token in enumerate(found.tree.tokens):
+            place = 2 * (depth - 1) if depth else -1
+            tokens += [token, next(i for i, piece in enumerate(self.lexicon.pieces) if piece and i != token)]
+            parents += [place, place]
+        draws = tuple(Draw(node, "knowing", None, 0.8 if node % 2 == 0 else 0.1) for node in range(len(tokens)))
+        return Draft(TokenTree(tuple(tokens), tuple(parents)), "point_mass", draws)
+
+    def _chain(self, context: Context, gamma: int) -> Draft:
         self.longest = max(self.longest, len(context.tokens))
         said = self.lexicon.bytes_of(context.tokens).removeprefix(b" ")
         place = self.text.find(said)
@@ -168,6 +219,38 @@ def test_a_draft_that_knows_the_text_is_believed(draft: str, wrong: int) -> None
         assert all(draw.prob is not None and 0 < draw.prob <= 1 for draw in found.draws)
     # Where the draft's text ends, its last tokens would be others if it went on.
     assert accepted > (0.2 if wrong else 0.85) * drafted
+
+
+@pytest.mark.parametrize("draft", ["byte-level", "SentencePiece", "unigram"])
+def test_of_a_tree_every_path_is_said(draft: str) -> None:
+    """The right text is in it, as the target's own tokens, and is believed more than what stands beside it."""
+    _, tokenizer = pair("byte-level", 0)
+    text = "the fox 😀 山へ the end. " * 4
+    tokens = tokenizer(text)["input_ids"]
+    inner = Knowing(text, Lexicon.of(TOKENIZERS[draft]()))
+    cross = CrossDrafter(inner, TOKENIZERS[draft](), tokenizer)  # type: ignore[arg-type]
+    right = branching = 0
+    places = range(3, len(tokens) - 6)
+    for place in places:
+        context = _context(tokens[:place])
+        context.params, context.nodes = SamplingParams(tree="best-first", nodes=12), 12
+        (found,) = cross.propose([context], [4])
+        found.validate(len(tokenizer))
+        assert len(found) <= 12
+        assert found.tree.depth <= 4
+        below: dict[int, float] = {}
+        for draw, parent in zip(found.draws, found.tree.parents, strict=True):
+            assert draw.prob is not None
+            below[parent] = below.get(parent, 0.0) + draw.prob
+        assert max(below.values()) < 1.001, "chances of siblings add up to more than certainty"
+        nodes = [-1]
+        for token in tokens[place : place + 3]:
+            nodes += [node for node in found.tree.children(nodes[-1]) if found.tree.tokens[node] == token]
+        right += len(nodes) == 4
+        branching += len(found.tree.children(-1)) > 1
+        cross.end(context)
+    assert right > 0.7 * len(places)
+    assert branching > 0.5 * len(places)
 
 
 def test_one_request_that_grows_is_drafted_as_a_fresh_one() -> None:

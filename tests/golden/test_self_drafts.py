@@ -63,6 +63,61 @@ def test_the_first_layers_say_what_they_would_say_alone(name: str, gamma: int) -
                 assert list(entry.tokens) == (greedy(short, before, len(entry.tokens)) if entry.tokens else [])
 
 
+BRANCHING: list[dict[str, Any]] = [
+    {"tree": "best-first", "nodes": 3},  # fewer nodes than levels and siblings
+    {"tree": "best-first", "gamma": 4, "nodes": 15},
+    {"tree": "dynamic", "gamma": 4, "nodes": 12},
+    {"tree": "static", "gamma": 3, "nodes": 9},
+    {"gamma": "auto"},
+]
+
+
+@pytest.mark.parametrize("size", BRANCHING, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "falcon"])
+def test_trees_of_early_exit(name: str, size: dict[str, Any]) -> None:
+    """Greedy as transformers has it, sampled as without a draft, and really trees of no more nodes than asked for."""
+    llm, nodes = llm_of("early-exit:2", name), size.get("nodes", 31)
+    done = llm.generate(PROMPTS, params(**size), rounds_trace=True)
+    assert [out.token_ids for out in done] == [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
+    rounds = [entry for out in done for entry in out.rounds_trace or []]
+    assert max(len(entry.tokens) for entry in rounds) <= nodes
+    if "nodes" in size:
+        assert any(entry.parents.count(-1) > 1 for entry in rounds)
+        assert sum(out.stats.accepted for out in done) > 0
+    values = params(temperature=1.0, seed=3, **size)
+    expected = llm_of("none", name).generate(PROMPTS, values)
+    assert [out.token_ids for out in llm.generate(PROMPTS, values)] == [out.token_ids for out in expected]
+
+
+def test_a_tree_holds_what_the_first_layers_say_behind_each_of_its_nodes() -> None:
+    """A level is read in one pass behind those before it: with keys of a sibling in a path it would say otherwise."""
+    done = llm_of("early-exit:1").generate(PROMPTS, params(tree="dynamic", gamma=4, nodes=14), rounds_trace=True)
+    short = cut(model_of("llama"), 1)
+    deep = 0
+    for tokens, out in zip(PROMPTS, done, strict=True):
+        for entry in out.rounds_trace or []:
+            before = tokens + [e.token_id for e in out.trace if e.round < entry.round]
+            for node, parent in enumerate(entry.parents):
+                path: list[int] = []
+                place = parent
+                while place >= 0:
+                    path.insert(0, entry.tokens[place])
+                    place = entry.parents[place]
+                if parent in entry.parents[:node]:
+                    continue  # its first child is the likeliest token behind it
+                assert [entry.tokens[node]] == greedy(short, before + path, 1)
+                deep += len(path) > 1
+    assert deep > NEW
+
+
+def test_a_tree_of_early_exit_is_accepted_more_often_than_a_chain() -> None:
+    chain, tree = (
+        llm_of("early-exit:2").generate(PROMPTS, params(max_new_tokens=60, **size))
+        for size in ({"tree": "chain"}, {"tree": "best-first", "nodes": 12})
+    )
+    assert sum(out.stats.rounds for out in tree) < sum(out.stats.rounds for out in chain)
+
+
 def test_seeded_text_is_that_without_a_draft() -> None:
     values = params(temperature=1.0, seed=3, n=2, top_k=20, repetition_penalty=1.3)
     expected = llm_of("none").generate(PROMPTS, values)

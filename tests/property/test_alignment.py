@@ -116,7 +116,7 @@ def test_a_continuation_says_the_text_after_any_tokens(kind: str, text: str, whe
     tail, committed = tokens[:cut], list(tokens[:cut])
     said = lexicon.bytes_of(tail)
     fresh = lexicon.bytes_of(tokens)[len(said) :]
-    ahead = continuation(lexicon, tail, fresh)
+    ahead = continuation(lexicon, lexicon.tail(tail), fresh)
     assert tail == committed
     assert lexicon.bytes_of([*tail, *ahead.tokens]).removeprefix(b" ") == lexicon.bytes_of(tokens).removeprefix(b" ")
     assert ahead.ends == sorted(ahead.ends)
@@ -129,7 +129,7 @@ def test_a_continuation_of_its_own_tokens_is_the_rest(text: str, where: int) -> 
     lexicon = Lexicon.of(ALL_BYTES["byte-level"])
     tokens = lexicon.encode(text)
     cut = where % (len(tokens) + 1)
-    ahead = continuation(lexicon, tokens[:cut], lexicon.bytes_of(tokens[cut:]))
+    ahead = continuation(lexicon, lexicon.tail(tokens[:cut]), lexicon.bytes_of(tokens[cut:]))
     assert ahead.tokens == tokens[cut:]
     assert ahead.natural
 
@@ -147,7 +147,7 @@ def test_committed_tokens_stand_where_the_tokenizer_would_join_them() -> None:
     whole = lexicon.encode(" the")
     letters = [lexicon.ids[bytes([value])] for value in b" t"]
     assert len(whole) < 4
-    ahead = continuation(lexicon, letters, b"he fox")
+    ahead = continuation(lexicon, lexicon.tail(letters), b"he fox")
     assert not ahead.natural
     assert lexicon.bytes_of(ahead.tokens) == b"he fox"
 
@@ -155,10 +155,10 @@ def test_committed_tokens_stand_where_the_tokenizer_would_join_them() -> None:
 def test_an_unfinished_character_is_left_out() -> None:
     lexicon = Lexicon.of(tiny_tokenizer())
     data = "山😀".encode()
-    ahead = continuation(lexicon, lexicon.encode("a"), data[:-1])
+    ahead = continuation(lexicon, b"a", data[:-1])
     assert lexicon.bytes_of(ahead.tokens) == "山".encode()
     begun = [lexicon.ids[data[:1]]]
-    assert lexicon.bytes_of(continuation(lexicon, begun, data[1:]).tokens) == data[1:]
+    assert lexicon.bytes_of(continuation(lexicon, lexicon.tail(begun), data[1:]).tokens) == data[1:]
 
 
 def test_what_a_tokenizer_does_not_know_is_left_out() -> None:
@@ -168,5 +168,5 @@ def test_what_a_tokenizer_does_not_know_is_left_out() -> None:
     assert bytes(mirror.data).decode() == "ab c山a"
     assert mirror.lexicon.bytes_of(mirror.tokens) == b"ab ca"
     lexicon = Lexicon.of(character_tokenizer("abc "))
-    ahead = continuation(lexicon, lexicon.encode("ab"), "c山a".encode())
+    ahead = continuation(lexicon, b"ab", "c山a".encode())
     assert lexicon.bytes_of(ahead.tokens) == b"c", "nothing may be said after what cannot be said"

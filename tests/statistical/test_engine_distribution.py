@@ -103,13 +103,24 @@ def test_rules_with_a_draft_model(rule: str, warp: str) -> None:
     assert p > LEVEL
 
 
-def test_early_exit_tells_what_it_draws_from() -> None:
-    """Its rows come from a pass of the first of two layers, on the target's own cache."""
-    values = params(acceptance="block")
+@pytest.mark.parametrize(
+    "values",
+    [
+        params(acceptance="block"),
+        params(acceptance="ratio", tree="static", nodes=6),
+        params(acceptance="traversal", tree="static", nodes=6),
+        params(acceptance="ratio", tree="best-first", nodes=5),
+        params(acceptance="coupled", tree="dynamic", nodes=6),
+    ],
+    ids=lambda values: f"{values.acceptance} {values.tree}",
+)
+def test_early_exit_tells_what_it_draws_from(values: SamplingParams) -> None:
+    """Its rows come from passes of the first of two layers, on the target's own cache; chains and trees."""
     target = tiny_llama(vocab=V, layers=2, dim=16, seed=0, initializer_range=0.5)
     llm = LLM((target, TOKENIZER), "early-exit:1", compile=False, max_batch=50, strict=True)
     done = llm.generate([PROMPT], values)[0]
     assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
+    assert (sum(out.stats.drafted for out in done) > 3 * SAMPLES) == (values.nodes != "auto")
     seen = np.zeros(V**LENGTH, dtype=np.int64)
     for out in done:
         seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1

@@ -31,10 +31,12 @@ from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.cli.output import table
+from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.kernels.native import PackedLinear
+from sakiyomi.layers import FirstLayers
 from sakiyomi.llm import LLM
 from sakiyomi.loading import load_model
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
@@ -336,6 +338,11 @@ def test_the_meter_counts_what_passes_hold_and_read(pair: BenchConfig) -> None:
     with Meter(llm.engine) as both:
         llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
     assert both.figures()["kv_bytes"] > 6 * llm.target.cache.pair_bytes
+    own = Undrafted(plain_llm := LLM(pair.target, "none", compile=False), EarlyExit(FirstLayers(plain_llm.target, 1)))
+    with Meter(own.engine) as shared:
+        own.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
+    assert own.engine.drafter.passes > 0  # type: ignore[union-attr]
+    assert 6 <= shared.figures()["kv_bytes"] / plain_llm.target.cache.pair_bytes <= 9, "one cache is counted once"
 
 
 def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
@@ -416,6 +423,17 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
     others = ["transformers assisted", "transformers plain", "transformers prompt lookup"]
     assert [line["name"] for line in found.lines if "transf" in line["name"]] == others * (row == "speculative")
     json.dumps(found.to_dict())
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
+    found = suites.ROWS["selfdraft"](pair, suites.Note())
+    names = [line["name"] for line in found.lines]
+    assert names[:2] == ["plain", "self-int8"]
+    assert names[2].startswith("early-exit:1")
+    assert all(line["equal"] and line["tau"] >= 1 for line in found.lines)
+    assert found.lines[0]["draft_share"] == 0
+    assert all(0 < line["draft_share"] < 1 for line in found.lines[1:])
 
 
 def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:
@@ -631,6 +649,7 @@ def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     assert list(lines) == [
         "sakiyomi plain",
         "sakiyomi, draft of another tokenizer",
+        "sakiyomi, draft of another tokenizer, 15 nodes",
         "sakiyomi, draft of its own tokenizer",
         "transformers plain",
         "transformers universal assisted",

@@ -18,8 +18,8 @@ class BenchConfig:
 
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
-            stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, offload, cross,
-            exact, compiling, peers.
+            stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
+            offload, exact, compiling, peers.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["cross"]
 
+NODES = 15  # of a tree as deep as the chains
+
 
 def cross(config: BenchConfig, note: Note) -> Row:
     """The same text drafted by both models, plain, and by transformers with the draft of another tokenizer.
@@ -57,6 +59,9 @@ def cross(config: BenchConfig, note: Note) -> Row:
     for same, llm in sorted(engines.items()):
         name = f"sakiyomi, draft of {'its own' if same else 'another'} tokenizer"
         contenders.append(contender(name, partial(_our_lap, llm, other, params), ours))
+        if not same:
+            wide = replace(params, tree="best-first", nodes=NODES)
+            contenders.append(contender(f"{name}, {NODES} nodes", partial(_our_lap, llm, other, wide), ours))
     steps = _steps(other, config.gamma)
     sizes = {loaded.model.config.get_text_config().vocab_size for loaded in (other.target, other.draft)}
     # With vocabularies of one size transformers takes the tokenizers for the same, and refuses two.

@@ -59,7 +59,10 @@ class Meter:
         of what a plain read of a large block reaches (``machine.bandwidth``). It passes 1 where weights stay in a
         processor's own caches, and is missing where nobody knows which weights a pass reads.
         """
-        found = {"kv_bytes": float(sum(model.cache.pair_bytes * seen.most for model, seen in self._counts.items()))}
+        held: dict[int, int] = {}  # by cache: the target's first layers have none of their own
+        for model, seen in self._counts.items():
+            held[id(model.cache)] = max(held.get(id(model.cache), 0), model.cache.pair_bytes * seen.most)
+        found = {"kv_bytes": float(sum(held.values()))}
         passes, weights = self._counts[self._target], self._target.weight_bytes
         if weights is not None and passes.seconds:
             read = passes.count * weights + passes.pairs * self._target.cache.pair_bytes

@@ -19,6 +19,7 @@ from sakiyomi.bench.oracle import oracle
 from sakiyomi.bench.passes import passes
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.scoring import scoring
+from sakiyomi.bench.selfdraft import selfdraft
 from sakiyomi.bench.speed import batch, plain, speculative, stories
 from sakiyomi.bench.sweep import sweep
 from sakiyomi.bench.trees import coverage, trees
@@ -49,6 +50,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "compiling": compiling,
     "peers": peers,
     "cross": cross,
+    "selfdraft": selfdraft,
 }
 
 TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}

@@ -48,6 +48,11 @@ class SuffixAutomaton:
         """States."""
         return len(self.links)
 
+    @property
+    def place(self) -> int:
+        """Where in ``text`` the last token of this text stands; -1 before the first."""
+        return self._places[-1] if self._places else -1
+
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
         for token in tokens:

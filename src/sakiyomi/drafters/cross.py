@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.alignment import Lexicon, Mirror, continuation
 from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.translation import Said, Translator
 from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
+from sakiyomi.tree import Draft, DraftKind, TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +36,12 @@ WITHIN = 4
 TRIES = 2
 """Other texts that are asked for where the target's tokens speak against the first."""
 BANNED = -math.inf
+WIDEST = 15
+"""Most nodes of a tree whose size is a matter of costs."""
 RATIO_MEMORY = 64
 """Committed tokens over which bytes a token are measured, on both sides."""
+BROADER = 2.0
+"""A tree of the draft has so many times as many nodes as say the target's: what is read beyond them settles chances."""
 
 
 @dataclass(eq=False, slots=True)
@@ -47,24 +52,15 @@ class _Reading:
         inner: the draft's own context; its tokens are the mirror's.
         mirror: the committed text in tokens of the draft.
         seen: committed tokens of the target that are in it.
+        size: bytes of a token of the target, of late.
+        tail: the last committed bytes.
     """
 
     inner: Context
     mirror: Mirror
     seen: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What the draft's text is in tokens of the target, with the chance of each; see ``Continuation.natural``."""
-
-    tokens: tuple[int, ...]
-    chances: tuple[float, ...]
-    natural: bool
-
-    def draft(self, name: str, gamma: int) -> Draft:
-        draws = tuple(Draw(node, name, None, chance) for node, chance in enumerate(self.chances[:gamma]))
-        return Draft(TokenTree.chain(self.tokens[:gamma]), "point_mass", draws)
+    size: float = 0.0
+    tail: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +78,29 @@ class _Lead:
     first: Draft | None = None
 
 
+@dataclass(eq=False, slots=True)
+class _Round:
+    """What is asked for a request in a round, and what the draft said.
+
+    Attributes:
+        context: of the request.
+        depth: levels wanted, in tokens of the target.
+        nodes: nodes wanted; ``depth`` of them are a chain.
+        reading: of the request.
+        steps: levels of the draft's own tree.
+        lead: from where it is read.
+        draft: the draft's own proposal.
+    """
+
+    context: Context
+    depth: int
+    nodes: int
+    reading: _Reading
+    steps: int
+    lead: _Lead
+    draft: Draft = field(default_factory=Draft.empty)
+
+
 def _among(tokens: list[int]) -> Any:
     """A logits processor that leaves some tokens alone to choose from."""
 
@@ -94,13 +113,15 @@ def _among(tokens: list[int]) -> Any:
 
 
 def _joined(first: Draft, rest: Draft) -> Draft:
-    """Two chains, one behind the other."""
-    draws = (*first.draws, *(replace(draw, node=draw.node + len(first)) for draw in rest.draws))
-    return Draft(TokenTree.chain((*first.tree.tokens, *rest.tree.tokens)), "point_mass", draws)
+    """A draft behind a chain."""
+    size = len(first)
+    draws = (*first.draws, *(replace(draw, node=draw.node + size) for draw in rest.draws))
+    parents = (*range(-1, size - 1), *(parent + size for parent in rest.tree.parents))
+    return Draft(TokenTree((*first.tree.tokens, *rest.tree.tokens), parents), "point_mass", draws)
 
 
 class CrossDrafter:
-    """Drafts a chain with a small causal LM whose tokenizer is not the target's.
+    """Drafts a chain, or a tree, with a small causal LM whose tokenizer is not the target's.
 
     The draft proposes its most probable text, sampled or not: as a point mass it is kept with the target's chance of
     it, and no noise can be shared by two vocabularies.
@@ -131,6 +152,7 @@ class CrossDrafter:
         self._start = tuple(i for i in tokenizer("")["input_ids"] if i not in stop_ids or i == tokenizer.bos_token_id)
         self._stop_ids = frozenset(stop_ids)
         self._end: int | None = target_tokenizer.eos_token_id
+        self._translator = Translator(self._own, self._target, self._stop_ids, self._end)
 
     @property
     def model(self) -> PackedModel:
@@ -165,34 +187,39 @@ class CrossDrafter:
             self._inner.end(reading.inner)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass of the draft a token of its own."""
+        """See ``Drafter.propose``; all requests advance together, a pass of the draft a level of its own tokens."""
         began, asked = time.perf_counter(), self._asked
-        rounds = []
-        for context, gamma in zip(contexts, gammas, strict=True):
-            reading = self._follow(context)
-            reading.inner.nodes = self._steps(reading, context, gamma)
-            rounds.append((context, reading))
-        leads = [self._lead(*each) for each in rounds]
+        rounds = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
         # Without a begin token and before any text there is nothing to go on from.
-        inners = [lead.inner for lead in leads if lead.inner.tokens]
-        proposed = iter(self._ask(inners))
-        drafts = []
-        for (_, reading), lead in zip(rounds, leads, strict=True):
-            draft = next(proposed) if lead.inner.tokens else Draft.empty()
-            if lead.first is not None:
-                self._inner.move(lead.inner, reading.inner, len(lead.inner.tokens) - 1)
-                draft = _joined(lead.first, draft)
-            drafts.append(draft)
-        said = [
-            self._translate(context, lead.owed, draft)
-            for (context, _), lead, draft in zip(rounds, leads, drafts, strict=True)
-        ]
-        for i, (each, draft) in enumerate(zip(rounds, drafts, strict=True)):
-            if not said[i].natural and leads[i].first is None:
-                said[i] = self._again(*each, draft) or said[i]
-        found = [each.draft(self.name, gamma) for each, gamma in zip(said, gammas, strict=True)]
+        ready = [each for each in rounds if each.lead.inner.tokens]
+        drafts = self._ask([each.lead.inner for each in ready], [each.steps for each in ready])
+        for each, draft in zip(ready, drafts, strict=True):
+            each.draft = draft
+            if each.lead.first is not None:
+                inner = each.lead.inner
+                self._inner.move(inner, each.reading.inner, len(inner.tokens) - 1)
+                each.draft = _joined(each.lead.first, draft)
+        found = [self._say(each).draft(self.name) for each in rounds]
         self.alignment_seconds += time.perf_counter() - began - (self._asked - asked)
         return found
+
+    def _begin(self, context: Context, gamma: int) -> _Round:
+        reading = self._follow(context)
+        inner = reading.inner
+        nodes = context.nodes if inner.params.tree != "chain" else gamma
+        if context.worth is not None:
+            nodes = min(nodes, WIDEST)
+        ratio = self._ratio(reading)
+        steps = max(1, math.ceil((gamma + SETTLING) * ratio))
+        inner.nodes = steps if nodes <= gamma else max(steps, math.ceil(BROADER * nodes * ratio))
+        return _Round(context, gamma, nodes, reading, steps, self._lead(reading))
+
+    def _say(self, each: _Round) -> Said:
+        """A round's draft in the target's tokens, or another's, where nobody would go on with the first as it is."""
+        said = self._translate(each, each.lead.owed, each.draft)
+        if not said.natural and each.lead.first is None:
+            said = self._again(each) or said
+        return said
 
     def _reading(self, context: Context) -> _Reading:
         found: _Reading | None = context.memory.get(self.name)
@@ -201,7 +228,7 @@ class CrossDrafter:
             inner = Context(
                 context.id,
                 mirror.tokens,
-                SamplingParams(temperature=0.0, tree="chain"),
+                SamplingParams(temperature=0.0, tree=context.params.builder),
                 "greedy",
                 context.noise,
                 self._stop_ids,
@@ -212,8 +239,14 @@ class CrossDrafter:
     def _follow(self, context: Context) -> _Reading:
         """Bring the draft's text up to date."""
         reading = self._reading(context)
-        same = reading.mirror.grow(self._target.bytes_of(context.tokens[reading.seen :]))
+        fresh = context.tokens[reading.seen :]
+        said = self._target.bytes_of(fresh)
+        same = reading.mirror.grow(said)
+        share = max(len(fresh) / RATIO_MEMORY, len(fresh) / len(context.tokens))
+        if fresh:
+            reading.size += min(1.0, share) * (len(said) / len(fresh) - reading.size)
         reading.seen = len(context.tokens)
+        reading.tail = self._target.tail(context.tokens[-TAIL:])
         room = self.model.max_context
         if len(reading.mirror.tokens) > room * 3 // 4:
             reading.mirror.forget(len(reading.mirror.tokens) - room // 2)
@@ -221,110 +254,96 @@ class CrossDrafter:
         self._inner.rewind(reading.inner, same)
         return reading
 
-    def _steps(self, reading: _Reading, context: Context, gamma: int) -> int:
-        """Draft tokens that say about as much as so many of the target's."""
-        mine, theirs = reading.mirror.tokens[-RATIO_MEMORY:], context.tokens[-RATIO_MEMORY:]
-        own = len(self._own.bytes_of(mine)) / len(mine) if mine else 1.0
-        target = len(self._target.bytes_of(theirs)) / len(theirs)
-        return max(1, math.ceil((gamma + SETTLING) * target / own)) if own and target else gamma
+    def _ratio(self, reading: _Reading) -> float:
+        """Draft tokens that say about as much as one of the target's."""
+        mirror = reading.mirror
+        count = min(RATIO_MEMORY, len(mirror.tokens) - mirror.start)
+        own = self._own.bytes_of(mirror.tokens[-count:]) if count else b""
+        return reading.size * count / len(own) if own and reading.size else 1.0
 
-    def _lead(self, context: Context, reading: _Reading) -> _Lead:
+    def _lead(self, reading: _Reading) -> _Lead:
         """From where the draft goes on: where its last tokens would hardly stand so in a longer text, before them.
 
         The text may end inside a word, or inside a character, where the draft's tokens do not. Then it chooses among
         those that say its last ones and more: after "the lit" it reads "the" and says " little".
         """
         inner, owed = reading.inner, reading.mirror.pending
-        for count in range(min(WITHIN, len(inner.tokens) - reading.mirror.start), -1, -1):
-            last = inner.tokens[len(inner.tokens) - count :]
-            said = self._own.bytes_of(last) + owed
-            if not said or not all(map(self._own.piece, last)):
-                continue
+        for count, said in reversed(self._last(reading)):
             longer = self._own.longer(said)
-            if not longer:
+            if not longer or count == len(inner.tokens):
                 continue
+            last = inner.tokens[len(inner.tokens) - count :]
             params = replace(inner.params, logits_processors=(_among([*longer, *last[:1]]),))
             shorter = replace(inner, tokens=inner.tokens[: len(inner.tokens) - count], params=params, memory={})
-            if not shorter.tokens:
-                continue
             first = self._beside(inner, shorter, 1)
             token = first.tree.tokens[0] if len(first) else -1
             if token not in longer:
                 break
-            if not continuation(self._target, context.tokens[-TAIL:], self._own.piece(token)[len(said) :]).natural:
+            if not continuation(self._target, reading.tail, self._own.piece(token)[len(said) :]).natural:
                 break
             other = replace(inner, tokens=[*shorter.tokens, token], memory={})
             self._inner.move(inner, other, len(shorter.tokens))
             return _Lead(other, said, first)
         return _Lead(inner, owed)
 
-    def _translate(self, context: Context, owed: bytes, draft: Draft) -> _Said:
-        """The draft's text in tokens of the target, without what it owes to what is committed."""
-        pending = len(owed)
-        said = bytearray()
-        begins: list[int] = []  # byte of the said text at which each draft token begins
-        ended = False
-        for token in draft.tree.tokens:
-            piece = self._own.piece(token)
-            ended = token in self._stop_ids
-            if ended or not piece:
+    def _last(self, reading: _Reading) -> list[tuple[int, bytes]]:
+        """So many of the draft's last tokens, and what they say, as far as a token might say all of it and more."""
+        tokens, said = reading.inner.tokens, reading.mirror.pending
+        found = [(0, said)] if said else []
+        for count in range(1, min(WITHIN, len(tokens) - reading.mirror.start) + 1):
+            piece = self._own.piece(tokens[-count])
+            # Mostly there is none, and no list of tokens has to be asked.
+            if not piece or (said and self._own.borders.apart(piece[-1], said[0])):
                 break
-            begins.append(len(said) - pending)
-            said += piece
-        if not said.startswith(owed):
-            return _Said((), (), natural=True)
-        ahead = continuation(self._target, context.tokens[-TAIL:], bytes(said[pending:]))
-        tokens, ends = ahead.tokens, ahead.ends
-        if ended and self._end in context.stop_ids and (ends[-1] if ends else 0) == len(said) - pending:
-            tokens.append(self._end)
-            ends.append(len(said) - pending + 1)
-            begins.append(len(said) - pending)
-        chances: list[float] = []
-        place = 0
-        for end in ends:
-            chance = 1.0  # of all draft tokens that had to be right for this one, and not for those before
-            while place < len(begins) and begins[place] < end:
-                known = draft.draws[place].prob
-                chance *= 1.0 if known is None else known
-                place += 1
-            chances.append(chance)
-        return _Said(tuple(tokens), tuple(chances), ahead.natural)
+            said = piece + said
+            found.append((count, said))
+        return found
 
-    def _again(self, context: Context, reading: _Reading, draft: Draft) -> _Said | None:
+    def _translate(self, each: _Round, owed: bytes, draft: Draft) -> Said:
+        """The draft's text in tokens of the target, without what it owes to what is committed."""
+        reading, context, translator = each.reading, each.context, self._translator
+        ends = self._end in context.stop_ids
+        if each.nodes <= each.depth:
+            return translator.chain(reading.tail, owed, draft, each.depth, ends=ends)
+        return translator.tree(reading.tail, owed, draft, each.depth, each.nodes, ends=ends, worth=context.worth)
+
+    def _again(self, each: _Round) -> Said | None:
         """Another text, where the first would have had the target's tokens end elsewhere than they do.
 
         The target said "▁s", and it has a token "▁so": what follows is not an "o". The draft knows the text alone, so
         it is asked for what is likeliest after its first thought, and goes on from there.
         """
-        inner, steps, tried = reading.inner, reading.inner.nodes, [draft.tree.tokens[0]]
+        reading, inner = each.reading, each.reading.inner
+        tried = [each.draft.tree.tokens[node] for node in each.draft.tree.children(-1)]
         for _ in range(TRIES):
             params = replace(inner.params, logit_bias=dict.fromkeys(tried, BANNED))
-            first = self._beside(inner, replace(inner, params=params, memory={}), 1)
+            first = self._beside(inner, replace(inner, params=params, memory={}, nodes=1), 1)
             if not first.draws:
                 return None
             token = first.tree.tokens[0]
             tried.append(token)
-            if continuation(self._target, context.tokens[-TAIL:], self._own.piece(token)).natural:
+            if continuation(self._target, reading.tail, self._own.piece(token)).natural:
                 longer = replace(inner, tokens=[*inner.tokens, token], memory={})
-                rest = self._beside(inner, longer, max(steps - 1, 1))
-                said = self._translate(context, reading.mirror.pending, _joined(first, rest))
+                rest = self._beside(inner, longer, max(each.steps - 1, 1))
+                said = self._translate(each, reading.mirror.pending, _joined(first, rest))
                 if said.natural:
                     return said
         return None
 
     def _beside(self, inner: Context, other: Context, steps: int) -> Draft:
         """What the draft proposes in another context than the request's own, on the same place in its cache."""
-        other.nodes = steps
+        if steps == 1:
+            other.nodes = 1
         shared = min(len(inner.tokens), len(other.tokens))
         self._inner.move(inner, other, shared)
         try:
-            return self._ask([other])[0]
+            return self._ask([other], [steps])[0]
         finally:
             self._inner.move(other, inner, shared)
 
-    def _ask(self, inners: Sequence[Context]) -> list[Draft]:
-        """The draft's own proposals, as deep as their ``nodes``."""
+    def _ask(self, inners: Sequence[Context], depths: Sequence[int]) -> list[Draft]:
+        """The draft's own proposals, so deep, of as many nodes as their contexts say."""
         began = time.perf_counter()
-        drafts = self._inner.propose(inners, [inner.nodes for inner in inners]) if inners else []
+        drafts = self._inner.propose(inners, depths) if inners else []
         self._asked += time.perf_counter() - began
         return drafts

@@ -9,25 +9,32 @@ al. 2024, arXiv 2404.16710, trains for it; section 4.3 there is this way of draf
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sakiyomi.builders import Chain, Growth
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.levels import Levels, kind_of
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.errors import MemoryLimitError
-from sakiyomi.kernels.plan import Segment
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from sakiyomi.layers import FirstLayers
+    from sakiyomi.params import SamplingParams
 
 __all__ = ["EarlyExit"]
 
 
+@dataclass(eq=False, slots=True)
+class _Request:
+    """What is kept of a request: its sampler, and the tree that was read last, to learn from."""
+
+    sampler: Sampler
+    reading: Reading | None = None
+
+
 class EarlyExit:
-    """Drafts a chain by an earlier exit from the target, one pass of its first layers a token.
+    """Drafts a tree, or a chain, by an earlier exit from the target: a level a pass of its first layers.
 
     Args:
         model: the target's first layers, on the target's cache.
@@ -38,8 +45,16 @@ class EarlyExit:
 
     def __init__(self, model: FirstLayers) -> None:
         self.model = model
-        self.passes = 0
-        self._confidence = Confidence(1.0)  # not asked: a chain has one candidate a place
+        self.levels = Levels(model, model.vocab_size)
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params)
+
+    @property
+    def passes(self) -> int:
+        """Passes so far, a level each."""
+        return self.levels.passes
 
     @property
     def forward_seconds(self) -> float:
@@ -47,39 +62,22 @@ class EarlyExit:
         return self.model.forward_seconds
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass a depth."""
+        """See ``Drafter.propose``; all requests advance together, one pass a level."""
         readings = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
-        active = [reading for reading in readings if self._has_room(reading)]
-        while active:
-            logits = self.model.score([_segment(reading) for reading in active])
-            self.passes += 1
-            for i, reading in enumerate(active):
-                reading.advance(reading.fresh or [-1], logits[i : i + 1])
-            active = [reading for reading in active if reading.fresh]
-        return [reading.draft() for reading in readings]
+        self.levels.read([reading for reading in readings if reading is not None])
+        return [Draft.empty() if reading is None else reading.draft() for reading in readings]
 
-    def _begin(self, context: Context, gamma: int) -> Reading:
-        sampler = context.memory.get(self.name)
-        if sampler is None:
-            sampler = context.memory[self.name] = Sampler(context.params, self.model.vocab_size)
-        # The last drafted token is never read, so that gamma columns do: of the last committed one and the others.
-        depth = min(gamma, self.model.max_context - len(context.tokens))
-        drawn = context.rule == "ratio"
-        return Reading(context, sampler, self.name, Growth(depth, depth), Chain(), self._confidence, drawn)
+    def end(self, context: Context) -> None:
+        """Forget the request."""
+        context.memory.pop(self.name, None)
 
-    def _has_room(self, reading: Reading) -> bool:
-        context, depth = reading.context, reading.growth.depth
-        if depth < 1:
-            return False
-        try:
-            self.model.cache.reserve(context.slot, len(context.tokens) - 1 + depth)
-        except MemoryLimitError:
-            return False
-        return True
-
-
-def _segment(reading: Reading) -> Segment:
-    """The row of the last token, behind all before it."""
-    tokens, drafted = reading.context.tokens, reading.growth.tokens
-    last = drafted[-1] if drafted else tokens[-1]
-    return Segment(reading.context.slot, len(tokens) - 1 + len(drafted), [last])
+    def _begin(self, context: Context, gamma: int) -> Reading | None:
+        request: _Request | None = context.memory.get(self.name)
+        if request is None:
+            request = context.memory[self.name] = _Request(Sampler(context.params, self.model.vocab_size))
+        if request.reading is not None:
+            request.reading.settle(context.tokens)
+        # All committed tokens but the last lie in the target's cache, and that one's columns are the draft's to use.
+        held = len(context.tokens) - 1
+        request.reading = self.levels.begin(context, request.sampler, self.name, gamma, context.slot, held)
+        return request.reading

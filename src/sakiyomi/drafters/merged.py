@@ -34,6 +34,28 @@ class _Node:
     draws: list[tuple[int, Draw]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What a member proposed in a round.
+
+    Attributes:
+        name: of the member.
+        draft: what it said.
+        claimed: chance that it claims of each node.
+        values: of each node the calibrated chance that it is accepted with all above it.
+    """
+
+    name: str
+    draft: Draft
+    claimed: list[float]
+    values: list[float]
+
+    @property
+    def sure(self) -> float:
+        """Chance that the first token is accepted."""
+        return min(1.0, sum(self.values[node] for node in self.draft.tree.children(-1)))
+
+
 class MergedDrafter:
     """Merges what its members propose.
 
@@ -94,7 +116,7 @@ class MergedDrafter:
         """See ``Drafter.propose``."""
         for context in contexts:
             self._learn(context)
-        drafts: list[list[tuple[str, Draft]]] = [[] for _ in contexts]
+        drafts: list[list[_Proposal]] = [[] for _ in contexts]
         for member in self.members:
             wanted = [i for i, context in enumerate(contexts) if self._pays(member, context, drafts[i])]
             if not wanted:
@@ -102,9 +124,9 @@ class MergedDrafter:
             before = float(getattr(member, "forward_seconds", 0.0))
             try:
                 proposed = member.propose([contexts[i] for i in wanted], [gammas[i] for i in wanted])
-                for i, draft in zip(wanted, proposed, strict=True):
-                    draft.validate()
-                    drafts[i].append((member.name, draft))
+                found = [self._weighed(member.name, draft) for draft in proposed]
+                for i, each in zip(wanted, found, strict=True):
+                    drafts[i].append(each)
             except Exception as error:  # one drafter does not take the others down
                 if self._strict:
                     raise
@@ -113,22 +135,22 @@ class MergedDrafter:
             spent = float(getattr(member, "forward_seconds", 0.0)) - before
             if spent:
                 self._seconds[member.name] = running_mean(self._seconds.get(member.name), spent)
-            for draft in proposed:
-                if len(draft):
-                    expected = sum(self._values(member.name, draft))
+            for each in found:
+                if each.values:
+                    expected = sum(each.values)
                     known = self._expected.get(member.name, expected)
                     self._expected[member.name] = known + 0.1 * (expected - known)
         merged = [
-            self._merge(found, context.nodes if context.nodes > gamma else gamma * len(self.members), context.worth)
-            for context, gamma, found in zip(contexts, gammas, drafts, strict=True)
+            self._merge(those, context.nodes if context.nodes > gamma else gamma * len(self.members), context.worth)
+            for context, gamma, those in zip(contexts, gammas, drafts, strict=True)
         ]
-        for context, found in zip(contexts, drafts, strict=True):
-            context.memory[self.name] = len(context.tokens), found
+        for context, those in zip(contexts, drafts, strict=True):
+            context.memory[self.name] = len(context.tokens), those
         return merged
 
     # ------------------------------------------------------------ worth
 
-    def _pays(self, member: Drafter, context: Context, others: Sequence[tuple[str, Draft]]) -> bool:
+    def _pays(self, member: Drafter, context: Context, others: Sequence[_Proposal]) -> bool:
         """Whether a member should be asked, after what others have proposed."""
         if member.name in self._without.get(context.id, ()):
             return False
@@ -136,31 +158,26 @@ class MergedDrafter:
         if context.worth is None or not seconds:
             return True
         # Where the others fail at once, its own first token is what counts; where they do not, theirs are there too.
-        sure = max((self._sure(name, draft) for name, draft in others), default=0.0)
+        sure = max((other.sure for other in others), default=0.0)
         return context.worth.pays((1.0 - sure) * self._expected.get(member.name, 1.0), seconds)
 
-    def _sure(self, name: str, draft: Draft) -> float:
-        """Chance that the first token of a draft is accepted."""
-        values = self._values(name, draft)
-        return min(1.0, sum(values[node] for node in draft.tree.children(-1)))
-
-    def _values(self, name: str, draft: Draft) -> list[float]:
-        """Of each node the calibrated chance that it is accepted with all above it."""
+    def _weighed(self, name: str, draft: Draft) -> _Proposal:
+        """A proposal with the worth of its nodes; what is no draft raises here, and not in the merged one."""
+        draft.validate()
         claims = self._claims[name]
         claimed = {draw.node: _claim(draw) for draw in draft.draws}
         values: list[float] = []
         for node, parent in enumerate(draft.tree.parents):
             above = 1.0 if parent < 0 else values[parent]
             values.append(above * claims.chance(claimed[node]))
-        return values
+        return _Proposal(name, draft, [claimed[node] for node in range(len(draft))], values)
 
     def _learn(self, context: Context) -> None:
         """Compare what was proposed last with what the target took."""
         length, drafts = context.memory.pop(self.name, (0, ()))
         tokens = context.tokens[length:]
-        for name, draft in drafts:
-            claims, tree = self._claims[name], draft.tree
-            claimed = {draw.node: _claim(draw) for draw in draft.draws}
+        for proposal in drafts:
+            claims, tree, claimed = self._claims[proposal.name], proposal.draft.tree, proposal.claimed
             place = -1
             for token in tokens:
                 found = None
@@ -174,15 +191,15 @@ class MergedDrafter:
 
     # ------------------------------------------------------------ merging
 
-    def _merge(self, drafts: Sequence[tuple[str, Draft]], most: int, worth: Worth | None) -> Draft:
-        found = [(name, draft) for name, draft in drafts if len(draft)]
+    def _merge(self, drafts: Sequence[_Proposal], most: int, worth: Worth | None) -> Draft:
+        found = [proposal for proposal in drafts if proposal.values]
         if not found:
             return Draft.empty()
         nodes: list[_Node] = []
         places: dict[tuple[int, int], int] = {}
-        for source, (name, draft) in enumerate(found):
+        for source, proposal in enumerate(found):
             own: list[int] = []
-            values = self._values(name, draft)
+            draft, values = proposal.draft, proposal.values
             for token, parent in zip(draft.tree.tokens, draft.tree.parents, strict=True):
                 above = -1 if parent < 0 else own[parent]
                 node = places.setdefault((above, token), len(nodes))
@@ -195,7 +212,7 @@ class MergedDrafter:
                 # in any company, since that is so for whatever tokens they are.
                 known = draft.kind in ("chain", "iid", "merged")
                 nodes[own[draw.node]].draws.append((source, draw if known else replace(draw, row=None)))
-        return _draft(nodes, self._kept(nodes, most, worth), [draft for _, draft in found])
+        return _draft(nodes, self._kept(nodes, most, worth), [proposal.draft for proposal in found])
 
     @staticmethod
     def _kept(nodes: Sequence[_Node], most: int, worth: Worth | None) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from sakiyomi.builders import Builder, Growth
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.kernels.plan import Segment
 from sakiyomi.numerics import Row, draw_distinct, top_tokens
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
@@ -38,6 +39,8 @@ class Reading:
         growth, builder: the tree, and who decides its shape.
         confidence: makes chances of scores.
         drawn: candidates are drawn, and not chosen: then nothing may be dropped for what it is.
+        slot: the request's place in the model's cache.
+        held: committed tokens whose keys and values lay there when the reading began.
         rows: candidates that were read, in the order of their rows in the cache.
         fresh: candidates to be read in the next pass.
         listed: of each place that was read the number of its first candidate, and all tokens that were listed with
@@ -51,17 +54,61 @@ class Reading:
     builder: Builder
     confidence: Confidence
     drawn: bool
+    slot: int
+    held: int
     rows: list[int] = field(default_factory=list)
     fresh: list[int] = field(default_factory=list)
     listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
     _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
     _drawn_from: list[Row] = field(default_factory=list)
     _row_of: dict[int, int] = field(default_factory=dict)
+    _first: int = field(init=False)  # position of the tokens of the first level
+
+    def __post_init__(self) -> None:
+        self._first = len(self.context.tokens)
 
     @property
     def worth(self) -> Worth | None:
         """What a token is worth, where the size is a matter of that and of the candidates' own chances."""
         return None if self.drawn else self.context.worth
+
+    @property
+    def columns(self) -> int:
+        """Columns of the slot that are taken after the next pass."""
+        return self._first + len(self.rows) + len(self.fresh)
+
+    def segment(self) -> Segment:
+        """The rows of the next pass: first the committed tokens that are missing, then a level a pass."""
+        growth, done = self.growth, len(self.rows)
+        if not growth.levels:
+            return Segment(self.slot, self.held, self.context.tokens[self.held :])
+        rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.fresh))}
+        parents = tuple(rows.get(growth.parents[candidate], -1) for candidate in rows)
+        tokens = [growth.tokens[candidate] for candidate in self.fresh]
+        return Segment(self.slot, self._first + done, tokens, parents, done=done)
+
+    def settle(self, tokens: Sequence[int]) -> list[int]:
+        """Learn from what the target chose at every place that it came to.
+
+        Args:
+            tokens: the committed ones by now.
+
+        Returns:
+            Rows of the path that was accepted, but for the last committed token: its logits are still wanted.
+        """
+        rows = {candidate: row for row, candidate in enumerate(self.rows)}
+        first, place = self._first, -1
+        path: list[int] = []
+        for position in range(first, len(tokens)):
+            if place not in self.listed:
+                break
+            start, listed, scores = self.listed[place]
+            rank = listed.index(tokens[position]) if tokens[position] in listed else None
+            self.confidence.learn(scores, rank)
+            place = start + rank if rank is not None else len(self.growth.tokens)
+            if place in rows and len(path) == position - first and position < len(tokens) - 1:
+                path.append(rows[place])
+        return path
 
     def advance(self, places: Sequence[int], logits: Tensor) -> None:
         """Take a pass in: candidates behind these places, one level deeper, and which of them to read next.

@@ -2,7 +2,8 @@
 
 Sources: SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) for the automaton and the choice between this text and others
 by the length of the match; SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) for trees of the most frequent
-continuations whose size follows the match. The chances are this text's own: see ``calibration``.
+continuations whose size follows the match. Of several continuations that comes first which stands behind the place that
+was copied last: see ``source``. The chances are this text's own: see ``calibration``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sakiyomi.drafters.calibration import Calibration
 from sakiyomi.drafters.following import FLOOR, TextDrafter
 from sakiyomi.drafters.growth import Growth, grow
 from sakiyomi.drafters.memory import MemoryFile
+from sakiyomi.drafters.source import Source
 from sakiyomi.errors import LoadError
 
 __all__ = ["SuffixDrafter", "SuffixReader"]
@@ -52,8 +54,14 @@ LATER = (
     (0.40, 0.50, 0.93, 0.97),
 )
 
-Place = tuple[int, int, bool]
-"""State, how many of the last tokens match, and whether this is the end of the text itself."""
+# Of tokens that stand where the text was copied from, by length.
+COPIED_FIRST = (0.0, 0.3, 0.45, 0.6, 0.7, 0.75, 0.82, 0.9)
+COPIED_LATER = (0.0, 0.5, 0.6, 0.7, 0.75, 0.82, 0.88, 0.94)
+
+Place = tuple[int, int, bool, int]
+"""State, how many of the last tokens match, whether this is the end of the text itself, and the place in the text that
+is copied; -1: none is.
+"""
 
 
 class SuffixReader:
@@ -67,20 +75,24 @@ class SuffixReader:
         self.own = SuffixAutomaton()
         self._shared = shared
         self._cursor = None if shared is None else Cursor(shared)
-        self._calibration = Calibration([prior for table in (LATER, FIRST) for row in table for prior in row])
+        self._source = Source(self.own.text)
+        tables = (*LATER, *FIRST, COPIED_LATER, COPIED_FIRST)
+        self._calibration = Calibration([prior for row in tables for prior in row])
         self._automaton = self.own
         self._path: list[tuple[int, int]] = []  # kinds and tokens of the likeliest path
-        self._end: Place = (ROOT, 0, True)
+        self._end: Place = (ROOT, 0, True, -1)
 
     def read(self, tokens: Sequence[int]) -> None:
         """See ``Reader.read``."""
         self.own.extend(tokens)
+        self._source.read(tokens)
         if self._cursor is not None:
             self._cursor.read(tokens)
 
     def branch(self, head: Sequence[int]) -> None:
         """See ``Reader.branch``."""
         self.own.branch(len(head))
+        self._source.branch(head, self.own.place)
         if self._shared is not None:
             self._cursor = Cursor(self._shared)
             self._cursor.read(head[-64:])
@@ -90,12 +102,14 @@ class SuffixReader:
         self._calibration.settle(context.tokens)
         self._automaton = self.own
         state, length = self.own.match()
+        copied = self._source.next(length)
         if self._cursor is not None:
             self._cursor.settle()
             if self._cursor.length > length:
                 assert self._shared is not None
                 self._automaton, state, length = self._shared, self._cursor.state, self._cursor.length
-        place = (state, length, True)
+                copied = -1
+        place = (state, length, True, copied)
         self._path, self._end = [], place
         found = grow(place, self.expand, depth, context.nodes, FLOOR, context.stop_ids)
         self._calibration.expect(len(context.tokens), self._path)
@@ -104,7 +118,7 @@ class SuffixReader:
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
         """What followed a place in the text, see ``growth.Expand``."""
         automaton = self._automaton
-        state, length, first = place
+        state, length, first, copied = place
         following = automaton.following[state]
         while not following and state > ROOT:
             # It was only seen at the end of the text: what a shorter run was followed by.
@@ -128,16 +142,24 @@ class SuffixReader:
             total = float(counts[state])
         else:
             return []
-        weight, token, behind = ranked[0]
-        kind = _kind(length, weight / (total + len(following)), first)
+        onward = automaton.text[copied] if 0 <= copied < len(automaton.text) else -1
+        if onward in following:
+            weight, token, behind = next(
+                (each for each in ranked if each[1] == onward), (counts[following[onward]], onward, following[onward])
+            )
+            ranked = [(weight, token, behind), *(each for each in ranked if each[1] != onward)][:SIBLINGS]
+            kind = _copied_kind(length, first)
+        else:
+            weight, token, behind = ranked[0]
+            kind, copied = _kind(length, weight / (total + len(following)), first), -2
         chance = self._calibration.chances[kind]
-        best = (behind, length + 1, False)
+        best = (behind, length + 1, False, copied + 1)
         if place is self._end:
             self._path.append((kind, token))
             self._end = best
         found = [(token, chance, best)]
         left = (1.0 - chance) / (total - weight + len(following))
-        found += [(t, w * left, (s, length + 1, False)) for w, t, s in ranked[1:]]
+        found += [(t, w * left, (s, length + 1, False, -1)) for w, t, s in ranked[1:]]
         return found
 
 
@@ -206,3 +228,8 @@ def _automaton(memory: MemoryFile) -> SuffixAutomaton:
 def _kind(length: int, share: float, first: bool) -> int:
     """The index of a guess among ``LATER`` and ``FIRST``, row by row."""
     return ((bisect(LENGTHS, length) - 1) + first * len(LENGTHS)) * len(SHARES) + bisect(SHARES, share) - 1
+
+
+def _copied_kind(length: int, first: bool) -> int:
+    """The same of a token that stands where the text is copied from, behind those."""
+    return 2 * len(LENGTHS) * len(SHARES) + first * len(LENGTHS) + bisect(LENGTHS, length) - 1

@@ -1,0 +1,206 @@
+"""What a draft says in its own tokens, said in tokens of the target: one path, or a tree of them.
+
+Each path from the root to a leaf is a text, and each text has its tokens; those of several texts are merged by shared
+beginnings. Knows bytes and tokens, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from sakiyomi.alignment import Lexicon, continuation
+from sakiyomi.gamma import Worth
+from sakiyomi.tree import Draft, Draw, TokenTree
+
+__all__ = ["Said", "Translator"]
+
+
+@dataclass(slots=True)
+class Said:
+    """A draft in tokens of the target; parents come first.
+
+    Attributes:
+        tokens, parents: as in ``TokenTree``.
+        chances: of each token if its parent is right.
+        natural: see ``Continuation.natural``; of a tree, whether some path of it is.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    natural: bool = True
+
+    def draft(self, name: str) -> Draft:
+        """Point masses."""
+        draws = tuple(Draw(node, name, None, chance) for node, chance in enumerate(self.chances))
+        return Draft(TokenTree(tuple(self.tokens), tuple(self.parents)), "point_mass", draws)
+
+    def best(self, values: Sequence[float], nodes: int) -> Said:
+        """So many of the nodes, those of largest value; no node is worth more than its parent, which comes first."""
+        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        kept = sorted(order[:nodes])
+        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
+        return Said(
+            [self.tokens[node] for node in kept],
+            [place[self.parents[node]] for node in kept],
+            [self.chances[node] for node in kept],
+            self.natural,
+        )
+
+
+@dataclass(slots=True)
+class _Path:
+    """A way through the draft's tree as a text.
+
+    Attributes:
+        text: without what is committed already.
+        nodes: of the draft's tree.
+        begins: byte of the text at which each of them begins.
+        ended: the draft's text ends here.
+    """
+
+    text: bytes
+    nodes: list[int]
+    begins: list[int]
+    ended: bool
+
+
+class Translator:
+    """Says drafts of one tokenizer in tokens of another.
+
+    Args:
+        own: of the draft's tokenizer.
+        target: of the target's.
+        stop_ids: tokens with which the draft ends a text.
+        end: token with which the target does.
+    """
+
+    def __init__(self, own: Lexicon, target: Lexicon, stop_ids: frozenset[int], end: int | None) -> None:
+        self._own, self._target, self._stop_ids, self._end = own, target, stop_ids, end
+
+    def chain(self, before: bytes, owed: bytes, draft: Draft, depth: int, *, ends: bool) -> Said:
+        """One path.
+
+        Args:
+            before: the last committed bytes.
+            owed: bytes of these with which the draft's text has to begin.
+            draft: the draft's chain.
+            depth: most tokens.
+            ends: whether the target's end token ends the text.
+        """
+        path = self._path(draft, range(len(draft)), owed)
+        if path is None:
+            return Said()
+        ahead = continuation(self._target, before, path.text)
+        tokens, places = self._ended(path, ahead.tokens, ahead.ends, ends=ends)
+        said = Said(tokens[:depth], list(range(-1, min(depth, len(tokens)) - 1)), natural=ahead.natural)
+        reached = 0
+        for end in places[:depth]:
+            chance = 1.0  # of all draft tokens that had to be right for this one, and not for those before
+            while reached < len(path.begins) and path.begins[reached] < end:
+                known = draft.draws[path.nodes[reached]].prob
+                chance *= 1.0 if known is None else known
+                reached += 1
+            said.chances.append(chance)
+        return said
+
+    def tree(
+        self,
+        before: bytes,
+        owed: bytes,
+        draft: Draft,
+        depth: int,
+        nodes: int,
+        *,
+        ends: bool,
+        worth: Worth | None = None,
+    ) -> Said:
+        """All paths, merged by shared beginnings, and of their nodes the likeliest.
+
+        A node is right if the draft's text goes through one of the draft tokens with which its bytes are complete. On
+        different paths these exclude each other, so that their chances add up; on the same they are counted once.
+
+        Args:
+            before, owed, ends: as for ``chain``.
+            draft: the draft's tree.
+            depth: most levels.
+            nodes: most nodes.
+            worth: where it is known what a token is worth, no more than pay.
+        """
+        values = _values(draft)
+        leaves = [node for node in range(len(draft)) if not draft.tree.children(node)]
+        found, natural = Said(), False
+        places: dict[tuple[int, int], int] = {}
+        through: list[dict[int, float]] = []  # of each node the draft tokens that complete it, and their chances
+        for leaf in leaves:
+            path = self._path(draft, draft.tree.path(leaf), owed)
+            if path is None or not path.nodes:
+                continue
+            ahead = continuation(self._target, before, path.text)
+            if not ahead.natural:
+                continue
+            natural = True
+            tokens, stops = self._ended(path, ahead.tokens, ahead.ends, ends=ends)
+            above, last = -1, 0
+            for token, end in zip(tokens[:depth], stops[:depth], strict=True):
+                node = places.setdefault((above, token), len(found.tokens))
+                if node == len(found.tokens):
+                    found.tokens.append(token)
+                    found.parents.append(above)
+                    through.append({})
+                while last + 1 < len(path.begins) and path.begins[last + 1] < end:
+                    last += 1
+                through[node][path.nodes[last]] = values[path.nodes[last]]
+                above = node
+        # Where tokens of one text depend on what follows it, a draft token stands for several of them: together they
+        # are not more likely than what they hang from.
+        raw = [sum(known.values()) for known in through]
+        total: dict[int, float] = {}
+        for parent, value in zip(found.parents, raw, strict=True):
+            total[parent] = total.get(parent, 0.0) + value
+        reach: list[float] = []
+        for parent, value in zip(found.parents, raw, strict=True):
+            most = 1.0 if parent < 0 else reach[parent]
+            chance = value / max(most, total[parent]) if value else 0.0
+            reach.append(most * chance)
+            found.chances.append(chance)
+        found.natural = natural or not leaves
+        if worth is not None:
+            nodes = worth.size(sorted(reach, reverse=True)[:nodes])
+        return found.best(reach, nodes)
+
+    def _path(self, draft: Draft, nodes: Sequence[int], owed: bytes) -> _Path | None:
+        """The text of a path; None where it does not begin with what is owed."""
+        pending = len(owed)
+        said = bytearray()
+        begins: list[int] = []
+        ended = False
+        for node in nodes:
+            token = draft.tree.tokens[node]
+            piece = self._own.piece(token)
+            ended = token in self._stop_ids
+            if ended or not piece:
+                break
+            begins.append(len(said) - pending)
+            said += piece
+        if not said.startswith(owed):
+            return None
+        taken = len(begins) + ended
+        return _Path(bytes(said[pending:]), list(nodes[:taken]), begins + [len(said) - pending] * ended, ended)
+
+    def _ended(self, path: _Path, tokens: list[int], places: list[int], *, ends: bool) -> tuple[list[int], list[int]]:
+        """With the end of the text where the draft ends it."""
+        size = len(path.text)
+        if path.ended and ends and self._end is not None and (places[-1] if places else 0) == size:
+            return [*tokens, self._end], [*places, size + 1]
+        return tokens, places
+
+
+def _values(draft: Draft) -> list[float]:
+    """Of each node the chance that it is right with all above it."""
+    values: list[float] = []
+    for draw, parent in zip(draft.draws, draft.tree.parents, strict=True):
+        chance = draw.prob if draw.chance is None else draw.chance
+        values.append((1.0 if chance is None else chance) * (1.0 if parent < 0 else values[parent]))
+    return values
