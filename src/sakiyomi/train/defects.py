@@ -80,21 +80,21 @@ class Spoiler:
         ]
         if not words:
             return text
-        word = words[rng.integers(len(words))]
+        word = words[int(rng.integers(len(words)))]
         letters, place = word[0], int(rng.integers(1, len(word[0]) - 1))
         slips = (
             letters[:place] + letters[place + 1] + letters[place] + letters[place + 2 :],
             letters[:place] + letters[place + 1 :],
             letters[:place] + letters[place] + letters[place:],
         )
-        slip = slips[rng.integers(len(slips))]
+        slip = slips[int(rng.integers(len(slips)))]
         if slip.lower() in self._words:
             return text
         return text[: word.start()] + slip + text[word.end() :]
 
 
 def _pick(matches: Sequence[re.Match[str]], rng: np.random.Generator) -> re.Match[str] | None:
-    return matches[rng.integers(len(matches))] if matches else None
+    return matches[int(rng.integers(len(matches)))] if matches else None
 
 
 def _twice(text: str, rng: np.random.Generator) -> str:

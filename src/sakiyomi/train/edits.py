@@ -122,13 +122,12 @@ class Edits:
                 activation_dropout=0.0,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=tokenizer.pad_token_id,
                 decoder_start_token_id=tokenizer.pad_token_id,
                 forced_eos_token_id=None,
                 **sizes[part],
             )
         )
-        torch.nn.init.normal_(model.get_input_embeddings().weight, std=TABLE_SPREAD)
+        torch.nn.init.normal_(model.model.shared.weight, std=TABLE_SPREAD)
         return model
 
     def questions(self, examples: Sequence[Example]) -> dict[str, Ids]:

@@ -151,7 +151,7 @@ class Tones:
                 max_source_positions=self.extractor.nb_max_frames // 2,
                 max_target_positions=-(-self.most_tokens // 32) * 32,
                 dropout=0.0,
-                decoder_start_token_id=tokenizer.convert_tokens_to_ids(START),
+                decoder_start_token_id=tokenizer.get_vocab()[START],
                 bos_token_id=end,
                 eos_token_id=end,
                 pad_token_id=end,
@@ -188,7 +188,7 @@ class ToneRows:
         texts = [self.words(rng, length - 1) for _ in range(rows)]
         sounds = [recording(text, (self._seed, step, row)) for row, text in enumerate(texts)]
         features = self._extractor(sounds, sampling_rate=RATE, return_tensors="np")["input_features"]
-        end, start = self._tokenizer.eos_token_id, self._tokenizer.convert_tokens_to_ids(START)
+        end, start = self._tokenizer.eos_token_id, self._tokenizer.get_vocab()[START]
         ids = [[*self._tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
         labels, known = padded(ids, length, end)
         inputs = np.concatenate((np.full((rows, 1), start), labels[:, :-1]), axis=1)
