@@ -16,6 +16,7 @@ import torch
 
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.inflate import inflated
+from sakiyomi.bench.inflate_seq import positions
 from sakiyomi.bench.models import Pair
 from sakiyomi.bench.peers import ForwardClock, generation_settings
 from sakiyomi.bench.report import Row, of_race
@@ -168,7 +169,7 @@ def _ours(llm: Any, target: _Loaded, examples: Sequence[Example], config: BenchC
     """Through ``LLM.generate``: texts as they are, recordings as ``sakiyomi.Audio``."""
     import sakiyomi
 
-    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
+    params = SamplingParams(max_new_tokens=_most(target, config), gamma=config.gamma)
 
     def prompt(example: Example) -> Any:
         if target.extractor is None:
@@ -227,8 +228,13 @@ def _theirs(
 
 def _settings(loaded: _Loaded, config: BenchConfig) -> Any:
     settings = copy.deepcopy(loaded.model.generation_config)
-    settings.max_length, settings.max_new_tokens, settings.do_sample = None, config.max_new_tokens, False
+    settings.max_length, settings.max_new_tokens, settings.do_sample = None, _most(loaded, config), False
     return settings
+
+
+def _most(loaded: _Loaded, config: BenchConfig) -> int:
+    """New tokens of an answer at most: a decoder's table of positions may be shorter than what was asked for."""
+    return min(config.max_new_tokens, positions(loaded.model.config) - 1)
 
 
 def _judge(target: _Loaded, examples: Sequence[Example]) -> Judge:

@@ -27,9 +27,10 @@ from sakiyomi.prompts import STORIES
 from sakiyomi.train.held_out import HELD_OUT, read_examples
 from sakiyomi.train.tones import RATE, recording
 
-__all__ = ["Inflatable", "is_encoder_decoder"]
+__all__ = ["Inflatable", "is_encoder_decoder", "positions"]
 
 FAMILIES = ("PegasusForConditionalGeneration", "WhisperForConditionalGeneration")
+PARTS = ("encoder", "decoder")
 TEXT_TOKENS = 32
 """Of the answer that both models are compared on."""
 _LAYER = re.compile(r"(model\.(?:encoder|decoder)\.layers)\.\d+\.(.+)")
@@ -89,7 +90,7 @@ class Inflatable:
     @property
     def parameters(self) -> int:
         """Of the small model."""
-        return _count(self.model.config, type(self.model))
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def wider(self, params: int) -> tuple[Any, int]:
         """Configuration of about so many parameters into which the function fits, and their number.
@@ -108,27 +109,25 @@ class Inflatable:
         for factor in itertools.count(1):
             shape = copy.deepcopy(small)
             shape.d_model *= factor
-            for part, name in itertools.product(("encoder", "decoder"), ("attention_heads", "ffn_dim")):
+            for part, name in itertools.product(PARTS, ("attention_heads", "ffn_dim")):
                 setattr(shape, f"{part}_{name}", factor * getattr(small, f"{part}_{name}"))
-            # The outside of the layers once, and the layers once: the count is linear in how often these are there.
-            once = _count(shape, kind)
-            outside = once - (_count(_deeper(shape, small, 2), kind) - once)
-            times = (params - outside) / (once - outside)
-            if times < 1:
+            size = _Size.of(shape, kind)
+            rest = params - size.outside
+            times = rest / (size.count(small) - size.outside)
+            for part in PARTS:
+                setattr(shape, f"{part}_layers", round(times * getattr(small, f"{part}_layers")))
+            if any(getattr(shape, f"{part}_layers") < getattr(small, f"{part}_layers") for part in PARTS):
                 break
-            shape = _deeper(shape, small, times)
-            units = shape.decoder_ffn_dim
-            missing = params - _count(shape, kind)
-            layers = shape.encoder_layers + shape.decoder_layers
             # The MLP takes what rounding to whole layers has left over, in multiples that kernels like.
-            units = max(factor * small.decoder_ffn_dim, units + 64 * round(missing / (2 * shape.d_model * layers) / 64))
-            shape.encoder_ffn_dim = shape.decoder_ffn_dim = units
-            found.append((shape, _count(shape, kind)))
-        aim = math.log(ASPECT)
-        return min(
-            found,
-            key=lambda one: abs(math.log(2 * one[0].d_model / (one[0].encoder_layers + one[0].decoder_layers)) - aim),
-        )
+            layers = shape.encoder_layers + shape.decoder_layers
+            unit = layers * (2 * shape.d_model + 1)
+            units = shape.decoder_ffn_dim + 64 * round((params - size.count(shape)) / unit / 64)
+            more = max(units, factor * small.decoder_ffn_dim) - shape.decoder_ffn_dim
+            parameters = size.count(shape) + more * unit
+            shape.encoder_ffn_dim = shape.decoder_ffn_dim = shape.decoder_ffn_dim + more
+            shape.num_hidden_layers = shape.encoder_layers
+            found.append((shape, parameters))
+        return min(found, key=_proportion)
 
     def write(self, shape: Any, folder: Path) -> None:
         """The large model, with tokenizer or processor and held-out examples."""
@@ -147,10 +146,11 @@ class Inflatable:
         self.model.float()
         large = type(self.model).from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         read = {name: part for name, part in self.batch.items() if name != "decoder_input_ids"}
+        tokens = min(NEW_TOKENS, positions(self.model.config) - 1)
         with torch.no_grad():
             logits = [model(**self.batch, use_cache=False).logits for model in (self.model, large)]
             texts = [
-                model.generate(**read, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+                model.generate(**read, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
                 for model in (self.model, large)
             ]
         loudness = 0.0
@@ -161,14 +161,14 @@ class Inflatable:
                 if part in ("out_proj", "fc2") and real < all_.shape[1]:
                     loudness = max(loudness, float((all_[:, real:].amax(1) / all_[:, :real].amax(1)).max()))
         difference = float((logits[0] - logits[1]).abs().max())
-        return difference, torch.equal(*texts), NEW_TOKENS, loudness
+        return difference, torch.equal(*texts), tokens, loudness
 
     # ------------------------------------------------------------ weights
 
     def _places(self, shape: Any) -> dict[str, str]:
         """Old layers and their places: spread over the new depth, the last one on top."""
         found = {}
-        for part in ("encoder", "decoder"):
+        for part in PARTS:
             old, new = (getattr(config, f"{part}_layers") for config in (self.model.config, shape))
             for i in range(old):
                 found[f"model.{part}.layers.{i}"] = f"model.{part}.layers.{(i + 1) * new // old - 1}"
@@ -186,7 +186,7 @@ class Inflatable:
             if _LAYER.fullmatch(name) is None
         }
         places = {place: name for name, place in self._places(shape).items()}
-        for part in ("encoder", "decoder"):
+        for part in PARTS:
             old = f"model.{part}.layers.0"
             for i in range(getattr(shape, f"{part}_layers")):
                 place = f"model.{part}.layers.{i}"
@@ -218,6 +218,11 @@ class Inflatable:
         return found
 
 
+def positions(config: Any) -> int:
+    """Tokens that the decoder has a place for."""
+    return int(getattr(config, "max_target_positions", None) or config.max_position_embeddings)
+
+
 def _batch(model: Any, processor: Any, folder: Path) -> dict[str, Tensor]:
     """One text to compare on: the folder's own examples, or stories; of a Whisper noise if it has none."""
     config = model.config
@@ -231,24 +236,43 @@ def _batch(model: Any, processor: Any, folder: Path) -> dict[str, Tensor]:
         tokenizer = processor
         read = dict(tokenizer([example.source if example else STORIES[1]], return_tensors="pt"))
         read = {name: read[name] for name in ("input_ids", "attention_mask")}
-    ids = tokenizer(answer, add_special_tokens=False)["input_ids"][: TEXT_TOKENS - 1]
+    ids = tokenizer(answer, add_special_tokens=False)["input_ids"][: min(TEXT_TOKENS, positions(config)) - 1]
     return read | {"decoder_input_ids": torch.tensor([[config.decoder_start_token_id, *ids]])}
 
 
-def _deeper(shape: Any, small: Any, times: float) -> Any:
-    made = copy.deepcopy(shape)
-    for part in ("encoder", "decoder"):
-        setattr(made, f"{part}_layers", max(1, round(times * getattr(small, f"{part}_layers"))))
-    made.num_hidden_layers = made.encoder_layers
-    return made
+def _proportion(found: tuple[Any, int]) -> float:
+    """How far the width of a layer, for the depth of a stack, is from what models of real sizes have."""
+    shape, _ = found
+    depth = (shape.encoder_layers + shape.decoder_layers) / 2
+    return abs(math.log(shape.d_model / depth / ASPECT))
 
 
-def _count(config: Any, kind: type) -> int:
-    """Parameters of a model of this class, tied ones once; nothing is allocated."""
-    with torch.device("meta"):
-        model: Any = kind(config)
-    model.tie_weights()
-    return sum(parameter.numel() for parameter in model.parameters())
+@dataclass(frozen=True)
+class _Size:
+    """Parameters of a shape, by what they belong to."""
+
+    outside: int
+    encoder_layer: int
+    decoder_layer: int
+
+    @classmethod
+    def of(cls, shape: Any, kind: type) -> _Size:
+        """Of models of one or two layers; nothing is allocated."""
+        counts = []
+        for encoder, decoder in ((1, 1), (2, 1), (1, 2)):
+            config = copy.deepcopy(shape)
+            config.encoder_layers, config.decoder_layers = encoder, decoder
+            with torch.device("meta"):
+                model: Any = kind(config)
+            model.tie_weights()
+            counts.append(sum(parameter.numel() for parameter in model.parameters()))
+        one, deeper, longer = counts
+        return cls(one - (deeper - one) - (longer - one), deeper - one, longer - one)
+
+    def count(self, config: Any) -> int:
+        """With as many layers as the configuration says."""
+        layers = config.encoder_layers * self.encoder_layer + config.decoder_layers * self.decoder_layer
+        return int(self.outside + layers)
 
 
 def _outside(state: dict[str, Tensor], factor: int) -> dict[str, Tensor]:
