@@ -42,7 +42,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("deep")
-@pytest.mark.parametrize(("kind", "params"), [("edits", 900_000), ("tones", 900_000), ("edits", 200_000)])
+@pytest.mark.parametrize(("kind", "params"), [("edits", 900_000), ("tones", 900_000)])
 def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, params: int) -> None:
     out = tmp_path / "large"
     found = inflate(InflateConfig(str(out), str(params), str(folders[kind])), Note())
@@ -51,7 +51,7 @@ def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, 
     assert abs(found["parameters"] / params - 1) < 0.15
     assert found["parameters"] == sum(parameter.numel() for parameter in large.parameters())
     assert large.config.d_model > small.config.d_model
-    assert (large.config.decoder_layers > small.config.decoder_layers) == (params > 200_000)
+    assert large.config.decoder_layers > small.config.decoder_layers
     assert large.config.sakiyomi_inflated == {"from": str(folders[kind]), "params": found["parameters"]}
     generator = torch.Generator().manual_seed(1)
     if kind == "edits":
@@ -119,7 +119,7 @@ def test_what_cannot_be_inflated_is_refused(
         run(tmp_path / "bart")
     with monkeypatch.context() as patch, pytest.raises(SakiyomiError, match="not the same function"):
         patch.setattr(inflate_seq, "gain", lambda weight, factor: weight.repeat(factor))
-        patch.setattr(inflate_seq, "ASPECT", 1000)
-        run(folders["edits"])
+        patch.setattr(inflate_seq, "ASPECT", 20)
+        run(folders["edits"], "900K")
     assert not (tmp_path / "out").exists()
     assert module.TOLERANCE <= 1e-3

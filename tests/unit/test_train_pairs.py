@@ -18,8 +18,9 @@ from sakiyomi.train.config import EditsConfig
 from sakiyomi.train.edits import CONTINUE, FIX, Edits, train_edits
 from sakiyomi.train.held_out import Example, read_examples, write_examples
 from sakiyomi.train.pairs import states
+from sakiyomi.train.sounds import HIGH, LETTERS, LOW, RATE, recording, spelled
 from sakiyomi.train.texts import read_texts
-from sakiyomi.train.tones import HIGH, LETTERS, LOW, RATE, Tones, letters_tokenizer, recording, spelled, train_tones
+from sakiyomi.train.tones import Tones, letters_tokenizer, train_tones
 from train_toys import losses, stop_at
 
 

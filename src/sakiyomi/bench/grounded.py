@@ -27,7 +27,7 @@ from sakiyomi.outputs import Stats
 from sakiyomi.params import SamplingParams
 from sakiyomi.scores import exact_match, word_error_rate
 from sakiyomi.train.held_out import Example, read_examples
-from sakiyomi.train.tones import RATE, recording
+from sakiyomi.train.sounds import RATE, recording
 
 __all__ = ["grounded"]
 

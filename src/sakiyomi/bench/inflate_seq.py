@@ -25,7 +25,7 @@ from sakiyomi.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.loading.families import read_config
 from sakiyomi.prompts import STORIES
 from sakiyomi.train.held_out import HELD_OUT, read_examples
-from sakiyomi.train.tones import RATE, recording
+from sakiyomi.train.sounds import RATE, recording
 
 __all__ = ["Inflatable", "is_encoder_decoder", "positions"]
 
@@ -114,11 +114,11 @@ class Inflatable:
             size = _Size.of(shape, kind)
             rest = params - size.outside
             times = rest / (size.count(small) - size.outside)
-            for part in PARTS:
-                setattr(shape, f"{part}_layers", round(times * getattr(small, f"{part}_layers")))
-            if any(getattr(shape, f"{part}_layers") < getattr(small, f"{part}_layers") for part in PARTS):
+            if times < 1:
                 break
-            # The MLP takes what rounding to whole layers has left over, in multiples that kernels like.
+            # Rounded down: the MLP takes what is left over, in multiples that kernels like.
+            for part in PARTS:
+                setattr(shape, f"{part}_layers", int(times * getattr(small, f"{part}_layers")))
             layers = shape.encoder_layers + shape.decoder_layers
             unit = layers * (2 * shape.d_model + 1)
             units = shape.decoder_ffn_dim + 64 * round((params - size.count(shape)) / unit / 64)

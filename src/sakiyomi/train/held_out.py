@@ -24,7 +24,7 @@ class Example:
         task: "fix" (a text with mistakes), "continue" (the beginning of a story) or "tones" (a recording).
         source: the text it is given; of a recording nothing.
         target: the right answer; of "continue" only what the story's writer wrote.
-        seed: of the recording, which is made anew from the target (`tones.recording`).
+        seed: of the recording, which is made anew from the target (`sounds.recording`).
     """
 
     task: str

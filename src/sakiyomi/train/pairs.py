@@ -212,7 +212,7 @@ def _measures(model: Any, task: Task, target: Any) -> dict[str, dict[str, float]
 def answers(model: Any, task: Task, examples: Sequence[Example]) -> list[str]:
     """What a model answers by itself, greedily, with transformers' own loop."""
     read = on_device(task.questions(examples), model.device)
-    done = model.generate(**read, max_new_tokens=task.most_tokens, do_sample=False)
+    done = model.generate(**read, max_new_tokens=task.most_tokens - 1, do_sample=False)
     return list(task.tokenizer.batch_decode(done, skip_special_tokens=True))
 
 
@@ -237,7 +237,8 @@ def _save(folder: Path, model: Any, task: Task) -> None:
     plain = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = GenerationConfig.from_model_config(model.config)
-    plain.generation_config.max_length = task.most_tokens
+    plain.generation_config.max_length = None
+    plain.generation_config.max_new_tokens = task.most_tokens - 1  # the first is the decoder's own
     plain.generation_config._from_model_config = False  # the folder says how to generate
     plain.save_pretrained(folder)
     task.processor.save_pretrained(folder)
