@@ -223,7 +223,9 @@ class PairConfig(LoopConfig):
     decay_share: float = _field(
         0.5, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
     )
-    row_tokens: tuple[int, ...] = _field((32, 64), "Longest answers in tokens; step s uses the (s mod n)-th.", least=2)
+    row_tokens: tuple[int, ...] = _field(
+        (16, 32, 64), "Longest answers in tokens; step s uses the (s mod n)-th.", least=2
+    )
     step_tokens: int = _field(
         2048, "Tokens of the answers of one optimizer step; a multiple of every row length.", least=1
     )
