@@ -144,7 +144,7 @@ def test_a_result_that_is_another_function_is_refused(
     def noisy(weight: torch.Tensor, columns: int, factor: int, real: bool) -> torch.Tensor:
         return torch.full((factor * weight.shape[0], columns), 0.1)
 
-    monkeypatch.setattr(module, "_writer", noisy)
+    monkeypatch.setattr(module, "writer", noisy)
     with pytest.raises(SakiyomiError, match="not the same function"):
         inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
     assert not list(tmp_path.iterdir())

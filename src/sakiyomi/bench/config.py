@@ -19,7 +19,7 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
-            offload, exact, compiling, peers.
+            offload, exact, compiling, peers; and grounded if it is named, for a pair of `train edits` or `train tones`.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
@@ -128,7 +128,8 @@ class InflateConfig:
     Attributes:
         out: folder of the new model; it must not exist, or be empty.
         params: about so many parameters: 134M, 500M, 1.5B.
-        target: the model to start from, a Llama: embedded name, folder or hub id. Its vocabulary stays as it is.
+        target: the model to start from: a Llama (embedded name, folder or hub id), or the folder of a Pegasus or
+            Whisper, as train edits and train tones make them. Its vocabulary stays as it is.
     """
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})

@@ -12,37 +12,40 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import re
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from sakiyomi.bench.config import InflateConfig, Note
+from sakiyomi.bench.inflate_seq import Inflatable, is_encoder_decoder
+from sakiyomi.bench.inflating import (
+    ASPECT,
+    LOUDNESS,
+    NEW_TOKENS,
+    Random,
+    fresh_folder,
+    gain,
+    hooked,
+    save_model,
+    writer,
+)
 from sakiyomi.bench.peers import Transformers
-from sakiyomi.errors import InputError, LoadError, SakiyomiError, UnsupportedError
+from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.loading import load_model
-from sakiyomi.memory import available_bytes, readable, require_bytes
+from sakiyomi.memory import available_bytes, require_bytes
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import STORIES
 
 __all__ = ["inflate", "inflated", "parse_count", "wider"]
 
-ASPECT = 80
-"""Hidden size / layers to aim at; models of 0.1 to 7 billion parameters have 20 to 130."""
-LOUDNESS = 0.5
-"""Random activations reach so much of the smallest maximum of a row of real ones, on the text they are fitted to."""
-TEXT_TOKENS, NEW_TOKENS = 256, 32
+TEXT_TOKENS = 256
 TOLERANCE = 1e-3
 """Largest difference of a logit in float32; sums in another order make about 1e-5."""
-SHARD = "1GB"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -66,36 +69,82 @@ def inflate(config: InflateConfig, note: Note) -> dict[str, Any]:
     wanted, out = parse_count(config.params), Path(config.out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not an empty folder; name a new one")
+    if is_encoder_decoder(config.target):
+        return _encoder_decoder(config, wanted, out, note, began)
     loaded = load_model(config.target, dtype="bfloat16", device="cpu")
     _check_kind(loaded.model)
     shape = wider(loaded.model.config, wanted)
     parameters = _count(shape)
     shape.sakiyomi_inflated = {"from": loaded.name, "params": parameters}
-    largest = available_bytes() // 4 - _count(loaded.model.config)
+    _require_memory(config, _count(loaded.model.config), parameters)
+    text = _text(loaded.tokenizer, loaded.model.config)
+    with fresh_folder(out, 2 * parameters) as folder:
+        note(f"building {parameters / 1e6:.0f}M parameters")
+        state = _weights(loaded.model.float(), shape, text)
+        save_model(type(loaded.model), state, shape, loaded.model.generation_config, folder)
+        loaded.tokenizer.save_pretrained(folder)
+        note("checking the files")
+        found = _check(loaded.model, folder, text)
+        size = _size(folder)
+    return (
+        _written(config, parameters, size, began)
+        | {
+            "layers": shape.num_hidden_layers,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "heads": shape.num_attention_heads,
+            "kv_heads": shape.num_key_value_heads,
+        }
+        | found
+    )
+
+
+def _encoder_decoder(config: InflateConfig, wanted: int, out: Path, note: Note, began: float) -> dict[str, Any]:
+    small = Inflatable.load(config.target)
+    shape, parameters = small.wider(wanted)
+    shape.sakiyomi_inflated = {"from": config.target, "params": parameters}
+    _require_memory(config, small.parameters, parameters)
+    with fresh_folder(out, 2 * parameters) as folder:
+        note(f"building {parameters / 1e6:.0f}M parameters")
+        small.write(shape, folder)
+        note("checking the files")
+        difference, equal, count, loudness = small.compare(folder)
+        found = _judged(difference, equal, count) | {"random_to_real_activations": loudness}
+        size = _size(folder)
+    return (
+        _written(config, parameters, size, began)
+        | {
+            "layers": f"{shape.encoder_layers} + {shape.decoder_layers}",
+            "hidden_size": shape.d_model,
+            "intermediate_size": shape.decoder_ffn_dim,
+            "heads": shape.decoder_attention_heads,
+            "kv_heads": shape.decoder_attention_heads,
+        }
+        | found
+    )
+
+
+def _require_memory(config: InflateConfig, small: int, parameters: int) -> None:
+    largest = available_bytes() // 4 - small
     require_bytes(
-        4 * (_count(loaded.model.config) + parameters),
+        4 * (small + parameters),
         f"a model of {config.params} parameters",
         remedy=f"the largest that can be made has {largest / 1e6:.0f}M parameters",
     )
-    text = _text(loaded.tokenizer, loaded.model.config)
-    with _fresh_folder(out, 2 * parameters) as folder:
-        note(f"building {parameters / 1e6:.0f}M parameters")
-        _save(_weights(loaded.model.float(), shape, text), shape, loaded, folder)
-        note("checking the files")
-        found = _check(loaded.model, folder, text)
-        size = sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _written(config: InflateConfig, parameters: int, size: int, began: float) -> dict[str, Any]:
     return {
-        "folder": str(out),
-        "from": loaded.name,
+        "folder": str(Path(config.out).expanduser()),
+        "from": config.target,
         "parameters": parameters,
         "bytes": size,
         "seconds": time.perf_counter() - began,
-        "layers": shape.num_hidden_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "heads": shape.num_attention_heads,
-        "kv_heads": shape.num_key_value_heads,
-    } | found
+    }
 
 
 def inflated(*configs: Any) -> str | None:
@@ -183,13 +232,13 @@ def _weights(small: Any, shape: Any, text: Tensor) -> dict[str, Tensor]:
     """State of the large model in bfloat16; ``small`` is in float32, ``text`` is (1, T) token ids."""
     layers = small.model.layers
     factor = shape.hidden_size // small.config.hidden_size
-    random = _Random(shape.hidden_size)
+    random = Random(shape.hidden_size)
     inputs = _inputs(small, text)
     # Old layers are spread over the new depth, the last one on top.
     places = {(i + 1) * shape.num_hidden_layers // len(layers) - 1: i for i in range(len(layers))}
     state = {
         "model.embed_tokens.weight": small.model.embed_tokens.weight.repeat(1, factor),
-        "model.norm.weight": _gain(small.model.norm.weight, factor),
+        "model.norm.weight": gain(small.model.norm.weight, factor),
     }
     if not shape.tie_word_embeddings:
         state["lm_head.weight"] = random.readers(small.lm_head.weight, shape.vocab_size)
@@ -201,7 +250,7 @@ def _weights(small: Any, shape: Any, text: Tensor) -> dict[str, Tensor]:
     return {name: tensor.bfloat16().contiguous() for name, tensor in state.items()}
 
 
-def _layer(layer: Any, shape: Any, factor: int, random: _Random, inputs: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def _layer(layer: Any, shape: Any, factor: int, random: Random, inputs: dict[str, Tensor] | None) -> dict[str, Tensor]:
     """Tensors of one layer by name: an old one with new heads and units, or without ``inputs`` a new one.
 
     ``inputs`` holds what the old layer's matrices read on a text, (T, width) each, by their names.
@@ -217,48 +266,11 @@ def _layer(layer: Any, shape: Any, factor: int, random: _Random, inputs: dict[st
     if inputs is not None:
         _soften(made, mlp.act_fn, inputs)
     found = {f"{'self_attn' if name in rows else 'mlp'}.{name}.weight": tensor for name, tensor in made.items()}
-    found["self_attn.o_proj.weight"] = _writer(attention.o_proj.weight, heads, factor, real)
-    found["mlp.down_proj.weight"] = _writer(mlp.down_proj.weight, shape.intermediate_size, factor, real)
+    found["self_attn.o_proj.weight"] = writer(attention.o_proj.weight, heads, factor, real)
+    found["mlp.down_proj.weight"] = writer(mlp.down_proj.weight, shape.intermediate_size, factor, real)
     for name in ("input_layernorm", "post_attention_layernorm"):
-        found[f"{name}.weight"] = _gain(getattr(layer, name).weight, factor)
+        found[f"{name}.weight"] = gain(getattr(layer, name).weight, factor)
     return found
-
-
-def _gain(weight: Tensor, factor: int) -> Tensor:
-    """Gain of a norm: the first copy of the stream is read, the others are not."""
-    return torch.cat((weight, weight.new_zeros((factor - 1) * len(weight))))
-
-
-def _writer(weight: Tensor, columns: int, factor: int, real: bool) -> Tensor:
-    """(factor x rows, columns): the same into every copy of the stream, zeros for new columns or a new layer."""
-    made = weight.new_zeros(factor * weight.shape[0], columns, dtype=torch.bfloat16)
-    if real:
-        made[:, : weight.shape[1]] = weight.repeat(factor, 1)
-    return made
-
-
-class _Random:
-    """Random weights, the same ones in every run.
-
-    Args:
-        width: of the large model's residual stream.
-    """
-
-    def __init__(self, width: int) -> None:
-        self._width, self._generator = width, torch.Generator().manual_seed(0)
-
-    def readers(self, weight: Tensor, rows: int, real: bool = True) -> Tensor:
-        """(rows, width) bfloat16 around ``weight``, or, if it is not to be real, of its size alone.
-
-        Random numbers are below half of the largest real one of their row; in new rows, of a mean row.
-        """
-        limits = weight.abs().amax(1, keepdim=True)
-        limits = torch.cat((limits, limits.mean().expand(rows - len(limits), 1))) / 2
-        made = torch.empty(rows, self._width, dtype=torch.bfloat16).uniform_(-1, 1, generator=self._generator)
-        made *= limits.bfloat16()
-        if real:
-            made[: weight.shape[0], : weight.shape[1]] = weight
-        return made
 
 
 def _soften(made: dict[str, Tensor], activation: Any, inputs: dict[str, Tensor]) -> None:
@@ -287,25 +299,18 @@ def _through(rows: Tensor, weight: Tensor) -> Tensor:
 @torch.no_grad()
 def _inputs(model: Any, text: Tensor) -> list[dict[str, Tensor]]:
     """What the matrices of each layer read on a text, (T, width), by their names."""
-    found: list[dict[str, Tensor]] = [{} for _ in model.model.layers]
-
-    def keep(place: dict[str, Tensor], name: str) -> Any:
-        def hook(module: Any, arguments: tuple[Tensor, ...]) -> None:
-            place[name] = arguments[0][0]
-
-        return hook
-
-    hooks = []
-    for place, layer in zip(found, model.model.layers, strict=True):
-        for part in (layer.self_attn, layer.mlp):
-            for name in ("v_proj", "o_proj", "up_proj", "down_proj"):
-                if hasattr(part, name):
-                    hooks.append(getattr(part, name).register_forward_pre_hook(keep(place, name)))
-    try:
+    wanted = {
+        (place, name): getattr(part, name)
+        for place, layer in enumerate(model.model.layers)
+        for part in (layer.self_attn, layer.mlp)
+        for name in ("v_proj", "o_proj", "up_proj", "down_proj")
+        if hasattr(part, name)
+    }
+    with hooked(wanted) as rows:
         model(input_ids=text, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    found: list[dict[str, Tensor]] = [{} for _ in model.model.layers]
+    for (place, name), read in rows.items():
+        found[place][name] = read
     return found
 
 
@@ -316,40 +321,6 @@ def _text(tokenizer: Any, config: Any) -> Tensor:
     """(1, T) tokens of stories, of which the first are the prompt of the check."""
     most = min(TEXT_TOKENS, config.max_position_embeddings)
     return torch.tensor([tokenizer("\n".join(STORIES)).input_ids[:most]])
-
-
-@contextmanager
-def _fresh_folder(out: Path, size: int) -> Iterator[Path]:
-    """A folder that becomes ``out`` when the block is over, and is removed if it raises."""
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        fresh.mkdir(parents=True)
-        free = shutil.disk_usage(fresh).free
-        if size > free:
-            raise LoadError(
-                f"{out} needs {readable(size)} on the disk, where {readable(free)} are free; make room there"
-            )
-        yield fresh
-        if out.exists():
-            out.rmdir()
-        fresh.rename(out)
-    except (OSError, SafetensorError) as error:
-        raise LoadError(f"cannot write {out}: {error}; make room there, or name another folder") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _save(state: dict[str, Tensor], shape: Any, loaded: Any, folder: Path) -> None:
-    with torch.device("meta"):  # no time and no memory for weights that are replaced
-        model: Any = type(loaded.model)(shape)
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    model.generation_config = loaded.model.generation_config
-    model.save_pretrained(folder, max_shard_size=SHARD)
-    loaded.tokenizer.save_pretrained(folder)
-    # The weights are written through a private temporary file; a model folder is there to be read by others.
-    for path in folder.glob("*.safetensors"):
-        path.chmod(0o644)
 
 
 def _check(small: Any, folder: Path, text: Tensor) -> dict[str, Any]:
@@ -365,16 +336,17 @@ def _check(small: Any, folder: Path, text: Tensor) -> dict[str, Any]:
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     prompt = text[0, : max(1, min(text.shape[1] // 4, text.shape[1] - NEW_TOKENS))].tolist()
     expected, got = (Transformers(model).generate(prompt, params) for model in (small, large))
-    if difference > TOLERANCE or expected != got:
+    loudness = _loudness(_inputs(small, text), _inputs(large, text))
+    return _judged(difference, expected == got, len(got)) | {"random_to_real_activations": loudness}
+
+
+def _judged(difference: float, equal: bool, tokens: int) -> dict[str, Any]:
+    if difference > TOLERANCE or not equal:
         raise SakiyomiError(
             f"the inflated model is not the same function: logits differ by up to {difference:.2g} in float32, greedy "
-            f"tokens are {'equal' if expected == got else 'not equal'}; nothing was written"
+            f"tokens are {'equal' if equal else 'not equal'}; nothing was written"
         )
-    return {
-        "largest_logit_difference": difference,
-        "equal_greedy_tokens": len(got),
-        "random_to_real_activations": _loudness(_inputs(small, text), _inputs(large, text)),
-    }
+    return {"largest_logit_difference": difference, "equal_greedy_tokens": tokens}
 
 
 def _loudness(small: Sequence[dict[str, Tensor]], large: Sequence[dict[str, Tensor]]) -> float:

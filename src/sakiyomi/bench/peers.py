@@ -14,7 +14,7 @@ import torch
 from sakiyomi.loading import stop_tokens
 from sakiyomi.params import SamplingParams
 
-__all__ = ["ForwardClock", "Transformers", "stop_tokens"]
+__all__ = ["ForwardClock", "Transformers", "generation_settings", "stop_tokens"]
 
 
 class Transformers:
@@ -56,7 +56,7 @@ class Transformers:
         with ExitStack() as stack:
             own = self._config(self.model, params)
             own.prompt_lookup_num_tokens = self.gamma if self.lookup else None
-            stack.enter_context(_settings(self.model, own))
+            stack.enter_context(generation_settings(self.model, own))
             extra: dict[str, Any] = {}
             if params.logits_processors:
                 from transformers import LogitsProcessorList
@@ -67,7 +67,7 @@ class Transformers:
                 config.num_assistant_tokens = self.gamma
                 config.num_assistant_tokens_schedule = "constant"
                 config.assistant_confidence_threshold = 0.0
-                stack.enter_context(_settings(self.assistant, config))
+                stack.enter_context(generation_settings(self.assistant, config))
                 extra = {"assistant_model": self.assistant, **self._tokenizers}
             if not params.greedy:
                 torch.manual_seed(params.seed or 0)
@@ -101,7 +101,8 @@ def _now(model: Any) -> float:
 
 
 @contextmanager
-def _settings(model: Any, config: Any) -> Iterator[None]:
+def generation_settings(model: Any, config: Any) -> Iterator[None]:
+    """The model generates with these settings while the block runs; its own come back."""
     before = model.generation_config
     # A copy: the heuristic schedule writes into it.
     model.generation_config = copy.deepcopy(config)

@@ -12,6 +12,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.cross import cross
 from sakiyomi.bench.exactness import exact
+from sakiyomi.bench.grounded import grounded
 from sakiyomi.bench.lookup import lookup
 from sakiyomi.bench.merged import merged
 from sakiyomi.bench.offload import offload
@@ -51,6 +52,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "peers": peers,
     "cross": cross,
     "selfdraft": selfdraft,
+    "grounded": grounded,
 }
 
 TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}
@@ -69,8 +71,9 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     unknown = [name for name in config.rows if name not in ROWS]
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
-    # Row cross needs a further model, which only who knows of it can name.
-    wanted = config.rows or tuple(name for name in ROWS if name != "cross" or config.cross is not None)
+    # Row cross needs a further model, which only who knows of it can name, and row grounded another kind of pair.
+    absent = {"grounded"} | ({"cross"} if config.cross is None else set())
+    wanted = config.rows or tuple(name for name in ROWS if name not in absent)
     if "compiling" in config.rows and not config.compile:
         raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
     if "peers" in config.rows and not config.peers:

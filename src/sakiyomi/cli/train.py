@@ -13,11 +13,11 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from sakiyomi.errors import SakiyomiError
-from sakiyomi.train.config import DraftConfig, NgramConfig, TargetConfig
+from sakiyomi.train.config import DraftConfig, EditsConfig, NgramConfig, TargetConfig, TonesConfig
 
 app = typer.Typer(
     name="train",
-    help="Train a target from text, distil a draft from a target, or count n-grams.",
+    help="Train a target from text, distil a draft from a target, count n-grams, or train an encoder-decoder pair.",
     no_args_is_help=True,
 )
 
@@ -99,6 +99,22 @@ def _ngram(config: NgramConfig, command: str) -> dict[str, Any]:
     return train_ngram(config, command)
 
 
+def _edits(config: EditsConfig, command: str) -> dict[str, Any]:
+    from sakiyomi.cli.output import quiet
+    from sakiyomi.train.edits import train_edits
+
+    quiet()
+    return train_edits(config, command)
+
+
+def _tones(config: TonesConfig, command: str) -> dict[str, Any]:
+    from sakiyomi.cli.output import quiet
+    from sakiyomi.train.tones import train_tones
+
+    quiet()
+    return train_tones(config, command)
+
+
 _command("target", TargetConfig, _target, "Train a Llama target and its tokenizer from text files.")
 _command("draft", DraftConfig, _draft, "Distil a small draft from a target, for speculative decoding.")
 _command(
@@ -106,6 +122,18 @@ _command(
     NgramConfig,
     _ngram,
     "Count the n-grams of a text, or of what a target writes, into one file for drafts.",
+)
+_command(
+    "edits",
+    EditsConfig,
+    _edits,
+    "Train a Pegasus pair, target and draft, that corrects text, with mistakes put into TEXT, and continues stories.",
+)
+_command(
+    "tones",
+    TonesConfig,
+    _tones,
+    "Train a Whisper pair, target and draft, that writes down the words of TEXT, which it plays as tones.",
 )
 
 

@@ -209,6 +209,86 @@ class DraftConfig(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PairConfig(LoopConfig):
+    """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task."""
+
+    valid: tuple[str, ...] = _field(
+        (), "Held-out file, NAME=FILE; without it every twentieth document of the training text is held out."
+    )
+    minutes: float = _field(12.0, "Training time of the target in minutes of wall clock.", above=0)
+    draft_minutes: float = _field(6.0, "Training time of the draft, behind the target's.", above=0)
+    draft_tokens: int = _field(
+        0, "Training budget of the draft in tokens; above 0 it replaces `draft_minutes`.", least=0
+    )
+    decay_share: float = _field(
+        0.5, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
+    )
+    row_tokens: tuple[int, ...] = _field(
+        (16, 32, 64), "Longest answers in tokens; step s uses the (s mod n)-th.", least=2
+    )
+    step_tokens: int = _field(
+        2048, "Tokens of the answers of one optimizer step; a multiple of every row length.", least=1
+    )
+    eval_minutes: float = _field(2.0, "Minutes of training between held-out losses.", least=0, resume=True)
+    compile: bool = _field(False, "Compile the layers with torch.compile where a C++ compiler exists.", resume=True)
+    hidden: int = _field(192, "Width of the target's hidden states.", least=1)
+    layers: int = _field(2, "Layers of the target's decoder.", least=1)
+    encoder_layers: int = _field(3, "Layers of the target's encoder.", least=1)
+    heads: int = _field(6, "Attention heads of the target.", least=1)
+    intermediate: int = _field(512, "Width of the target's MLP.", least=1)
+    draft_hidden: int = _field(96, "Width of the draft's hidden states.", least=1)
+    draft_layers: int = _field(1, "Layers of the draft's decoder.", least=1)
+    draft_encoder_layers: int = _field(2, "Layers of the draft's encoder, which runs once a text.", least=1)
+    draft_heads: int = _field(3, "Attention heads of the draft.", least=1)
+    draft_intermediate: int = _field(256, "Width of the draft's MLP.", least=1)
+    top: int = _field(16, "The target's likeliest tokens that the draft learns; one bucket holds the rest.", least=1)
+    greedy_weight: float = _field(
+        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
+    )
+    examples: int = _field(64, "Held-out examples kept beside the models for measurements.", least=1, resume=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self.hidden, self.heads, self.heads)
+        check_sizes(self.draft_hidden, self.draft_heads, self.draft_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditsConfig(PairConfig):
+    """A Pegasus pair that puts mistakes of a text right, and that continues stories."""
+
+    vocab: int = _field(1024, "Pieces of the tokenizer to train, special tokens included.", least=1)
+    continue_share: float = _field(
+        0.2, "Share of the rows that continue a story, so that text without a source can be measured.", least=0, most=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TonesConfig(PairConfig):
+    """A Whisper pair that writes down words which are played as tones."""
+
+    row_tokens: tuple[int, ...] = _field((36,), "Most letters of a recording; step s uses the (s mod n)-th.", least=2)
+    step_tokens: int = _field(1152, "Letters of one optimizer step; a multiple of every row length.", least=1)
+    hidden: int = _field(128, "Width of the target's hidden states.", least=1)
+    layers: int = _field(2, "Layers of the target's decoder.", least=1)
+    encoder_layers: int = _field(2, "Layers of the target's encoder.", least=1)
+    heads: int = _field(4, "Attention heads of the target.", least=1)
+    intermediate: int = _field(384, "Width of the target's MLP.", least=1)
+    draft_hidden: int = _field(64, "Width of the draft's hidden states.", least=1)
+    draft_heads: int = _field(2, "Attention heads of the draft.", least=1)
+    draft_intermediate: int = _field(192, "Width of the draft's MLP.", least=1)
+    bands: int = _field(40, "Mel bands of the feature extractor.", least=8)
+    seconds: int = _field(4, "Length of a recording that the encoder reads; shorter ones are filled up.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The slowest letters have to fit into the recording behind the silence in front.
+        most = 10 * self.seconds - 2
+        for length in self.row_tokens:
+            _require(length <= most, "row_tokens", self.row_tokens, f"at most {most} letters in {self.seconds} seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
 class NgramConfig:
     """Tables of n-grams, counted in text or in what a target writes.
 

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.loading.checkpoint import read_json
 from sakiyomi.train.config import LoopConfig
@@ -34,11 +34,13 @@ def save(config: LoopConfig, model: LlamaForCausalLM, tokenizer: PreTrainedToken
 
 def write_card(
     config: LoopConfig,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     progress: Progress,
     measures: dict[str, Any],
     command: str,
     epochs: dict[str, float],
+    *,
+    folder: Path | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Write the card and the loss curve to OUT/model and return the summary that is also its `card.json`.
@@ -50,16 +52,18 @@ def write_card(
         measures: held-out measures of the finished model, by file.
         command: the command line that rebuilds it.
         epochs: how often each source was read.
+        folder: which becomes OUT/model, where it is not yet there.
         more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source` and `init`.
     """
-    folder = model_folder(config)
+    folder = folder or model_folder(config)
     last = [loss for _, _, _, loss in progress.losses[-LAST_STEPS:]]
     with writing(folder):
         drawn = plot_losses(progress, folder / "loss.png")
         summary = {
             "finished": True,
             "name": config.name or Path(config.out).name,
-            "model": str(folder),
+            "model": str(model_folder(config)),
+            "architecture": type(model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "layers": model.config.num_hidden_layers,
             "steps": progress.step,
@@ -96,8 +100,9 @@ def card(summary: dict[str, Any]) -> str:
     lines = [
         f"# {summary['name']}",
         "",
-        f"A Llama model of {summary['parameters'] / 1e6:.2f}M parameters and {summary['layers']} layers, trained by "
-        f"sakiyomi: {_extent(summary)}. Mean loss of the last {LAST_STEPS} steps: {summary['final_loss']} nats a token "
+        f"A {summary['architecture']} model of {summary['parameters'] / 1e6:.2f}M parameters and {summary['layers']} "
+        f"layers, trained by sakiyomi: {_extent(summary)}. Mean loss of the last {LAST_STEPS} steps: "
+        f"{summary['final_loss']} nats a token "
         f"({curve}).",
         "",
         "## Data",

@@ -16,19 +16,19 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM
+from torch import Tensor, nn
 
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.growth import grow
-from sakiyomi.train.optim import build_optimizers, copy_state, set_scale
+from sakiyomi.train.optim import LAYER, build_optimizers, copy_state, set_scale
 from sakiyomi.train.report import Reporter
-from sakiyomi.train.rows import Mixture
+from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
 
-BatchLoss = Callable[[LlamaForCausalLM, Tensor], Tensor]
-Evaluate = Callable[[LlamaForCausalLM], dict[str, dict[str, float]]]
+BatchLoss = Callable[[Any, Any], Tensor]
+"""Loss of a model on a batch: what the source of batches gave, as tensors on the model's device."""
+Evaluate = Callable[[Any], dict[str, dict[str, float]]]
 
 
 @dataclass
@@ -57,23 +57,23 @@ class Growth:
 
 
 class Loop:
-    """One training run of a Llama model.
+    """One training run of a transformers model.
 
     Args:
         config: budget, schedule, optimizer and checkpoint settings.
         model: trained in place (replaced when it grows: read `self.model` at the end).
-        batch_loss: loss of (rows, length + 1) token ids.
-        mixture: where the rows come from.
+        batch_loss: loss of a batch.
+        mixture: where the batches come from.
         evaluate: held-out measures, called every `eval_minutes` and at the end.
-        growth: when to grow in depth, if at all.
+        growth: when to grow in depth, if at all; Llama models do.
     """
 
     def __init__(
         self,
         config: LoopConfig,
-        model: LlamaForCausalLM,
+        model: Any,
         batch_loss: BatchLoss,
-        mixture: Mixture,
+        mixture: Batches,
         evaluate: Evaluate,
         growth: Growth | None = None,
     ) -> None:
@@ -120,6 +120,7 @@ class Loop:
 
     def epochs(self, names: Sequence[str]) -> dict[str, float]:
         """How often each source of the mixture was read."""
+        assert isinstance(self.mixture, Mixture), "only streams have epochs"
         return {
             name: round(rows.epoch + rows.offset / rows.size, 2)
             for name, rows in zip(names, self.mixture.streams, strict=True)
@@ -159,13 +160,13 @@ class Loop:
         began = time.monotonic()
         config, progress = self.config, self.progress
         length = config.row_tokens[progress.step % len(config.row_tokens)]
-        ids = self.mixture.batch(
+        batch = self.mixture.batch(
             progress.step, config.step_tokens // length, length, self.schedule.decaying(self._clock())
         )
         scale = self.schedule.scale(progress.step, self._clock())
         set_scale(self._optimizers, scale)
         with torch.autocast(self.model.device.type, dtype=torch.bfloat16):
-            loss = self._batch_loss(self.model, torch.from_numpy(ids).to(self.model.device))
+            loss = self._batch_loss(self.model, on_device(batch, self.model.device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         for optimizer in self._optimizers:
@@ -240,14 +241,22 @@ class Loop:
                 signal.signal(number, handler)
 
 
-def compile_layers(model: LlamaForCausalLM, wanted: bool) -> None:
+def on_device(batch: Any, device: torch.device) -> Any:
+    """Arrays as tensors on a device: one, or those of a mapping."""
+    if isinstance(batch, dict):
+        return {name: on_device(part, device) for name, part in batch.items()}
+    return torch.from_numpy(batch).to(device)
+
+
+def compile_layers(model: nn.Module, wanted: bool) -> None:
     """Compile the layers one by one: they share one graph a shape, so that 12 compile as fast as one."""
     if not wanted or not compiler_found():
         return
     # Row lengths x (training, measuring) make more graphs of the one layer code than the default limit of 8.
     torch._dynamo.config.recompile_limit = 64  # type: ignore[attr-defined,unused-ignore]
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
+    for name, layer in model.named_modules():
+        if LAYER.search(name):
+            layer.compile(dynamic=False)
 
 
 def compiled_loss(loss: Callable[..., Tensor], wanted: bool) -> Callable[..., Tensor]:

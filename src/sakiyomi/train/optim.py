@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
+"""Ends the name of a layer: Llama and Whisper have ``layers``, T5 has ``block``."""
+
 
 def build_optimizers(model: nn.Module, *, muon_lr: float, adam_lr: float, weight_decay: float) -> list[Optimizer]:
     """Two optimizers over all parameters; each group keeps its peak learning rate under "peak"."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
+    layers = [layer for name, layer in model.named_modules() if LAYER.search(name)]
+    # Tables of embeddings (T5 keeps one in a layer) are looked up, not multiplied with.
+    linear = {id(part.weight) for layer in layers for part in layer.modules() if isinstance(part, nn.Linear)}
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            (matrices if parameter.ndim == 2 and ".layers." in name else others).append(parameter)
+            (matrices if id(parameter) in linear else others).append(parameter)
     optimizers: list[Optimizer] = []
     if matrices:
         optimizers.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=0.95))

@@ -7,7 +7,7 @@ uninterrupted one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -118,6 +118,19 @@ class Rows(Protocol):
 
     def restore(self, state: Sequence[int]) -> None:
         """Go to a position taken with `state`."""
+
+
+class Batches(Protocol):
+    """Where a run's batches come from; the same state and step give the same batch."""
+
+    def batch(self, step: int, rows: int, length: int, decaying: bool) -> Any:
+        """The batch of step `step`: an array, or a mapping of names to arrays."""
+
+    def state(self) -> Any:
+        """Positions, as plain values."""
+
+    def restore(self, state: Any) -> None:
+        """Go to positions taken with `state`."""
 
 
 class Mixture:

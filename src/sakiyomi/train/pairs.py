@@ -1,0 +1,254 @@
+"""Encoder-decoder pairs: a target trained on a task, and a smaller draft distilled from it. Knows no task."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.scores import exact_match, word_error_rate
+from sakiyomi.train.checkpoint import checkpoints
+from sakiyomi.train.config import PairConfig
+from sakiyomi.train.data import Ids
+from sakiyomi.train.export import model_folder, write_card
+from sakiyomi.train.held_out import Example, write_examples
+from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
+from sakiyomi.train.losses import distillation_loss, next_token_loss
+from sakiyomi.train.preflight import check_run
+from sakiyomi.train.writing import writing
+
+__all__ = ["Task", "answers", "check_pair", "padded", "states", "train_pair"]
+
+ANSWERED = 32
+"""Examples of each kind that a finished model answers for its card, and that are answered together."""
+
+Batch = dict[str, Any]
+
+
+class Task(Protocol):
+    """What a pair is trained on.
+
+    Attributes:
+        processor: tokenizer or processor, saved beside the models.
+        tokenizer: of the answers.
+        rows: batches to train on: what the encoder reads, by its names, and (rows, T) `inputs` of the decoder, `labels`
+            and `known`, which is 1 where a label counts.
+        held_out: such batches of other texts, by name.
+        examples: questions for the finished models.
+        most_tokens: the longest answer.
+    """
+
+    processor: Any
+    tokenizer: Any
+    rows: Any
+    held_out: dict[str, Batch]
+    examples: list[Example]
+    most_tokens: int
+
+    def new_model(self, part: str) -> Any:
+        """The "target" or the "draft" with random weights."""
+
+    def questions(self, examples: Sequence[Example]) -> Batch:
+        """What the encoder reads of these examples, by its names."""
+
+
+def check_pair(config: PairConfig, files: Iterable[Path]) -> None:
+    """Refuse what could not be done, or would spoil an earlier run; see `check_run`."""
+    files = list(files)
+    for name in ("target", "draft"):
+        check_run(_part(config, name), files)
+
+
+def train_pair(config: PairConfig, task: Task, command: str) -> dict[str, Any]:
+    """Train a target, then a draft that is distilled from it, into OUT/target/model and OUT/draft/model.
+
+    Args:
+        config: the settings.
+        task: what they learn.
+        command: the command line, for the cards.
+
+    Returns:
+        The summary that `--json` prints; `finished` is False after SIGINT.
+    """
+    found: dict[str, Any] = {"finished": True, "out": config.out}
+    held_out: dict[str, Any] = {}
+    target = None
+    for name in ("target", "draft"):
+        part = _part(config, name)
+        folder = model_folder(part)
+        if not (config.resume and (folder / "card.json").exists()):
+            loop = Loop(
+                part, _new(config, task, name), _loss(config, target), task.rows, lambda m: _losses(m, task, None)
+            )
+            if not loop.run():
+                progress = loop.progress
+                stopped = {"finished": False, "out": config.out, "part": name}
+                return stopped | {"step": progress.step, "tokens": progress.tokens}
+            with writing(folder), _whole(folder) as fresh:
+                _save(fresh, loop.model, task)
+                measures = _measures(_load(task, name, fresh), task, target)
+                write_card(part, loop.model, loop.progress, measures, command, {}, folder=fresh)
+        card = read_json(folder / "card.json")
+        found |= {name: str(folder), f"{name}_parameters": card["parameters"], f"{name}_minutes": card["minutes"]}
+        held_out |= {f"{name}, {key}": values for key, values in card["held_out"].items()}
+        target = _load(task, name, folder) if target is None else target
+    return found | {"held_out": held_out}
+
+
+def _part(config: PairConfig, name: str) -> PairConfig:
+    """The settings of one of the two runs."""
+    out = str(Path(config.out) / name) if config.out else ""
+    named = f"{config.name or Path(config.out).name}-{name}"
+    if name == "target":
+        return dataclasses.replace(config, out=out, name=named)
+    resume = config.resume and bool(checkpoints(Path(out) / "checkpoints"))
+    return dataclasses.replace(
+        config, out=out, name=named, resume=resume, minutes=config.draft_minutes, tokens=config.draft_tokens
+    )
+
+
+def _new(config: PairConfig, task: Task, name: str) -> Any:
+    torch.manual_seed(config.seed)
+    return task.new_model(name)
+
+
+# ---------------------------------------------------------------- losses
+
+
+def padded(rows: Sequence[Sequence[int]], length: int, fill: int) -> tuple[Ids, Ids]:
+    """Token ids of several lengths as (rows, length), and 1 where they are theirs and not `fill`."""
+    ids, own = np.full((len(rows), length), fill, dtype=np.int64), np.zeros((len(rows), length), dtype=np.int64)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)], own[row, : len(tokens)] = tokens, 1
+    return ids, own
+
+
+def states(model: Any, batch: Batch) -> Tensor:
+    """(1, N, H): what the head reads at every place of the answers that counts, one behind the other."""
+    decoded = {"inputs", "labels", "known"}
+    read = model.get_encoder()(**{name: part for name, part in batch.items() if name not in decoded})
+    mask = {"encoder_attention_mask": batch["attention_mask"]} if "attention_mask" in batch else {}
+    hidden = model.get_decoder()(
+        input_ids=batch["inputs"], encoder_hidden_states=read.last_hidden_state, use_cache=False, **mask
+    ).last_hidden_state
+    found: Tensor = hidden[batch["known"].bool()][None]
+    return found
+
+
+def _labels(batch: Batch) -> Tensor:
+    found: Tensor = batch["labels"][batch["known"].bool()][None]
+    return found
+
+
+def _head(model: Any) -> Tensor:
+    weight: Tensor = model.get_output_embeddings().weight
+    return weight
+
+
+def _loss(config: PairConfig, target: Any) -> BatchLoss:
+    """Of the target: the right answers; of the draft: the target's probabilities for them."""
+    if target is None:
+        plain = compiled_loss(next_token_loss, config.compile)
+        return lambda model, batch: plain(states(model, batch), _head(model), _labels(batch))
+    distilled = compiled_loss(distillation_loss, config.compile)
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            wanted = torch.softmax((states(target, batch) @ _head(target).T).float(), dim=-1)
+        probs, ids = wanted.topk(min(config.top, wanted.shape[-1]))
+        return distilled(states(model, batch), _head(model), ids, probs, config.greedy_weight)
+
+    return loss
+
+
+# ---------------------------------------------------------------- measures
+
+
+@torch.inference_mode()
+def _losses(model: Any, task: Task, target: Any) -> dict[str, dict[str, float]]:
+    """Loss and share of right tokens on the held-out batches, each token behind the right answer."""
+    model.eval()
+    found = {}
+    for name, arrays in task.held_out.items():
+        batch = on_device(arrays, model.device)
+        hidden, labels = states(model, batch), _labels(batch)
+        best = (hidden @ _head(model).T).argmax(-1)
+        found[name] = {
+            "nats_per_token": float(next_token_loss(hidden, _head(model), labels)),
+            "right_tokens": float((best == labels).float().mean()),
+        }
+        if target is not None:
+            theirs = (states(target, batch) @ _head(target).T).argmax(-1)
+            found[name]["agreement"] = float((best == theirs).float().mean())
+    model.train()
+    return found
+
+
+def _measures(model: Any, task: Task, target: Any) -> dict[str, dict[str, float]]:
+    """The losses of a finished model, and how right the answers are that it gives by itself."""
+    found = _losses(model, task, target)
+    model.eval()
+    for kind in dict.fromkeys(example.task for example in task.examples if example.grounded):
+        some = [example for example in task.examples if example.task == kind][:ANSWERED]
+        right, got = [example.target for example in some], answers(model, task, some)
+        found.setdefault(kind, {})
+        found[kind] |= {"exact_match": exact_match(right, got), "word_error_rate": word_error_rate(right, got)}
+        found[kind]["answers"] = len(some)
+    return found
+
+
+@torch.inference_mode()
+def answers(model: Any, task: Task, examples: Sequence[Example]) -> list[str]:
+    """What a model answers by itself, greedily, with transformers' own loop."""
+    read = on_device(task.questions(examples), model.device)
+    done = model.generate(**read, max_new_tokens=task.most_tokens - 1, do_sample=False)
+    return list(task.tokenizer.batch_decode(done, skip_special_tokens=True))
+
+
+# ---------------------------------------------------------------- files
+
+
+@contextmanager
+def _whole(folder: Path) -> Iterator[Path]:
+    """A folder that becomes `folder` when the block is over, and is removed if it raises."""
+    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        shutil.rmtree(folder, ignore_errors=True)
+        fresh.rename(folder)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def _save(folder: Path, model: Any, task: Task) -> None:
+    """Weights in bf16, settings, tokenizer or processor, and the held-out examples."""
+    plain = type(model)(copy.deepcopy(model.config)).to(torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = GenerationConfig.from_model_config(model.config)
+    plain.generation_config.max_length = None
+    plain.generation_config.max_new_tokens = task.most_tokens - 1  # the first is the decoder's own
+    plain.generation_config._from_model_config = False  # the folder says how to generate
+    plain.save_pretrained(folder)
+    task.processor.save_pretrained(folder)
+    write_examples(folder, task.examples)
+    # The weights are written through a private temporary file; a model folder is there to be read by others.
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)
+
+
+def _load(task: Task, part: str, folder: Path) -> Any:
+    """A finished model as it was rounded, in float32."""
+    model = type(task.new_model(part)).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model.eval().requires_grad_(False)

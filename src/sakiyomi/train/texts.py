@@ -1,0 +1,58 @@
+"""The texts of a pair's run: those to train on, and others that are held out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.train.config import PairConfig
+from sakiyomi.train.data import check_shares, parse_text
+from sakiyomi.train.evaluate import parse_valid, read_held_out
+
+__all__ = ["check_same", "read_texts", "text_files"]
+
+HELD_BACK = 20
+"""Without held-out files every document of this number is held out."""
+
+
+def text_files(config: PairConfig) -> list[Path]:
+    """All files that the run reads."""
+    specs = [parse_text(spec) for spec in config.text]
+    check_shares("--text", specs)
+    return [*(spec.path for spec in specs), *parse_valid(config.valid).values()]
+
+
+def read_texts(config: PairConfig) -> tuple[list[str], list[str]]:
+    """Documents to train on, and those held out.
+
+    Raises:
+        LoadError, InputError: a file cannot be read; or there are too few documents to hold some back.
+    """
+    valid = parse_valid(config.valid)
+    found = [text for path in text_files(config)[: len(config.text)] for text in read_held_out(path)]
+    if valid:
+        return found, [text for path in valid.values() for text in read_held_out(path)]
+    if len(found) < HELD_BACK:
+        raise InputError(
+            f"the training text has {len(found)} documents, expected {HELD_BACK} or more to hold some back; give more, "
+            "or held-out text with --valid NAME=FILE"
+        )
+    order = np.random.default_rng(config.seed).permutation(len(found)).tolist()
+    held = set(order[: len(found) // HELD_BACK])
+    return [text for i, text in enumerate(found) if i not in held], [found[i] for i in sorted(held)]
+
+
+def check_same(sizes: Sequence[int], before: Sequence[int]) -> None:
+    """Refuse to go on with other texts than a checkpoint's.
+
+    Args:
+        sizes, before: of the texts now and then.
+    """
+    if list(sizes) != list(before):
+        raise LoadError(
+            f"the training files have {list(sizes)} documents and parts, those of the checkpoint had {list(before)}: "
+            "their text has changed; give the files as they were, or begin another run with another --out"
+        )

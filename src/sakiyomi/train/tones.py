@@ -1,0 +1,178 @@
+"""The task of `train tones`: words played as tones, one chord a letter, in; the letters out.
+
+The recordings are made here from text, so that a model of speech recognition's shape can be trained in minutes and
+every answer is known. They pass through transformers' own feature extractor, as recordings of people would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
+)
+
+from sakiyomi.errors import InputError
+from sakiyomi.train.config import TonesConfig
+from sakiyomi.train.held_out import Example
+from sakiyomi.train.pairs import check_pair, padded, train_pair
+from sakiyomi.train.sounds import LETTERS, RATE, recording, spelled
+from sakiyomi.train.texts import check_same, read_texts, text_files
+
+__all__ = ["ToneRows", "Tones", "letters_tokenizer", "train_tones"]
+
+START, END = "<|startoftranscript|>", "<|endoftext|>"
+MEASURED_ROWS = 32
+"""Rows of the held-out batch."""
+
+
+def train_tones(config: TonesConfig, command: str = "") -> dict[str, Any]:
+    """Run `sakiyomi train tones`.
+
+    Args:
+        config: the settings.
+        command: the command line, for the cards.
+
+    Returns:
+        The summary that `--json` prints; `finished` is False after SIGINT.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    check_pair(config, text_files(config))
+    return train_pair(config, Tones(config, *read_texts(config)), command)
+
+
+class Tones:
+    """See `pairs.Task`.
+
+    Args:
+        config: of the run.
+        texts, held_out: documents to train on, and others.
+    """
+
+    def __init__(self, config: TonesConfig, texts: Sequence[str], held_out: Sequence[str]) -> None:
+        self._config = config
+        self.tokenizer = letters_tokenizer()
+        self.extractor = WhisperFeatureExtractor(
+            feature_size=config.bands, chunk_length=config.seconds, sampling_rate=RATE
+        )
+        self.processor = WhisperProcessor(self.extractor, self.tokenizer)
+        # One more for the start token.
+        self.most_tokens = max(config.row_tokens) + 1
+        self.rows = ToneRows(texts, self.tokenizer, self.extractor, seed=config.seed)
+        # The same generator with another seed, on other text.
+        seed, length = config.seed + 1, max(config.row_tokens)
+        others = ToneRows(held_out, self.tokenizer, self.extractor, seed=seed)
+        self.held_out = {"tones": others.batch(0, MEASURED_ROWS, length, False)}
+        rng = np.random.default_rng((seed, 1))
+        self.examples = [
+            Example("tones", "", others.words(rng, length - 1), (seed, 1, number)) for number in range(config.examples)
+        ]
+
+    def new_model(self, part: str) -> WhisperForConditionalGeneration:
+        """A Whisper with random weights."""
+        config, tokenizer = self._config, self.tokenizer
+        sizes: dict[str, Any] = {
+            "target": {
+                "d_model": config.hidden,
+                "encoder_layers": config.encoder_layers,
+                "decoder_layers": config.layers,
+                "encoder_attention_heads": config.heads,
+                "decoder_attention_heads": config.heads,
+                "encoder_ffn_dim": config.intermediate,
+                "decoder_ffn_dim": config.intermediate,
+            },
+            "draft": {
+                "d_model": config.draft_hidden,
+                "encoder_layers": config.draft_encoder_layers,
+                "decoder_layers": config.draft_layers,
+                "encoder_attention_heads": config.draft_heads,
+                "decoder_attention_heads": config.draft_heads,
+                "encoder_ffn_dim": config.draft_intermediate,
+                "decoder_ffn_dim": config.draft_intermediate,
+            },
+        }
+        end = tokenizer.eos_token_id
+        return WhisperForConditionalGeneration(
+            WhisperConfig(
+                vocab_size=len(tokenizer),
+                num_mel_bins=config.bands,
+                max_source_positions=self.extractor.nb_max_frames // 2,
+                max_target_positions=-(-self.most_tokens // 32) * 32,
+                dropout=0.0,
+                decoder_start_token_id=tokenizer.get_vocab()[START],
+                bos_token_id=end,
+                eos_token_id=end,
+                pad_token_id=end,
+                suppress_tokens=None,
+                begin_suppress_tokens=None,
+                **sizes[part],
+            )
+        )
+
+    def questions(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """Recordings as `input_features`."""
+        sounds = [recording(example.target, example.seed) for example in examples]
+        return {"input_features": self.extractor(sounds, sampling_rate=RATE, return_tensors="np")["input_features"]}
+
+
+class ToneRows:
+    """Batches of recordings and their letters, made while they are asked for.
+
+    Args:
+        documents: texts, whose words are played.
+        tokenizer, extractor: of the model.
+        seed: of the choice of words and of the sounds.
+    """
+
+    def __init__(self, documents: Sequence[str], tokenizer: Any, extractor: Any, *, seed: int) -> None:
+        self._documents = [words for text in documents if (words := spelled(text))]
+        if not self._documents:
+            raise InputError("the text has no word in the letters a to z; give English text")
+        self._tokenizer, self._extractor, self._seed = tokenizer, extractor, seed
+
+    def batch(self, step: int, rows: int, length: int, decaying: bool) -> dict[str, Any]:
+        """`input_features` (rows, bands, frames), `inputs`, `labels`, `known` (rows, length): up to so many letters."""
+        rng = np.random.default_rng((self._seed, step))
+        texts = [self.words(rng, length - 1) for _ in range(rows)]
+        sounds = [recording(text, (self._seed, step, row)) for row, text in enumerate(texts)]
+        features = self._extractor(sounds, sampling_rate=RATE, return_tensors="np")["input_features"]
+        end, start = self._tokenizer.eos_token_id, self._tokenizer.get_vocab()[START]
+        ids = [[*self._tokenizer(text, add_special_tokens=False)["input_ids"], end] for text in texts]
+        labels, known = padded(ids, length, end)
+        inputs = np.concatenate((np.full((rows, 1), start), labels[:, :-1]), axis=1)
+        return {"input_features": features, "inputs": inputs, "labels": labels, "known": known}
+
+    def words(self, rng: np.random.Generator, most: int) -> str:
+        """Words that follow each other in a text, as many as have `most` letters and spaces together."""
+        document = self._documents[int(rng.integers(len(self._documents)))]
+        start = int(rng.integers(len(document)))
+        text = document[start][:most]
+        for word in document[start + 1 :]:
+            if len(text) + 1 + len(word) > most:
+                break
+            text = f"{text} {word}"
+        return text
+
+    def state(self) -> list[int]:
+        """Sizes of the text; a batch depends on the step alone."""
+        return [len(self._documents), sum(map(len, self._documents))]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """There is nowhere to go to, if the text is that of the checkpoint."""
+        check_same(self.state(), state)
+
+
+def letters_tokenizer() -> WhisperTokenizer:
+    """One token a letter, one for the space, and the two that Whisper begins and ends with."""
+    vocab = {token: place for place, token in enumerate((END, START, "Ġ", *LETTERS))}
+    tokenizer = WhisperTokenizer(vocab=vocab, merges=[], pad_token=END)
+    tokenizer.add_special_tokens({"additional_special_tokens": [START]})
+    return tokenizer
