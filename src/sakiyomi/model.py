@@ -7,7 +7,6 @@ knows no drafts and no sampling.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import threading
@@ -36,6 +35,9 @@ from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bits, compare, layer_errors
 from sakiyomi.loading.families import has_experts
 from sakiyomi.memory import available_bytes, readable
+from sakiyomi.seq2seq.decoder import Encoder, split
+from sakiyomi.cache.sources import Source, SourceCache
+from sakiyomi.structure import structural_copy
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
@@ -43,12 +45,6 @@ SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of 
 SLOW = 0.05  # seconds of a trial pass from which on one is enough
 # What one request needs, the likeliest first; the others are compiled when they are met.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
-
-
-def structural_copy(model: nn.Module) -> Any:
-    """The same modules again around the same parameter and buffer tensors, with a config of their own."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared)
 
 
 def _weights(module: nn.Module) -> int:
@@ -125,7 +121,11 @@ class PackedModel:
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_rounding(f"quantize={quantize!r}", model.dtype)
-        self.config = model.config.get_text_config()
+        self._model = structural_copy(model).eval()
+        self._encoder: Encoder | None = None
+        if getattr(model.config, "is_encoder_decoder", False):
+            self._model, self._encoder = split(self._model)
+        self.config = self._model.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
@@ -151,7 +151,6 @@ class PackedModel:
         self._seconds: dict[tuple[int, bool], float] = {}
         self._warm: set[tuple[int, bool]] = set()
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
-        self._model = structural_copy(model).eval()
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
@@ -164,14 +163,17 @@ class PackedModel:
         self._one_place = {shape.device for shape in shapes} == {self.device}
         self._owned, self._compile = owned, compile
         accelerated = self.device.type == "cuda" and self._one_place and self.passes_here and not exact
+        accelerated = accelerated and self._encoder is None
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
             max_slots=max_slots,
             spare=int(accelerated),
+            extra=int(self._encoder is not None),
             on_move=self._moved,
             available=lambda: int(available_bytes(str(self.device)) * 0.9),
         )
+        self.sources = self._source_cache(max_slots)
         self.state: State
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
@@ -185,7 +187,7 @@ class PackedModel:
             self._take(state)
             self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
-            self._take((None if self.unsettled else self._native()) or Dense(self.cache, by_row=exact))
+            self._take((None if self.unsettled else self._native()) or self._dense())
         # A capture costs no compiler's seconds: there larger batches have their own as well.
         self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else SIZES
         self._proven = False
@@ -243,12 +245,41 @@ class PackedModel:
         attention.register()
         self.state = state
         self._model.set_attn_implementation(state.attention)
-        if isinstance(state, NativeModel) and self.cache.room:
-            state.attach(self.cache)
+        if isinstance(state, NativeModel):
+            state.set_distances(self._distances)
+            if self.cache.room:
+                state.attach(self.cache)
+            if self.sources is not None and self.sources.room:
+                state.attach_sources(self.sources)
         if self._compile and self.passes_here and self.device.type == "cpu" and not self.unsettled:
             self.graphs = Graphs(self._model, state, self.device, SIZES, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)
+
+    def _dense(self) -> Dense:
+        return Dense(self.cache, by_row=self.exact, sources=self.sources, distances=self._distances)
+
+    @property
+    def _distances(self) -> Tensor | None:
+        found: Tensor | None = getattr(self._model, "distances", None)
+        return found
+
+    def _source_cache(self, max_slots: int) -> SourceCache | None:
+        """For what cross-attention reads; None where there is no encoder."""
+        if self._encoder is None:
+            return None
+        return SourceCache(
+            self._encoder.shapes,
+            dtype=self.dtype,
+            max_slots=max_slots,
+            extra=1,
+            on_move=self._sources_moved,
+            available=lambda: int(available_bytes(str(self.device)) * 0.9),
+        )
+
+    def _sources_moved(self, sources: SlotCache) -> None:
+        if isinstance(self.state, NativeModel):
+            self.state.attach_sources(sources)
 
     def _moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""
@@ -423,6 +454,39 @@ class PackedModel:
         return torch.stack(rows)
 
     # ------------------------------------------------------------ passes
+
+    def takes(self, source: Source | None) -> bool:
+        """Whether the encoder has so many places; without a source there is nothing to be read."""
+        limit = self._encoder.limit if self._encoder is not None else None
+        return source is None or limit is None or source.length <= limit
+
+    def make_room(self, slot: int, columns: int, source: Source | None = None) -> None:
+        """Room for so many tokens in a slot; the request's source is read, if that was not done.
+
+        Args:
+            slot: the request's.
+            columns: its tokens.
+            source: what its rows attend to beside their own text; None: nothing.
+
+        Raises:
+            MemoryLimitError: there is no memory for it.
+        """
+        self.cache.reserve(slot, columns)
+        if source is None or self.sources is None or self._encoder is None or self.sources.holds(slot, source):
+            return
+        with torch.no_grad(), self.lock:
+            began = time.perf_counter()
+            self.sources.reserve(slot, source.length)
+            hidden = self._encoder.read(source)
+            self.state.begin(Plan([]), hidden.shape[1])
+            self.sources.fill(slot, source, self._encoder.pairs(hidden))
+            self.forward_seconds += time.perf_counter() - began
+
+    def first_logits(self, source: Source, tokens: Sequence[int]) -> Tensor:
+        """Logits (V,) of what follows these tokens where nothing was written yet."""
+        with self.lock, self.cache.lent(len(tokens)) as slot:
+            self.make_room(slot, len(tokens), source)
+            return self.score([Segment(slot, 0, tokens, prompt=True)], last=True)[0]
 
     def score(
         self, segments: Sequence[Segment], *, last: bool = False, graphs: Collection[int] | None = None

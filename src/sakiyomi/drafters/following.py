@@ -90,6 +90,8 @@ class TextDrafter:
         following: _Following | None = context.memory.get(self.name)
         if following is None:
             following = context.memory[self.name] = _Following(self.reader(context))
+            if context.source is not None:
+                following.reader.read(context.source.tokens)
         tokens = context.tokens
         missing = len(tokens) - following.read
         if missing > 64:
