@@ -64,9 +64,7 @@ class Audio:
         object.__setattr__(self, "samples", samples)
 
     @classmethod
-    def read(
-        cls, path: str | os.PathLike[str], *, language: str | None = None, task: str | None = None
-    ) -> Audio:
+    def read(cls, path: str | os.PathLike[str], *, language: str | None = None, task: str | None = None) -> Audio:
         """The sound in a WAV file of whole numbers (8, 16, 24 or 32 bits); of several channels the mean.
 
         Args:
@@ -142,6 +140,8 @@ def _resample(samples: Samples, old: int, new: int) -> Samples:
     for phase in range(min(up, count)):
         places = np.arange(phase, count, up) * down
         distance = offsets - (places[0] % up) / up
-        weights = cutoff * np.sinc(cutoff * distance) * (0.5 + 0.5 * np.cos(np.pi * np.clip(distance / (half + 1), -1, 1)))
+        weights = (
+            cutoff * np.sinc(cutoff * distance) * (0.5 + 0.5 * np.cos(np.pi * np.clip(distance / (half + 1), -1, 1)))
+        )
         found[phase::up] = windows[np.minimum(places // up, len(samples) - 1)] @ (weights / weights.sum())
     return found

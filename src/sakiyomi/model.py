@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.sources import Source, SourceCache
 from sakiyomi.clock import running_mean
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels import attention
@@ -36,7 +37,6 @@ from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bit
 from sakiyomi.loading.families import has_experts
 from sakiyomi.memory import available_bytes, readable
 from sakiyomi.seq2seq.decoder import Encoder, split
-from sakiyomi.cache.sources import Source, SourceCache
 from sakiyomi.structure import structural_copy
 
 logger = logging.getLogger("sakiyomi")
@@ -435,6 +435,7 @@ class PackedModel:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab_size, (80,), generator=generator).tolist()
         with self.cache.lent(80) as slot:
+            self._pretend_source(slot)
             self.score([Segment(slot, 0, ids[:16], prompt=True)])
             reference = self._in_passes(slot, ids, 64, 64, first=64)
             good = []
@@ -443,6 +444,12 @@ class PackedModel:
                 if torch.equal(self._in_passes(slot, ids, count, size, first=(size + 1) // 2), reference[:count]):
                     good.append(size)
             return tuple(good) if len(good) > 1 else ()
+
+    def _pretend_source(self, slot: int) -> None:
+        """Give a slot something for cross-attention to look at."""
+        if self.sources is not None and self._encoder is not None:
+            self.sources.reserve(slot, 40)
+            self.sources.fill(slot, Source({}, 40), self._encoder.noise(40))
 
     def _in_passes(self, slot: int, ids: list[int], count: int, size: int, *, first: int) -> Tensor:
         """Logits of the tokens behind the first 16, by passes of one size, of which the first has fewer rows."""

@@ -198,8 +198,10 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
 at::Tensor cross(const at::Tensor& query, int64_t index, double scaling) {
   Pass& pass = current;
   int64_t heads = query.size(1), rows = query.size(2);
-  if (pass.segments.empty()) return at::zeros({1, rows, heads, query.size(3)}, query.options());
-  TORCH_CHECK(pass.model && index < (int64_t)pass.model->sources.size(), "sakiyomi_cpu::cross called outside a pass, or before a source");
+  // A graph that is run once for its compilation, or a pass before any source was read.
+  if (pass.segments.empty() || (pass.model && pass.model->sources.empty()))
+    return at::zeros({1, rows, heads, query.size(3)}, query.options());
+  TORCH_CHECK(pass.model && index < (int64_t)pass.model->sources.size(), "sakiyomi_cpu::cross called outside a pass");
   const Layer& layer = pass.model->sources[index];
   at::Tensor q = query.stride(-1) == 1 ? query : query.contiguous();
   TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::cross: wrong dtype");

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.kernels.plan import Plan
 from sakiyomi.cache.sources import SourceCache
+from sakiyomi.kernels.plan import Plan
 
 
 class _Pass(threading.local):

@@ -62,9 +62,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise LoadError(f"{path} is not a valid configuration ({_first_lines(error)})") from error
 
 
-def check_supported(
-    config: Any, name: str, model_class: type | None = None, *, encoder_decoder: bool = False
-) -> None:
+def check_supported(config: Any, name: str, model_class: type | None = None, *, encoder_decoder: bool = False) -> None:
     """Refuse what cannot work.
 
     Args:

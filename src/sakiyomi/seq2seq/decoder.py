@@ -16,9 +16,9 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.slots import LayerShape
+from sakiyomi.cache.sources import Source
 from sakiyomi.kernels.attention import CROSS
 from sakiyomi.seq2seq.families import Family, family_of
-from sakiyomi.cache.sources import Source
 from sakiyomi.structure import structural_copy
 
 __all__ = ["Decoder", "DecoderConfig", "Encoder", "split"]
@@ -185,6 +185,15 @@ class Encoder:
         inputs = {name: given.to(self.dtype) if given.is_floating_point() else given for name, given in inputs.items()}
         hidden: Tensor = self._module(**inputs).last_hidden_state
         return hidden
+
+    def noise(self, places: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of no source, for self-tests."""
+        generator = torch.Generator().manual_seed(0)
+
+        def rows(shape: LayerShape, dim: int) -> Tensor:
+            return torch.randn(shape.heads, places, dim, generator=generator)
+
+        return [(rows(shape, shape.key_dim), rows(shape, shape.value_dim)) for shape in self.shapes]
 
     def pairs(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values (heads, places, dim) of every layer."""

@@ -14,7 +14,7 @@ __all__ = ["default_processors"]
 def default_processors(
     settings: Any, begin: int, last: int, source: Tensor | None, *, no_end: bool = False
 ) -> list[transformers.LogitsProcessor]:
-    """transformers' own processors in the order in which ``generate`` has them.
+    """Transformers' own processors in the order in which ``generate`` has them.
 
     Args:
         settings: a GenerationConfig; what it says of beams and sampling is not asked.

@@ -130,9 +130,7 @@ class SourceIntake:
                 f"the sound is {audio.seconds:.1f} s long, and the model's encoder takes {most / rate:g} s; give its "
                 "parts one by one (Audio.split)"
             )
-        made = extractor(
-            sound.samples, sampling_rate=rate, return_tensors="pt", padding="max_length", max_length=most
-        )
+        made = extractor(sound.samples, sampling_rate=rate, return_tensors="pt", padding="max_length", max_length=most)
         return made["input_features"]  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------ the decoder's first tokens
