@@ -140,8 +140,7 @@ def _resample(samples: Samples, old: int, new: int) -> Samples:
     for phase in range(min(up, count)):
         places = np.arange(phase, count, up) * down
         distance = offsets - (places[0] % up) / up
-        weights = (
-            cutoff * np.sinc(cutoff * distance) * (0.5 + 0.5 * np.cos(np.pi * np.clip(distance / (half + 1), -1, 1)))
-        )
+        window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / (half + 1), -1, 1))
+        weights = np.sinc(cutoff * distance) * window
         found[phase::up] = windows[np.minimum(places // up, len(samples) - 1)] @ (weights / weights.sum())
     return found

@@ -160,7 +160,7 @@ class LLM:
             InputError, MemoryLimitError: before any work is done.
         """
         params = as_params(params)
-        if isinstance(prompts, str | Audio | Tensor):
+        if isinstance(prompts, str | Audio) or (isinstance(prompts, Tensor) and prompts.is_floating_point()):
             return self.generate([prompts], params, rounds_trace=rounds_trace)[0]
         if not isinstance(prompts, Iterable):
             raise InputError(f"prompts is {prompts!r:.80}; expected a text, or a list of texts or of token-id lists")

@@ -277,9 +277,9 @@ class PackedModel:
             available=lambda: int(available_bytes(str(self.device)) * 0.9),
         )
 
-    def _sources_moved(self, sources: SlotCache) -> None:
-        if isinstance(self.state, NativeModel):
-            self.state.attach_sources(sources)
+    def _sources_moved(self, _: SlotCache) -> None:
+        if isinstance(self.state, NativeModel) and self.sources is not None:
+            self.state.attach_sources(self.sources)
 
     def _moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""

@@ -205,11 +205,11 @@ class NativeModel:
 
     def set_distances(self, table: Tensor | None) -> None:
         """Add to scores what stands for the key's distance, (heads, n) float32; None: nothing."""
-        if table is not None:
-            self._held.append(table)
-        self._library.sk_distances(
-            self.number, *((table.data_ptr(), table.shape[1]) if table is not None else (None, 0))
-        )
+        if table is None:
+            self._library.sk_distances(self.number, None, 0)
+            return
+        self._held.append(table)
+        self._library.sk_distances(self.number, table.data_ptr(), table.shape[1])
 
     def begin(self, plan: Plan, size: int) -> None:
         """Say what the next pass of this model looks like; `size` counts filler rows too."""

@@ -80,8 +80,8 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
     if getattr(config, "is_encoder_decoder", False):
         if not encoder_decoder:
             raise UnsupportedError(
-                f"{name!r} is an encoder-decoder model ({kind}), and this works with decoder-only models; LLM, generate "
-                "and transcribe take such a model"
+                f"{name!r} is an encoder-decoder model ({kind}), and this works with decoder-only models; LLM, "
+                "generate and transcribe take such a model"
             )
         family_of(config, name)
         return

@@ -50,8 +50,8 @@ __all__ = ["Loaded", "load_model"]
 logger = logging.getLogger("sakiyomi")
 DTYPES = ("float32", "bfloat16", "float16")
 _NOT_ROUNDED = (
-    "quantize={!r}: {!r} is an encoder-decoder model, which this version does not round; leave quantize at None, or pass "
-    "dtype='bfloat16'"
+    "quantize={!r}: {!r} is an encoder-decoder model, which this version does not round; leave quantize at None, or "
+    "pass dtype='bfloat16'"
 )
 
 

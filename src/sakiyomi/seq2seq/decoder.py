@@ -57,7 +57,8 @@ class _Attention(nn.Module):
 
     def _split(self, x: Tensor) -> Tensor:
         """(B, T, heads * dim) as (B, heads, T, dim)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        parts: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return parts
 
     def _close(self, out: Tensor) -> tuple[Tensor | None, ...]:
         return (self.out(out.flatten(2)), None, None)[: self.results]
@@ -87,12 +88,14 @@ class _CrossAttention(_Attention):
 class _NoPositions(nn.Module):
     """Stands where positions are embedded, which were added before."""
 
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return self.zero
+    zero: Tensor
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("zero", weight.new_zeros(1), persistent=False)
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.zero
 
 
 class Decoder(nn.Module):

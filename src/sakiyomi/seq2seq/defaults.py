@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 __all__ = ["default_processors"]
 
 
 def default_processors(
-    settings: Any, begin: int, last: int, source: Tensor | None, *, no_end: bool = False
+    settings: Any, begin: int, last: int, source: Any, *, no_end: bool = False
 ) -> list[transformers.LogitsProcessor]:
     """Transformers' own processors in the order in which ``generate`` has them.
 

@@ -90,8 +90,8 @@ class SourceIntake:
         tokens = prompt_tokens(prompt, self._tokenizer, size, 1 << 30)
         if len(tokens) >= limit:
             raise InputError(
-                f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; shorten it, "
-                "or give its parts one by one"
+                f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; "
+                "shorten it, or give its parts one by one"
             )
         shared = size == self._vocab_size and getattr(self._config, "share_encoder_decoder_embeddings", True)
         return Source({"input_ids": torch.tensor([tokens])}, len(tokens), tuple(tokens) if shared else ())
