@@ -63,6 +63,12 @@ class Audio:
             raise InputError("samples have values that are no numbers (NaN or infinite); expected -1 to 1")
         object.__setattr__(self, "samples", samples)
 
+    def __repr__(self) -> str:
+        told = "".join(
+            f", {name}={value!r}" for name, value in (("language", self.language), ("task", self.task)) if value
+        )
+        return f"Audio({len(self.samples)} samples, sampling_rate={self.sampling_rate}{told})"
+
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, language: str | None = None, task: str | None = None) -> Audio:
         """The sound in a WAV file of whole numbers (8, 16, 24 or 32 bits); of several channels the mean.

@@ -81,7 +81,8 @@ def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, 
         try:
             tokens = [operator.index(t) for t in prompt]
         except TypeError:
-            raise InputError(f"the prompt is {prompt!r:.80}; expected a text or a list of token ids") from None
+            shown = " ".join(repr(prompt).split())
+            raise InputError(f"the prompt is {shown:.80}; expected a text or a list of token ids") from None
         if not tokens:
             raise InputError("the prompt is an empty list of tokens; give at least one")
     wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)

@@ -268,7 +268,7 @@ class LLM:
 
     def _rounded(self, target: Any, kind: str) -> PackedModel:
         """The target once more, its weights rounded, to run beside itself."""
-        loaded = load_model(target, quantize=kind, packed=True, **self._options)
+        loaded = load_model(target, quantize=kind, packed=True, encoder_decoder=True, **self._options)
         packed = self._pack_target(loaded, kind, first_sizes=DRAFT_SIZES, exact=False)
         self._models.append(packed)
         return packed
