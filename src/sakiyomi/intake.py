@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sakiyomi.audio import Audio
 from sakiyomi.errors import InputError
 from sakiyomi.params import SamplingParams
 
@@ -57,6 +58,10 @@ class TextIntake:
 
     def __call__(self, prompt: Any, params: SamplingParams) -> Asked:
         """See ``Intake``."""
+        if isinstance(prompt, Audio):
+            raise InputError(
+                f"the prompt is {prompt!r}, and the model goes on with text; load a speech model (whisper)"
+            )
         tokens = prompt_tokens(prompt, self._tokenizer, self._vocab_size, self._max_context)
         return Asked(tokens, with_ids(params, self._tokenizer))
 

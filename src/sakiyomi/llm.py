@@ -38,7 +38,7 @@ class LLM:
 
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
-            ``(model, tokenizer)`` pair.
+            ``(model, tokenizer)`` pair; of a model that hears (whisper) ``(model, processor)``.
         draft: "none", "auto", "model:<path or id>", "self-int8" (the target once more, with weights of 8 bits),
             "early-exit:<layers>" (its own first layers), "oracle" or "oracle:<rate>" (the known answer, to measure what
             a draft could bring), a Drafter object, or several: joined by "+", or in a list. "auto" uses ``tales-draft``

@@ -85,8 +85,11 @@ def _rope_limit(config: Any) -> int:
 class PackedModel:
     """Scores packed rows of several requests in one pass.
 
+    Of an encoder-decoder model the decoder is what runs; `make_room` has the encoder read a request's source, and its
+    keys and values for cross-attention stay beside the request's own.
+
     Args:
-        model: a loaded causal LM; not changed.
+        model: a loaded causal LM, or an encoder-decoder one of a known family; not changed.
         max_slots: requests at once at most.
         compile: "auto" compiles graphs in the background where a compiler is, True waits for them, False never does.
         exact: every pass has a row count at which a self-test found each row independent of the others.
@@ -213,11 +216,16 @@ class PackedModel:
     def weight_bytes(self) -> int | None:
         """Bytes of weights that one pass reads: all but embeddings, of which it reads a few rows.
 
-        None for a mixture of experts, where it depends on the tokens.
+        None for a mixture of experts, where it depends on the tokens. What reads a source is no part of a pass.
         """
         if self._has_experts:
             return None
-        modules = [module for module in self._model.modules() if not isinstance(module, nn.Embedding)]
+        elsewhere = self._encoder.projections if self._encoder is not None else []
+        modules = [
+            module
+            for module in self._model.modules()
+            if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
+        ]
         packed = [
             tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
         ]

@@ -139,11 +139,37 @@ def test_exact_text_is_bit_equal(name: str) -> None:
 def test_samples_of_one_source_are_read_once(name: str) -> None:
     llm = llm_of(name, max_batch=4)
     calls = counted(llm)
-    text = TOKENIZER.decode(sources(name)[0])
-    first, other = llm.generate([text, text + "あ"], params(n=3, temperature=HEAT[name], seed=1))
+    ids, text = sources(name)[0], TOKENIZER.decode(sources(name)[1])
+    first, other = llm.generate([ids, text], params(n=3, temperature=HEAT[name], seed=1))
     assert len({tuple(out.token_ids) for out in first}) == 3
     assert len(calls) == 2
     assert first[0].token_ids != other[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["bart", "marian", "whisper"])
+def test_text_up_to_the_last_position(name: str) -> None:
+    """Nothing is drafted into positions that the decoder does not have."""
+    limit = "max_target_positions" if name == "whisper" else "max_position_embeddings"
+    model = build(name, **{limit: 20})
+    for which in ("none", "self"):
+        draft = ModelDrafter(PackedModel(model, compile=False), VOCAB) if which == "self" else which
+        llm = LLM((model, TOKENIZER), draft, compile=False, strict=True)
+        done = llm.generate(sources(name), params(max_new_tokens=50, gamma=4))
+        assert [out.token_ids for out in done] == [reference(model, source, 19) for source in sources(name)]
+        assert all(out.finish_reason == "length" for out in done)
+
+
+def test_what_a_pass_reads_is_less_than_the_model() -> None:
+    """Not the encoder, and not what makes cross-attention's keys and values: those are read once a request."""
+    model = model_of("t5")
+    ends = ("EncDecAttention.k", "EncDecAttention.v")
+    cross = [module for path, module in model.decoder.named_modules() if path.endswith(ends)]
+    read = {id(p): p.nbytes for p in (*model.decoder.parameters(), *model.lm_head.parameters())}
+    bias = model.decoder.block[0].layer[0].SelfAttention.relative_attention_bias  # an embedding
+    assert len(cross) == 4
+    elsewhere = sum(module.weight.nbytes for module in (*cross, bias))
+    padding = 4 * 32 * 4  # the head's 60 channels are packed as 64
+    assert PackedModel(model, compile=False).weight_bytes == sum(read.values()) - elsewhere + padding
 
 
 def counted(llm: LLM) -> list[object]:

@@ -233,6 +233,24 @@ def test_generate_and_transcribe_on_the_command_line(root: Path, tmp_path: Path)
     assert result.stdout.strip() == expected.text.strip()
 
 
+def test_wrong_files_and_targets_on_the_command_line(root: Path, tmp_path: Path) -> None:
+    wav, text = tmp_path / "a.wav", tmp_path / "text.wav"
+    write_wav(wav, tone(500.0))
+    text.write_text("no sound")
+    for arguments, words in (
+        (["--target", "tales"], "no file was given"),
+        ([str(text), "--target", "tales"], "no WAV file"),
+        ([str(tmp_path / "none.wav"), "--target", "tales"], "no file"),
+        ([str(wav)], "--target"),
+        ([str(wav), "--target", str(folder_of("bart", root))], "reads text"),
+        ([str(wav), "--target", "tales", "--draft", "none", "--compile", "false"], "goes on with text"),
+    ):
+        result = CliRunner().invoke(app, ["transcribe", *arguments])
+        assert result.exit_code in (1, 2), result.output
+        assert words in result.stderr, result.stderr
+        assert "Traceback" not in result.stderr
+
+
 def write_wav(path: Path, sound: Audio) -> None:
     import wave
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import typer
@@ -37,6 +38,7 @@ def register(app: typer.Typer) -> None:
         JsonOption,
         help="Write down what is said in sound files.\n\nThe target is a speech model (whisper); the text is its own, "
         "written faster with a smaller one as draft. Longer sounds than it hears at once are refused: cut them.",
+        defaults={"target": dataclasses.MISSING},  # none that is embedded hears
     )(transcribe)
 
 

@@ -182,6 +182,11 @@ class Encoder:
             for c in crosses
         ]
 
+    @property
+    def projections(self) -> list[nn.Module]:
+        """What makes keys and values of a source, as it is now (packed or not)."""
+        return [module for cross in self._crosses for module in (cross.k, cross.v)]
+
     def read(self, source: Source) -> Tensor:
         """The encoder's last layer, (1, places, width)."""
         inputs = {name: given.to(self.device) for name, given in source.inputs.items()}

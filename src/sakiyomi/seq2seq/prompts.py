@@ -73,10 +73,13 @@ class SourceIntake:
 
     def _source(self, prompt: Any) -> Source:
         # Samples of one prompt come one after the other: they share what the encoder makes of it.
-        if self._last is not None and self._last[0] is prompt and not isinstance(prompt, list):
-            return self._last[1]
+        key = tuple(prompt) if isinstance(prompt, list) else prompt
+        if self._last is not None:
+            known, source = self._last
+            if known is key or (isinstance(key, str | tuple) and type(known) is type(key) and known == key):
+                return source
         source = self._sound(prompt) if self._family.hears else self._text(prompt)
-        self._last = (prompt, source)
+        self._last = (key, source)
         return source
 
     def _text(self, prompt: Any) -> Source:
