@@ -297,7 +297,7 @@ class LLM:
         def fits(config: Any) -> None:
             check_family(self._config, config, name)
 
-        return load_model(name, packed=True, encoder_decoder=has_encoder(self._config), fits=fits, **self._options)
+        return load_model(name, packed=True, encoder_decoder=True, fits=fits, **self._options)
 
     def _pack_beside(self, loaded: Loaded) -> PackedModel:
         packed = PackedModel(
