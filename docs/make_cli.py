@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from sakiyomi.cli import app
 
 COMMANDS = (
-    *("", "demo", "generate", "chat", "audit", "info", "bench", "bench inflate", "train", "train target"),
+    *("", "demo", "generate", "transcribe", "chat", "audit", "info", "bench", "bench inflate", "train", "train target"),
     *("train draft", "train ngram", "memory", "memory show", "memory clear"),
 )
 PAGE = Path(__file__).with_name("cli.md")

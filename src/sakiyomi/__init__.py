@@ -24,6 +24,7 @@ from sakiyomi.errors import (
 
 if TYPE_CHECKING:
     from sakiyomi import theory
+    from sakiyomi.audio import Audio
     from sakiyomi.generate import Engine
     from sakiyomi.llm import LLM
     from sakiyomi.outputs import Generation, Stats, Step, TokenTrace
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Audio",
     "Draft",
     "DraftError",
     "Engine",
@@ -58,6 +60,7 @@ __all__ = [
 # Where each name that costs an import lives.
 _HOME = {
     "LLM": "sakiyomi.llm",
+    "Audio": "sakiyomi.audio",
     "Engine": "sakiyomi.generate",
     "SamplingParams": "sakiyomi.params",
     "Generation": "sakiyomi.outputs",

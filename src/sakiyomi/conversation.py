@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,12 +42,13 @@ class Conversation:
         return self._request.stats if self._request is not None else Stats()
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, index: int = 0
+        self, prompt: Any, params: SamplingParams | None = None, *, index: int = 0
     ) -> Generator[Step, None, None]:
         """Every round's tokens and text as they come. Leaving the loop early ends the request; what it wrote is kept.
 
         Args:
-            prompt: text or token ids: all of the conversation so far and what is new.
+            prompt: text or token ids: all of the conversation so far and what is new. Where the target has an encoder,
+                its source: of that nothing is used again.
             params: None for the defaults.
             index: with a seed the text is that which ``generate`` gives the prompt in this place of a list.
 
@@ -71,9 +72,7 @@ class Conversation:
         finally:
             self._engine.remove(request.id)
 
-    def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, index: int = 0
-    ) -> Generation:
+    def generate(self, prompt: Any, params: SamplingParams | None = None, *, index: int = 0) -> Generation:
         """The whole reply at once; arguments and errors as of ``stream``."""
         params = as_params(params)
         if params.n > 1:
@@ -84,7 +83,7 @@ class Conversation:
         """Free the place. The next prompt, if there is one, is computed as a whole and kept again."""
         self._engine.release(self._place)
 
-    def _submit(self, prompt: str | Sequence[int], params: SamplingParams, **options: Any) -> Request:
+    def _submit(self, prompt: Any, params: SamplingParams, **options: Any) -> Request:
         self._request = request = self._engine.submit(prompt, params, place=self._place, **options)
         return request
 

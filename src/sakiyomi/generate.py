@@ -21,7 +21,7 @@ from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import make_policy
-from sakiyomi.intake import prompt_tokens, with_ids
+from sakiyomi.intake import Intake, TextIntake
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
@@ -49,6 +49,7 @@ class Engine:
         target: the packed target.
         drafter: reads ahead; None: every round is a plain step.
         tokenizer: of the target.
+        intake: makes of a prompt what the target goes on from; None: prompts are texts of its tokenizer, or token ids.
         stop_ids: the model's end tokens.
         max_context: most tokens of prompt and output together.
         chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
@@ -63,6 +64,7 @@ class Engine:
         drafter: Drafter | None,
         tokenizer: Any,
         *,
+        intake: Intake | None = None,
         stop_ids: Sequence[int] = (),
         max_context: int,
         chunk_size: int = CHUNK,
@@ -73,6 +75,7 @@ class Engine:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
+        self._intake = intake or TextIntake(tokenizer, target.vocab_size, max_context)
         self._settle = settle
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -86,7 +89,7 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
-    def add(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any) -> int:
+    def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
         """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
 
         Returns:
@@ -98,7 +101,7 @@ class Engine:
 
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: Any,
         params: SamplingParams | None = None,
         *,
         key: tuple[int, ...] = (0,),
@@ -110,7 +113,7 @@ class Engine:
         """Queue a request and give its state, which stays readable when it is over.
 
         Args:
-            prompt: text, or token ids, which are used as they are.
+            prompt: text, or token ids, which are used as they are; what else the intake takes.
             params: None for the defaults.
             key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
             rounds_trace: keep every round's tree.
@@ -123,15 +126,14 @@ class Engine:
                 conversation has a request under way.
             MemoryLimitError: its keys and values would not fit.
         """
-        params = as_params(params)
-        tokens = prompt_tokens(prompt, self.tokenizer, self.target.vocab_size, self.max_context)
-        if any(isinstance(word, str) for word in params.bad_words):
-            params = with_ids(params, self.tokenizer)
+        asked = self._intake(prompt, as_params(params))
+        tokens, params = asked.tokens, asked.params
         verifier = self._drafting.verifier(params)
         rule = verifier.rule
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        context = Context(next(self._ids), tokens, params, rule, RequestNoise(seed, *key), stop_ids)
+        noise = RequestNoise(seed, *key)
+        context = Context(next(self._ids), tokens, params, rule, noise, stop_ids, source=asked.source)
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         request = Request(
             context,
@@ -315,13 +317,14 @@ class Engine:
         taken: list[Request] = []
         steps: list[Step] = []
         budget = self.chunk_size
+        before = self.target.forward_seconds
         for request in requests:
             count = min(self.chunk_size, request.prompt_tokens - request.cached)
             if taken and (count > budget or self.exact):
                 break
             assert request.slot is not None
             try:
-                self.target.cache.reserve(request.slot, request.cached + count)
+                self.target.make_room(request.slot, request.cached + count, request.context.source)
             except MemoryLimitError as error:
                 steps.append(request.fail(error))
                 continue
@@ -331,7 +334,6 @@ class Engine:
             budget -= count
         if not taken:
             return steps
-        before = self.target.forward_seconds
         graphs = frozenset.intersection(*(request.graphs for request in taken))
         try:
             logits = self.target.score(segments, last=True, graphs=graphs)

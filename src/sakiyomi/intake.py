@@ -4,13 +4,66 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
+from sakiyomi.audio import Audio
 from sakiyomi.errors import InputError
 from sakiyomi.params import SamplingParams
 
-__all__ = ["prompt_tokens", "with_ids"]
+if TYPE_CHECKING:
+    from sakiyomi.cache.sources import Source
+
+__all__ = ["Asked", "Intake", "TextIntake", "prompt_tokens", "with_ids"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request begins with.
+
+    Attributes:
+        tokens: that the model goes on from.
+        params: with words as token ids.
+        source: what it attends to besides; None: nothing.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    source: Source | None = None
+
+
+class Intake(Protocol):
+    """Makes of what a user gives what a request begins with."""
+
+    def __call__(self, prompt: Any, params: SamplingParams) -> Asked:
+        """Check both.
+
+        Raises:
+            InputError: with what is wrong.
+        """
+        ...
+
+
+class TextIntake:
+    """For models that go on with their prompt.
+
+    Args:
+        tokenizer: of the model.
+        vocab_size: width of its logits.
+        max_context: most tokens of prompt and output.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_context: int) -> None:
+        self._tokenizer, self._vocab_size, self._max_context = tokenizer, vocab_size, max_context
+
+    def __call__(self, prompt: Any, params: SamplingParams) -> Asked:
+        """See ``Intake``."""
+        if isinstance(prompt, Audio):
+            raise InputError(
+                f"the prompt is {prompt!r}, and the model goes on with text; load a speech model (whisper)"
+            )
+        tokens = prompt_tokens(prompt, self._tokenizer, self._vocab_size, self._max_context)
+        return Asked(tokens, with_ids(params, self._tokenizer))
 
 
 def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, max_context: int) -> list[int]:
@@ -33,7 +86,8 @@ def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, 
         try:
             tokens = [operator.index(t) for t in prompt]
         except TypeError:
-            raise InputError(f"the prompt is {prompt!r:.80}; expected a text or a list of token ids") from None
+            shown = " ".join(repr(prompt).split())
+            raise InputError(f"the prompt is {shown:.80}; expected a text or a list of token ids") from None
         if not tokens:
             raise InputError("the prompt is an empty list of tokens; give at least one")
     wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
@@ -49,6 +103,8 @@ def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, 
 
 def with_ids(params: SamplingParams, tokenizer: Any) -> SamplingParams:
     """Bad words as token ids, each with and without a space before it."""
+    if not any(isinstance(word, str) for word in params.bad_words):
+        return params
     words: list[list[int]] = []
     for word in params.bad_words:
         if isinstance(word, str):

@@ -10,12 +10,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
+from sakiyomi.audio import Audio
 from sakiyomi.conversation import Conversation
 from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, parse_drafters
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
+from sakiyomi.intake import Asked, Intake
 from sakiyomi.kernels.build import builder
-from sakiyomi.loading import Loaded, load_model, stop_tokens
+from sakiyomi.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
 from sakiyomi.memory import readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
@@ -26,7 +30,7 @@ from sakiyomi.prompts import judging_text
 __all__ = ["LLM"]
 
 logger = logging.getLogger("sakiyomi")
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Audio | Tensor
 
 
 class LLM:
@@ -34,7 +38,7 @@ class LLM:
 
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
-            ``(model, tokenizer)`` pair.
+            ``(model, tokenizer)`` pair; of a model that hears (whisper) ``(model, processor)``.
         draft: "none", "auto", "model:<path or id>", "self-int8" (the target once more, with weights of 8 bits),
             "early-exit:<layers>" (its own first layers), "oracle" or "oracle:<rate>" (the known answer, to measure what
             a draft could bring), a Drafter object, or several: joined by "+", or in a list. "auto" uses ``tales-draft``
@@ -102,7 +106,10 @@ class LLM:
             "allow_pickle": allow_pickle,
         }
         self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
-        loaded = load_model(target, quantize=quantize, offload=offload, packed=True, **self._options)
+        loaded = load_model(
+            target, quantize=quantize, offload=offload, packed=True, encoder_decoder=True, **self._options
+        )
+        self._config = loaded.model.config
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         self.target = self._pack_target(loaded, quantize)
         self._models = [self.target]
@@ -128,6 +135,7 @@ class LLM:
             self.target,
             self.draft,
             self.tokenizer,
+            intake=self._intake(loaded),
             stop_ids=stop_tokens(loaded.model, loaded.tokenizer),
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
@@ -140,7 +148,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: str | Audio | Tensor | Sequence[Prompt],
         params: SamplingParams | None = None,
         *,
         rounds_trace: bool = False,
@@ -148,7 +156,8 @@ class LLM:
         """Generate for one prompt or for a list; a list gives a list back, in order.
 
         Args:
-            prompts: text, or a list of texts or of token-id lists.
+            prompts: text, or a list of texts or of token-id lists. Where the target has an encoder, what it reads: a
+                source text or its tokens, or, of a model that hears, an ``Audio`` or a tensor of its input features.
             params: for all of them; None for the defaults.
             rounds_trace: keep every round's tree in ``Generation.rounds_trace``.
 
@@ -159,7 +168,7 @@ class LLM:
             InputError, MemoryLimitError: before any work is done.
         """
         params = as_params(params)
-        if isinstance(prompts, str):
+        if isinstance(prompts, str | Audio) or (isinstance(prompts, Tensor) and prompts.is_floating_point()):
             return self.generate([prompts], params, rounds_trace=rounds_trace)[0]
         if not isinstance(prompts, Iterable):
             raise InputError(f"prompts is {prompts!r:.80}; expected a text, or a list of texts or of token-id lists")
@@ -183,7 +192,7 @@ class LLM:
         Joined ``step.text`` is the generation's text. Leaving the loop early ends the request.
 
         Args:
-            prompt: text or token ids.
+            prompt: one of what ``generate`` takes.
             params: None for the defaults.
             index: place of the prompt in a list of prompts that are streamed one by one: with a seed each then has
                 the text that ``generate`` gives it in that list.
@@ -233,6 +242,17 @@ class LLM:
                 model.graphs.wait(left())
         return self.compiled()
 
+    def _intake(self, loaded: Loaded) -> Intake | None:
+        """Where the target has an encoder: what makes sources for it."""
+        if not has_encoder(self._config):
+            return None
+        from sakiyomi.seq2seq.prompts import SourceIntake
+
+        model = self.target
+        return SourceIntake(
+            loaded.model, loaded.tokenizer, loaded.extractor, model.vocab_size, self.max_context, model.first_logits
+        )
+
     def _settle(self) -> None:
         for model in self._models:
             model.settle()
@@ -256,7 +276,7 @@ class LLM:
 
     def _rounded(self, target: Any, kind: str) -> PackedModel:
         """The target once more, its weights rounded, to run beside itself."""
-        loaded = load_model(target, quantize=kind, packed=True, **self._options)
+        loaded = load_model(target, quantize=kind, packed=True, encoder_decoder=True, **self._options)
         packed = self._pack_target(loaded, kind, first_sizes=DRAFT_SIZES, exact=False)
         self._models.append(packed)
         return packed
@@ -267,7 +287,12 @@ class LLM:
             return None
         own = self.engine
         limits: dict[str, Any] = {"max_context": own.max_context, "chunk_size": own.chunk_size, "exact": own.exact}
-        plain, before = Engine(self.target, None, self.tokenizer, **limits), self.target.forward_seconds
+
+        def intake(prompt: Any, params: SamplingParams) -> Asked:
+            return Asked(list(context.tokens), params, context.source)
+
+        plain = Engine(self.target, None, self.tokenizer, intake=intake, **limits)
+        before = self.target.forward_seconds
         params = replace(context.params, n=1, logprobs=None, stop_token_ids=sorted(context.stop_ids))
         request = plain.submit(context.tokens, params, live=False)
         request.context.noise = context.noise
@@ -277,7 +302,10 @@ class LLM:
         return done.token_ids, spent
 
     def _load_beside(self, name: str) -> Loaded:
-        return load_model(name, packed=True, **self._options)
+        def fits(config: Any) -> None:
+            check_family(self._config, config, name)
+
+        return load_model(name, packed=True, encoder_decoder=True, fits=fits, **self._options)
 
     def _pack_beside(self, loaded: Loaded) -> PackedModel:
         packed = PackedModel(

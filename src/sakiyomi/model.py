@@ -7,7 +7,6 @@ knows no drafts and no sampling.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import threading
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.sources import Source, SourceCache
 from sakiyomi.clock import running_mean
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels import attention
@@ -35,8 +35,10 @@ from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bits, compare, layer_errors
 from sakiyomi.loading.families import has_experts
-from sakiyomi.loading.stream import attach, hooks, is_offloaded
+from sakiyomi.loading.stream import attach, is_offloaded
 from sakiyomi.memory import available_bytes, readable
+from sakiyomi.seq2seq.decoder import Encoder, split
+from sakiyomi.structure import structural_copy
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
@@ -44,16 +46,6 @@ SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of 
 SLOW = 0.05  # seconds of a trial pass from which on one is enough
 # What one request needs, the likeliest first; the others are compiled when they are met.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
-
-
-def structural_copy(model: nn.Module) -> Any:
-    """The same modules again around the same parameter and buffer tensors, with a config of their own."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    for hook in (hook for module in model.modules() for hook in hooks(module)):
-        shared[id(hook.weights_map)] = hook.weights_map  # with all that it holds in memory
-        tied = (getattr(hook, "tied_params_map", None) or {}).values()
-        shared |= {id(tensor): tensor for places in tied for tensor in places.values()}
-    return copy.deepcopy(model, shared)
 
 
 def _weights(module: nn.Module) -> int:
@@ -94,8 +86,11 @@ def _rope_limit(config: Any) -> int:
 class PackedModel:
     """Scores packed rows of several requests in one pass.
 
+    Of an encoder-decoder model the decoder is what runs; `make_room` has the encoder read a request's source, and its
+    keys and values for cross-attention stay beside the request's own.
+
     Args:
-        model: a loaded causal LM; not changed.
+        model: a loaded causal LM, or an encoder-decoder one of a known family; not changed.
         max_slots: requests at once at most.
         compile: "auto" compiles graphs in the background where a compiler is, True waits for them, False never does.
         exact: every pass has a row count at which a self-test found each row independent of the others.
@@ -133,7 +128,11 @@ class PackedModel:
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_rounding(f"quantize={quantize!r}", model.dtype)
-        self.config = model.config.get_text_config()
+        self._model = structural_copy(model).eval()
+        self._encoder: Encoder | None = None
+        if getattr(model.config, "is_encoder_decoder", False):
+            self._model, self._encoder = split(self._model)
+        self.config = self._model.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
         self.dtype: torch.dtype = model.dtype
@@ -159,7 +158,6 @@ class PackedModel:
         self._seconds: dict[tuple[int, bool], float] = {}
         self._warm: set[tuple[int, bool]] = set()
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
-        self._model = structural_copy(model).eval()
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
         self.offloaded = not owned and is_offloaded(self._model)
         self.stream = attach(self._model, int(self.config.num_hidden_layers), self.device) if self.offloaded else None
@@ -176,14 +174,17 @@ class PackedModel:
         self._owned, self._compile = owned, compile
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
+        accelerated = accelerated and self._encoder is None
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
             max_slots=max_slots,
             spare=int(accelerated),
+            extra=int(self._encoder is not None),
             on_move=self._moved,
             available=lambda: int(available_bytes(str(self.device)) * 0.9),
         )
+        self.sources = self._source_cache(max_slots)
         self.state: State
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
@@ -197,7 +198,7 @@ class PackedModel:
             self._take(state)
             self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
-            self._take((None if self.unsettled else self._native()) or Dense(self.cache, by_row=exact))
+            self._take((None if self.unsettled else self._native()) or self._dense())
         # A capture costs no compiler's seconds: there larger batches have their own as well.
         self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else SIZES
         self._proven = False
@@ -223,11 +224,16 @@ class PackedModel:
     def weight_bytes(self) -> int | None:
         """Bytes of weights that one pass reads: all but embeddings, of which it reads a few rows.
 
-        None for a mixture of experts, where it depends on the tokens.
+        None for a mixture of experts, where it depends on the tokens. What reads a source is no part of a pass.
         """
         if self._has_experts:
             return None
-        modules = [module for module in self._model.modules() if not isinstance(module, nn.Embedding)]
+        elsewhere = self._encoder.projections if self._encoder is not None else []
+        modules = [
+            module
+            for module in self._model.modules()
+            if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
+        ]
         packed = [
             tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
         ]
@@ -255,13 +261,42 @@ class PackedModel:
         attention.register()
         self.state = state
         self._model.set_attn_implementation(state.attention)
-        if isinstance(state, NativeModel) and self.cache.room:
-            state.attach(self.cache)
+        if isinstance(state, NativeModel):
+            state.set_distances(self._distances)
+            if self.cache.room:
+                state.attach(self.cache)
+            if self.sources is not None and self.sources.room:
+                state.attach_sources(self.sources)
         eager = self.offloaded or self.unsettled or not self.passes_here
         if self._compile and self.device.type == "cpu" and not eager:
             self.graphs = Graphs(self._model, state, self.device, SIZES, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)
+
+    def _dense(self) -> Dense:
+        return Dense(self.cache, by_row=self.exact, sources=self.sources, distances=self._distances)
+
+    @property
+    def _distances(self) -> Tensor | None:
+        found: Tensor | None = getattr(self._model, "distances", None)
+        return found
+
+    def _source_cache(self, max_slots: int) -> SourceCache | None:
+        """For what cross-attention reads; None where there is no encoder."""
+        if self._encoder is None:
+            return None
+        return SourceCache(
+            self._encoder.shapes,
+            dtype=self.dtype,
+            max_slots=max_slots,
+            extra=1,
+            on_move=self._sources_moved,
+            available=lambda: int(available_bytes(str(self.device)) * 0.9),
+        )
+
+    def _sources_moved(self, _: SlotCache) -> None:
+        if isinstance(self.state, NativeModel) and self.sources is not None:
+            self.state.attach_sources(self.sources)
 
     def _moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""
@@ -417,6 +452,7 @@ class PackedModel:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab_size, (80,), generator=generator).tolist()
         with self.cache.lent(80) as slot:
+            self._pretend_source(slot)
             self.score([Segment(slot, 0, ids[:16], prompt=True)])
             reference = self._in_passes(slot, ids, 64, 64, first=64)
             good = []
@@ -425,6 +461,12 @@ class PackedModel:
                 if torch.equal(self._in_passes(slot, ids, count, size, first=(size + 1) // 2), reference[:count]):
                     good.append(size)
             return tuple(good) if len(good) > 1 else ()
+
+    def _pretend_source(self, slot: int) -> None:
+        """Give a slot something for cross-attention to look at."""
+        if self.sources is not None and self._encoder is not None:
+            self.sources.reserve(slot, 40)
+            self.sources.fill(slot, Source({}, 40), self._encoder.noise(40))
 
     def _in_passes(self, slot: int, ids: list[int], count: int, size: int, *, first: int) -> Tensor:
         """Logits of the tokens behind the first 16, by passes of one size, of which the first has fewer rows."""
@@ -436,6 +478,39 @@ class PackedModel:
         return torch.stack(rows)
 
     # ------------------------------------------------------------ passes
+
+    def takes(self, source: Source | None) -> bool:
+        """Whether the encoder has so many places; without a source there is nothing to be read."""
+        limit = self._encoder.limit if self._encoder is not None else None
+        return source is None or limit is None or source.length <= limit
+
+    def make_room(self, slot: int, columns: int, source: Source | None = None) -> None:
+        """Room for so many tokens in a slot; the request's source is read, if that was not done.
+
+        Args:
+            slot: the request's.
+            columns: its tokens.
+            source: what its rows attend to beside their own text; None: nothing.
+
+        Raises:
+            MemoryLimitError: there is no memory for it.
+        """
+        self.cache.reserve(slot, columns)
+        if source is None or self.sources is None or self._encoder is None or self.sources.holds(slot, source):
+            return
+        with torch.no_grad(), self.lock:
+            began = time.perf_counter()
+            self.sources.reserve(slot, source.length)
+            hidden = self._encoder.read(source)
+            self.state.begin(Plan([]), hidden.shape[1])
+            self.sources.fill(slot, source, self._encoder.pairs(hidden))
+            self.forward_seconds += time.perf_counter() - began
+
+    def first_logits(self, source: Source, tokens: Sequence[int]) -> Tensor:
+        """Logits (V,) of what follows these tokens where nothing was written yet."""
+        with self.lock, self.cache.lent(len(tokens)) as slot:
+            self.make_room(slot, len(tokens), source)
+            return self.score([Segment(slot, 0, tokens, prompt=True)], last=True)[0]
 
     def score(
         self, segments: Sequence[Segment], *, last: bool = False, graphs: Collection[int] | None = None

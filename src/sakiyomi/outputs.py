@@ -212,7 +212,7 @@ class Generation:
         text: the new text, cut before a stop string.
         token_ids: the new tokens only; the end token is among them, as in transformers, and after a stop string they
             end with the token that completed it.
-        prompt_tokens: length of the prompt in tokens.
+        prompt_tokens: length of the prompt in tokens; of a source, the places that its encoder has for it.
         finish_reason: "stop" (end token or stop string) or "length".
         trace: one entry per new token.
         stats: counts and clocks.

@@ -43,15 +43,17 @@ class Places:
                 self.release(self._kept[0])
             request.slot = self._cache.take()
             return
-        shared = min(place.shared(request.tokens), request.prompt_tokens - 1)  # the last token's logits are wanted
+        assert place.context is not None
+        alike = request.context.source is None  # else what is held was made from another source
+        shared = min(place.shared(request.tokens), request.prompt_tokens - 1) if alike else 0  # the last one is wanted
         if self._exact:
             # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
             shared = min(shared, place.whole) // self._chunk_size * self._chunk_size
         self._kept.remove(place)
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
-        assert place.context is not None
-        tell(self._drafter, "inherit", request.context, place.context)
+        if alike:
+            tell(self._drafter, "inherit", request.context, place.context)
         tell(self._drafter, "end", place.context)
 
     def free(self, request: Request) -> None:

@@ -232,10 +232,11 @@ class Request:
         if self.error is not None:
             raise self.error
         assert self.finish_reason is not None
+        source = self.context.source
         return Generation(
             self.text.text,
             self.output,
-            self.prompt_tokens,
+            self.prompt_tokens if source is None else source.length,
             self.finish_reason,
             self.trace,
             self.stats,

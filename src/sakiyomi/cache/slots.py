@@ -43,6 +43,7 @@ class SlotCache:
         dtype: of the stored tensors.
         max_slots: requests at once at most.
         spare: columns at the end of every slot that no token ever takes.
+        extra: slots beyond those, which no request is given.
         on_move: called with the cache whenever its tensors are new ones, so that whoever keeps pointers can renew them.
         available: returns the bytes that may still be allocated; None: no limit is known.
     """
@@ -54,11 +55,12 @@ class SlotCache:
         dtype: torch.dtype,
         max_slots: int,
         spare: int = 0,
+        extra: int = 0,
         on_move: Callable[[SlotCache], None] | None = None,
         available: Callable[[], int] | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
-        self.dtype, self.max_slots, self.spare = dtype, max_slots, spare
+        self.dtype, self.max_slots, self.spare, self.extra = dtype, max_slots, spare, extra
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.room = 0
@@ -105,12 +107,14 @@ class SlotCache:
     @contextmanager
     def lent(self, columns: int) -> Iterator[int]:
         """A slot with room for so many tokens, for a pass that belongs to no request; it comes back with the block."""
-        slot = self.take()
+        beyond = not self._free and self.extra > 0
+        slot = self.max_slots if beyond else self.take()
         try:
             self.reserve(slot, columns)
             yield slot
         finally:
-            self.release(slot)
+            if not beyond:
+                self.release(slot)
 
     def reserve(self, slot: int, columns: int) -> None:
         """Make room for `columns` tokens in a slot, growing all storage by doubling where needed.
@@ -143,7 +147,7 @@ class SlotCache:
         """Slots and room for so many requests of so many tokens: doubled, or, if that is too much, what is needed."""
         slots, room = max(self.slots, 1), max(self.room, FIRST_ROOM)
         while slots < requests:
-            slots = min(slots * 2, self.max_slots)
+            slots = min(slots * 2, self.max_slots + self.extra)
         while room < columns + self.spare:
             room *= 2
         if self._available is None:

@@ -41,12 +41,12 @@ class Surroundings:
 def _model(argument: str, around: Surroundings) -> Drafter:
     from sakiyomi.drafters.cross import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.loading import check_cross_pair, check_pair, same_tokenizer, stop_tokens
+    from sakiyomi.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
     if not argument:
         raise InputError('draft "model:" names no model; write model:<folder or hub id>')
     target, draft = around.target, around.load(argument)
-    if same_tokenizer(target.tokenizer, draft.tokenizer):
+    if same_tokenizer(target.tokenizer, draft.tokenizer) or has_encoder(target.model.config):
         check_pair(target, draft)
         return ModelDrafter(around.pack(draft), around.vocab_size)
     check_cross_pair(target, draft)

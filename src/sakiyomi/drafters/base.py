@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.gamma import Worth
 from sakiyomi.noise import RequestNoise
 from sakiyomi.params import SamplingParams
 from sakiyomi.tree import Draft, DraftKind, Rule
+
+if TYPE_CHECKING:
+    from sakiyomi.cache.sources import Source
 
 __all__ = ["Context", "Drafter", "Rule", "tell"]
 
@@ -35,6 +38,8 @@ class Context:
             own proposals may then go less or more deep than he is asked to. None: the size is as asked for.
         slot: the request's place in the target's cache, for a drafter that runs part of the target; it holds the keys
             and values of all tokens but the last. Set before each round.
+        source: what the text is made from, where the target has an encoder; its ``tokens`` stand before the text for
+            whoever looks things up. None: there is nothing but the text.
         memory: for the drafter's own use, one entry a drafter.
     """
 
@@ -47,6 +52,7 @@ class Context:
     nodes: int = 1
     worth: Worth | None = None
     slot: int = -1
+    source: Source | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 
 

@@ -90,6 +90,10 @@ class TextDrafter:
         following: _Following | None = context.memory.get(self.name)
         if following is None:
             following = context.memory[self.name] = _Following(self.reader(context))
+            if context.source is not None:
+                began = time.perf_counter()
+                following.reader.read(context.source.tokens)
+                self.prefill_seconds += time.perf_counter() - began
         tokens = context.tokens
         missing = len(tokens) - following.read
         if missing > 64:

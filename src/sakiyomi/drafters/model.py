@@ -15,6 +15,7 @@ from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.sources import Source
     from sakiyomi.model import PackedModel
     from sakiyomi.params import SamplingParams
 
@@ -32,6 +33,7 @@ class _Seat:
         held: committed tokens whose keys and values lie there.
         sure: so many of those were compared with the committed tokens before.
         reading: the tree that was read last; its rows lie behind what is held.
+        source: what the request's rows attend to beside their own text.
     """
 
     slot: int
@@ -39,6 +41,7 @@ class _Seat:
     sampler: Sampler
     sure: int = 0
     reading: Reading | None = None
+    source: Source | None = None
 
 
 class ModelDrafter:
@@ -77,7 +80,7 @@ class ModelDrafter:
         seat: _Seat | None = earlier.memory.pop(self.name, None)
         if seat is not None:
             sampler = self._sampler(context)
-            context.memory[self.name] = _Seat(seat.slot, seat.held, sampler)
+            context.memory[self.name] = _Seat(seat.slot, seat.held, sampler, source=context.source)
 
     def end(self, context: Context) -> None:
         """Free the request's place."""
@@ -95,7 +98,9 @@ class ModelDrafter:
         """Take a request's place to another context, whose first ``length`` tokens are the same."""
         seat: _Seat | None = source.memory.pop(self.name, None)
         if seat is not None:
-            destination.memory[self.name] = _Seat(seat.slot, seat.held, self._sampler(destination), seat.sure)
+            destination.memory[self.name] = _Seat(
+                seat.slot, seat.held, self._sampler(destination), seat.sure, source=destination.source
+            )
             self.rewind(destination, length)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
@@ -126,6 +131,8 @@ class ModelDrafter:
         """Bring the request's place up to date, a chunk at most; whether the draft can go on from there this round."""
         seat = self._seat(context)
         before = self.model.forward_seconds
+        if not seat.held and not self._reserve(seat, 1):  # the source is read here, at the prompt's expense
+            return False
         if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
             fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
             if not self._knows(fresh) or not self._reserve(seat, len(fresh)):
@@ -141,7 +148,7 @@ class ModelDrafter:
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None:
             sampler = self._sampler(context)
-            seat = context.memory[self.name] = _Seat(self.model.cache.take(), [], sampler)
+            seat = context.memory[self.name] = _Seat(self.model.cache.take(), [], sampler, source=context.source)
         held, tokens = seat.held, context.tokens
         right = seat.sure
         while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
@@ -165,9 +172,11 @@ class ModelDrafter:
         return self.model.vocab_size >= self._vocab_size or max(tokens) < self.model.vocab_size
 
     def _reserve(self, seat: _Seat, columns: int) -> bool:
-        """Room for more tokens. Without the memory for it the request goes on undrafted."""
+        """Room for more tokens. Without the memory for it, or for its source, the request goes on undrafted."""
+        if not self.model.takes(seat.source):
+            return False
         try:
-            self.model.cache.reserve(seat.slot, len(seat.held) + columns)
+            self.model.make_room(seat.slot, len(seat.held) + columns, seat.source)
         except MemoryLimitError:
             return False
         return True

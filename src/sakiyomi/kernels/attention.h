@@ -18,6 +18,9 @@ struct Layer {
   char *keys, *values;  // [slots][heads][room][dim]
   int64_t heads, room, key_dim, value_dim;
   bool half;
+  // Added to scores by how many places the key lies before the row: [query heads][far], and the last one further back.
+  const float* bias = nullptr;
+  int64_t far = 0;
 };
 
 struct Segment {
@@ -205,19 +208,20 @@ inline float soften(float* score, int64_t begin, int64_t end, float scaling, flo
   return total(sum);
 }
 
-// One request, one key head: all its rows and the query heads of its group.
-template <typename T>
+// One request, one key head: all its rows and the query heads of its group. A `source` is not the request's text: all rows see all
+// of its pairs, and have none of their own.
+template <typename T, bool source = false>
 void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, int64_t head, int64_t group, View q, View k, View v, T* out,
                   int64_t heads, float scaling, float softcap, int64_t window) {
   using L = typename Lane<T>::type;
   static thread_local Scratch<T> s;
   const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group;
-  const int64_t length = seg.length - seg.done, tree = seg.done + seg.rows;  // pairs that all rows see, rows of the tree
+  const int64_t length = seg.length - seg.done, tree = source ? 0 : seg.done + seg.rows;  // pairs that all rows see, rows of the tree
   const int64_t lanes = (kd + Lane<T>::numbers - 1) / Lane<T>::numbers, padded = (vd + 15) / 16 * 16;
   const int64_t stride = (length + tree + 47) / 16 * 16, own_stride = (tree + 15) / 16 * 16;
   T* keys = (T*)layer.keys + (seg.slot * layer.heads + head) * layer.room * kd;
   T* values = (T*)layer.values + (seg.slot * layer.heads + head) * layer.room * vd;
-  for (int64_t i = 0; i < seg.rows; ++i) {
+  for (int64_t i = 0; i < (source ? 0 : seg.rows); ++i) {
     std::memcpy(keys + (seg.length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
     std::memcpy(values + (seg.length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
   }
@@ -254,11 +258,17 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   for (int64_t r = 0; r < rows; ++r) {
     const int32_t* start = paths.start + seg.row + r / group;
     const int32_t* own = paths.rows + start[0];
-    int64_t depth = start[1] - start[0], end = length + depth;
+    int64_t depth = source ? 0 : start[1] - start[0], end = length + depth;
     float* score = s.scores.data() + r * stride;
     for (int64_t t = 0; t < depth; ++t) score[length + t] = s.own[r * own_stride + own[t]];
     int64_t begin = window > 0 ? std::max<int64_t>(0, end - window) : 0;  // the window counts positions, not columns
-    s.weight[r] = 1.0f / soften(score, begin, end, scaling, softcap);
+    float left = scaling;
+    if (layer.bias) {
+      const float* bias = layer.bias + (head * group + r % group) * layer.far;
+      for (int64_t t = begin; t < end; ++t) score[t] = score[t] * scaling + bias[std::min(end - 1 - t, layer.far - 1)];
+      left = 1.0f;
+    }
+    s.weight[r] = 1.0f / soften(score, begin, end, left, softcap);
     lowest = std::min(lowest, begin);
   }
   for (int64_t j = lowest / value_tile * value_tile; j < length; j += value_tile) {
@@ -270,7 +280,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   for (int64_t r = 0; r < rows; ++r) {
     int64_t row = seg.row + r / group;
     const int32_t* own = paths.rows + paths.start[row];
-    int64_t depth = paths.start[row + 1] - paths.start[row];
+    int64_t depth = source ? 0 : paths.start[row + 1] - paths.start[row];
     float* y = s.y.data() + r * padded;
     for (int64_t t = 0; t < depth; ++t)
       add_values<1>(y, padded, s.scores.data() + r * stride + length + t, stride, values + (length + own[t]) * vd, 1, vd);

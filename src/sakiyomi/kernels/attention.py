@@ -88,6 +88,14 @@ def _probing(
     return out.transpose(1, 2).contiguous(), None
 
 
+CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {
+    "sakiyomi_cpu": lambda q, layer, scaling: torch.ops.sakiyomi_cpu.cross(q, layer, scaling),
+    "sakiyomi_torch": lambda q, layer, scaling: torch.ops.sakiyomi.cross(q, layer, scaling),
+    "sakiyomi_probe": lambda q, layer, scaling: q.transpose(1, 2),
+}
+"""Cross-attention by the same names: (1, heads, rows, dim) to (1, rows, heads, dim)."""
+
+
 @functools.cache
 def register() -> None:
     """Make the names known to transformers, once a process."""

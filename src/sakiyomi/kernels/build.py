@@ -30,6 +30,11 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_weight": ([_int64, *[_pointer] * 5, _int64, _int64, ctypes.c_int], _int64),
     "sk_siblings": ([_int64, _int64, _pointer], None),
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
+    "sk_source": (
+        [_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int, _pointer],
+        None,
+    ),
+    "sk_distances": ([_int64, _pointer, _int64], None),
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
     "sk_keep": ([_int64, _int64, _int64, _int64, _pointer], None),
     "sk_calls": ([], _int64),

@@ -1,9 +1,10 @@
-// Two operators for packed rows on a CPU, compiled at first use (see build.py). Rows of logits are in row.h.
+// Three operators for packed rows on a CPU, compiled at first use (see build.py). Rows of logits are in row.h.
 //
 //   sakiyomi_cpu::linear  rows x prepacked weight, for the few rows of a decoding pass
 //   sakiyomi_cpu::attend  cache write and tree attention of all requests of a pass
+//   sakiyomi_cpu::cross   attention over what is kept of each request's source (encoder-decoder models)
 //
-// Both compute every row alone: the order of additions of a row depends neither on how many rows the pass has nor on where the
+// All compute every row alone: the order of additions of a row depends neither on how many rows the pass has nor on where the
 // row stands in it. That is what `exact=True` rests on, and it costs nothing here, because these passes are bound by reading
 // weights and keys, not by arithmetic.
 //
@@ -39,6 +40,10 @@ namespace {
 struct Model {
   std::vector<Weight> weights;
   std::vector<Layer> layers;
+  std::vector<Layer> sources;  // what cross-attention reads
+  const int32_t* lengths = nullptr;  // of the source in every slot
+  const float* bias = nullptr;  // of all layers, see Layer
+  int64_t far = 0;
 };
 
 struct Pass {
@@ -147,7 +152,8 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   if (pass.segments.empty())  // a graph that is run once for its compilation
     return at::zeros({1, query.size(2), query.size(1), value.size(3)}, query.options());
   TORCH_CHECK(pass.model && index < (int64_t)pass.model->layers.size(), "sakiyomi_cpu::attend called outside a pass");
-  const Layer& layer = pass.model->layers[index];
+  Layer layer = pass.model->layers[index];
+  layer.bias = pass.model->bias, layer.far = pass.model->far;
   auto fit = [](const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   at::Tensor q = fit(query), k = fit(key), v = fit(value);
   TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::attend: wrong dtype");
@@ -162,7 +168,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   int64_t work = 0, used = 0;
   std::vector<const Segment*> short_segments;
   for (const Segment& s : pass.segments) {
-    if (s.prompt && softcap <= 0)
+    if (s.prompt && softcap <= 0 && !layer.bias)
       attend_prompt(layer, s, q, k, v, out, scaling, window);
     else
       short_segments.push_back(&s);
@@ -183,6 +189,42 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
         attend_group<bf16>(paths, layer, seg, head, group, qv, kv, vv, (bf16*)out.mutable_data_ptr(), heads, scaling, softcap, window);
       else
         attend_group<float>(paths, layer, seg, head, group, qv, kv, vv, (float*)out.mutable_data_ptr(), heads, scaling, softcap, window);
+    }
+  });
+  return out;
+}
+
+// Rows of filling, and those of a request without a source, are zeros.
+at::Tensor cross(const at::Tensor& query, int64_t index, double scaling) {
+  Pass& pass = current;
+  int64_t heads = query.size(1), rows = query.size(2);
+  // A graph that is run once for its compilation, or a pass before any source was read.
+  if (pass.segments.empty() || (pass.model && pass.model->sources.empty()))
+    return at::zeros({1, rows, heads, query.size(3)}, query.options());
+  TORCH_CHECK(pass.model && index < (int64_t)pass.model->sources.size(), "sakiyomi_cpu::cross called outside a pass");
+  const Layer& layer = pass.model->sources[index];
+  at::Tensor q = query.stride(-1) == 1 ? query : query.contiguous();
+  TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::cross: wrong dtype");
+  TORCH_CHECK(heads % layer.heads == 0 && q.size(3) == layer.key_dim, "sakiyomi_cpu::cross: shapes differ from the cache");
+  int64_t group = heads / layer.heads, work = 0;
+  at::Tensor out = at::zeros({1, rows, heads, layer.value_dim}, q.options());
+  View qv{(const char*)q.const_data_ptr(), q.stride(1), q.stride(2)};
+  Paths paths{pass.path_start.data(), pass.path.data()};
+  std::vector<Segment> segments;
+  for (Segment s : pass.segments) {
+    s.length = pass.model->lengths[s.slot], s.done = 0;
+    if (s.length > 0) segments.push_back(s);
+    work += s.rows * s.length * layer.key_dim * group * 2;
+  }
+  int64_t tasks = (int64_t)segments.size() * layer.heads;
+  at::parallel_for(0, tasks, std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const Segment& seg = segments[t / layer.heads];
+      int64_t head = t % layer.heads;
+      if (layer.half)
+        attend_group<bf16, true>(paths, layer, seg, head, group, qv, View{}, View{}, (bf16*)out.mutable_data_ptr(), heads, scaling, 0, 0);
+      else
+        attend_group<float, true>(paths, layer, seg, head, group, qv, View{}, View{}, (float*)out.mutable_data_ptr(), heads, scaling, 0, 0);
     }
   });
   return out;
@@ -270,6 +312,18 @@ void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_
   }
 }
 
+// What cross-attention of one layer reads; `lengths` are those of the source in every slot.
+void sk_source(int64_t m, int64_t index, void* keys, void* values, int64_t heads, int64_t room, int64_t key_dim, int64_t value_dim,
+               int half, const int32_t* lengths) {
+  auto& sources = ((Model*)m)->sources;
+  if ((int64_t)sources.size() <= index) sources.resize(index + 1);
+  sources[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
+  ((Model*)m)->lengths = lengths;
+}
+
+// `bias`: see Layer; null where there is none.
+void sk_distances(int64_t m, const float* bias, int64_t far) { ((Model*)m)->bias = bias, ((Model*)m)->far = far; }
+
 // `table`: the segments, then for each the parent of every row of its tree, -1 for none.
 void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   Pass& pass = current;
@@ -299,9 +353,11 @@ int64_t sk_calls() { return current.calls; }
 TORCH_LIBRARY(sakiyomi_cpu, m) {
   m.def("linear(Tensor x, int index, int out) -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor");
+  m.def("cross(Tensor q, int layer, float scaling) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(sakiyomi_cpu, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attend", &attend);
+  m.impl("cross", &cross);
 }

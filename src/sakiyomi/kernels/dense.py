@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.slots import SlotCache
+from sakiyomi.cache.sources import SourceCache
 from sakiyomi.kernels.plan import Plan
 
 
@@ -26,6 +27,7 @@ class _Pass(threading.local):
 
     def __init__(self) -> None:
         self.masks: dict[tuple[int, int, torch.device], Tensor] = {}
+        self.biases: dict[int, Tensor] = {}
 
     def mask(self, segment: int, window: int, device: torch.device) -> Tensor:
         """The segment's mask (rows, length + rows), made once a pass, window and device."""
@@ -35,37 +37,71 @@ class _Pass(threading.local):
             self.masks[key] = self.plan.visible(segment, window).to(device)
         return self.masks[key]
 
+    def bias(self, segment: int, table: Tensor) -> Tensor:
+        """What is added to the scores of a segment's rows, (heads, rows, length + rows), made once a pass."""
+        assert self.plan is not None
+        if segment not in self.biases:
+            far = self.plan.distances(segment, table.device).clamp_max_(table.shape[1] - 1)
+            self.biases[segment] = table[:, far]
+        return self.biases[segment]
+
 
 _pass = _Pass()
 
 
 class Dense:
-    """The attention of one model, on its cache."""
+    """The attention of one model, on its cache.
+
+    Args:
+        cache: of its text.
+        by_row: every row is computed alone.
+        sources: what cross-attention reads; None: the model has none.
+        distances: (heads, n), added to scores by distance, see ``seq2seq.decoder``; None: nothing is.
+    """
 
     attention = "sakiyomi_torch"
 
-    def __init__(self, cache: SlotCache, *, by_row: bool = False) -> None:
-        self.cache, self.by_row = cache, by_row
+    def __init__(
+        self,
+        cache: SlotCache,
+        *,
+        by_row: bool = False,
+        sources: SourceCache | None = None,
+        distances: Tensor | None = None,
+    ) -> None:
+        self.cache, self.by_row, self.sources, self.distances = cache, by_row, sources, distances
 
     def begin(self, plan: Plan, size: int) -> None:
         """Say what this thread's next pass looks like; `size` counts filler rows too."""
         _pass.dense, _pass.plan, _pass.calls = self, plan, 0
         _pass.masks.clear()
+        _pass.biases.clear()
 
     def calls(self) -> int:
         """Attention calls of this thread since `begin`."""
         return _pass.calls
 
 
-def attend_all(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
-    """Queries (H, T, D), keys and values (H_kv, n, D), mask (T, n) -> (T, H, D_v).
+def attend_all(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Queries (H, T, D), keys and values (H_kv, n, D), mask (T, n), bias (H, T, n) -> (T, H, D_v).
 
-    The query heads that share a key head are packed as rows, so that no key is copied.
+    The query heads that share a key head are packed as rows, so that no key is copied. With a bias there is no softcap.
     """
     heads, rows, _ = q.shape
     group = heads // keys.shape[0]
     q = q.reshape(keys.shape[0], group * rows, -1).clone()
     mask = mask.repeat(group, 1) if mask is not None else None
+    if bias is not None:
+        bias = bias.reshape(keys.shape[0], group * rows, -1).to(q.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     if softcap:
         scores = softcap * torch.tanh((q @ keys.transpose(1, 2)).float() * (scaling / softcap))
         if mask is not None:
@@ -98,15 +134,46 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
                 mask = None if rows == 1 and not window else _pass.mask(i, window, q.device)
                 part_keys, part_values = keys[:, at], values[:, at]
             part = q[0, :, first + a : first + b]
-            out[0, first + a : first + b] = attend_all(part, part_keys, part_values, mask, scaling, softcap)
+            bias = dense.distances
+            if bias is not None and dense.by_row and not prompt:
+                far = torch.arange(part_keys.shape[1] - 1, -1, -1, device=q.device).clamp_max_(bias.shape[1] - 1)
+                bias = bias[:, None, far]
+            elif bias is not None:
+                bias = _pass.bias(i, bias)
+            out[0, first + a : first + b] = attend_all(part, part_keys, part_values, mask, scaling, softcap, bias)
+    return out
+
+
+def _cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+    """Rows over the sources of their requests; zeros where nothing was read."""
+    plan, dense = _pass.plan, _pass.dense
+    assert plan is not None, "sakiyomi::cross called outside a pass"
+    out = q.new_zeros(1, q.shape[2], q.shape[1], q.shape[3])
+    sources = dense.sources
+    for slot, first, rows, _, _ in plan.table if sources is not None else ():
+        assert sources is not None
+        count = int(sources.lengths[slot])
+        if not count:
+            continue
+        keys, values = sources.keys[layer][slot][:, :count], sources.values[layer][slot][:, :count]
+        for a, b in [(r, r + 1) for r in range(rows)] if dense.by_row else [(0, rows)]:
+            part = q[0, :, first + a : first + b]
+            out[0, first + a : first + b] = attend_all(part, keys, values, None, scaling, 0.0)
     return out
 
 
 _library = torch.library.Library("sakiyomi", "DEF")
 _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor")
+_library.define("cross(Tensor q, int layer, float scaling) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
+_library.impl("cross", _cross, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("sakiyomi::attend", lib=_library)  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
     return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+@torch.library.register_fake("sakiyomi::cross", lib=_library)  # type: ignore[untyped-decorator]
+def _(q: Tensor, layer: int, scaling: float) -> Tensor:
+    return q.new_empty(1, q.shape[2], q.shape[1], q.shape[3])

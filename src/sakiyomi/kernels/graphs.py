@@ -86,14 +86,18 @@ def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
     torch.compile(own, backend=keep, dynamic=False, fullgraph=True)(ids, positions)
     (run, inputs), *more = made
     places = [[i for i, value in enumerate(inputs) if value is tensor] for tensor in (ids, positions)]
-    if more or [len(place) for place in places] != [1, 1]:
+    first, second = places
+    if more or len(first) != 1 or len(second) > 1:  # where only attention knows of positions, they are no input
         raise RuntimeError("the pass is not one graph of token ids and positions")
-    (first,), (second,) = places
-    inputs[first] = inputs[second] = None
+    for i in first + second:
+        inputs[i] = None
 
     def graph(ids: Tensor, positions: Tensor) -> Tensor:
         given = inputs.copy()
-        given[first], given[second] = ids, positions
+        for i in first:
+            given[i] = ids
+        for i in second:
+            given[i] = positions
         logits: Tensor
         (logits,) = run(*given)
         return logits

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.cache.slots import SlotCache
+from sakiyomi.cache.sources import SourceCache
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.plan import Plan
 
@@ -27,6 +28,10 @@ def _register_shapes() -> None:
     @torch.library.register_fake("sakiyomi_cpu::attend")  # type: ignore[untyped-decorator]
     def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
         return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+    @torch.library.register_fake("sakiyomi_cpu::cross")  # type: ignore[untyped-decorator]
+    def _(q: Tensor, layer: int, scaling: float) -> Tensor:
+        return q.new_empty(1, q.shape[2], q.shape[1], q.shape[3])
 
 
 _registered = False
@@ -193,6 +198,22 @@ class NativeModel:
 
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
         self._library.sk_keep(self.number, slot, first, len(rows), (ctypes.c_int64 * len(rows))(*rows))
+
+    def attach_sources(self, sources: SourceCache) -> None:
+        """Point cross-attention at the present tensors of what it reads."""
+        for i, (shape, keys, values) in enumerate(zip(sources.shapes, sources.keys, sources.values, strict=True)):
+            self._library.sk_source(
+                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, sources.room),
+                *(shape.key_dim, shape.value_dim, int(sources.dtype == torch.bfloat16), sources.lengths.data_ptr()),
+            )
+
+    def set_distances(self, table: Tensor | None) -> None:
+        """Add to scores what stands for the key's distance, (heads, n) float32; None: nothing."""
+        if table is None:
+            self._library.sk_distances(self.number, None, 0)
+            return
+        self._held.append(table)
+        self._library.sk_distances(self.number, table.data_ptr(), table.shape[1])
 
     def begin(self, plan: Plan, size: int) -> None:
         """Say what the next pass of this model looks like; `size` counts filler rows too."""

@@ -164,3 +164,16 @@ class Plan:
             position = torch.cat([column[:before], before + depth])  # of siblings the same
             seen &= position > before + depth[part.done :, None] - window
         return seen
+
+    def distances(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
+        """How many places before each row of a segment each column lies, as positions count: (rows, columns) int64.
+
+        Columns are those of ``visible``; what a row does not see has any number that is not negative.
+        """
+        _, _, rows, length, _ = self.table[segment]
+        part = self.parts[segment]
+        position = torch.arange(length + rows, device=device)
+        if part.parents is not None:
+            before = length - part.done
+            position[before:] = before + _family(part.parents)[1].to(device)
+        return (position[length:, None] - position).clamp_min_(0)

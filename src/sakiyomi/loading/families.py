@@ -7,8 +7,9 @@ from typing import Any
 
 from sakiyomi.errors import LoadError, UnsupportedError
 from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.seq2seq.families import family_of
 
-__all__ = ["check_supported", "has_experts", "read_config"]
+__all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config"]
 
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 """Layer types (transformers' ``layer_types``) with a state that cannot be rolled back by moving a length."""
@@ -61,24 +62,29 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise LoadError(f"{path} is not a valid configuration ({_first_lines(error)})") from error
 
 
-def check_supported(config: Any, name: str, model_class: type | None = None) -> None:
+def check_supported(config: Any, name: str, model_class: type | None = None, *, encoder_decoder: bool = False) -> None:
     """Refuse what cannot work.
 
     Args:
         config: a transformers configuration.
         name: what the user called the model.
         model_class: the class where it is known already; looked up otherwise.
+        encoder_decoder: a model with an encoder will do.
 
     Raises:
-        UnsupportedError: encoder-decoder, recurrent or hybrid, an encoder, or no language model at all.
+        UnsupportedError: encoder-decoder where that will not do or of an unknown family, recurrent or hybrid, an
+            encoder, or no language model at all.
     """
     kind = getattr(config, "model_type", None) or type(config).__name__
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(
-            f"{name!r} is an encoder-decoder model ({kind}), and this version generates with decoder-only models; use "
-            "transformers' generate() for it"
-        )
+        if not encoder_decoder:
+            raise UnsupportedError(
+                f"{name!r} is an encoder-decoder model ({kind}), and this works with decoder-only models; LLM, "
+                "generate and transcribe take such a model"
+            )
+        family_of(config, name)
+        return
     if model_class is None:
         model_class = _causal_class(config)
     if kind in _ENCODERS and not getattr(config, "is_decoder", False):
@@ -97,6 +103,18 @@ def check_supported(config: Any, name: str, model_class: type | None = None) -> 
             "from such a state, so it cannot be verified ahead; choose a model with attention in every layer, or use "
             "transformers' generate()"
         )
+
+
+def has_encoder(config: Any) -> bool:
+    """Whether a configuration is that of an encoder-decoder model."""
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def auto_class(config: Any) -> str:
+    """Name of transformers' class that reads a model of this configuration."""
+    if not has_encoder(config):
+        return "AutoModelForCausalLM"
+    return "AutoModelForSpeechSeq2Seq" if family_of(config).hears else "AutoModelForSeq2SeqLM"
 
 
 def has_experts(config: Any) -> bool:

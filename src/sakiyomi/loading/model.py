@@ -21,7 +21,7 @@ from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
 from sakiyomi.loading.accelerated import read_rounded
 from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
-from sakiyomi.loading.families import check_supported, read_config
+from sakiyomi.loading.families import auto_class, check_supported, has_encoder, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
 from sakiyomi.loading.gguf import read_gguf
 from sakiyomi.loading.hub import fetch, looks_like_hub_id
@@ -51,6 +51,10 @@ __all__ = ["Loaded", "load_model"]
 
 logger = logging.getLogger("sakiyomi")
 DTYPES = ("float32", "bfloat16", "float16")
+_NOT_ROUNDED = (
+    "quantize={!r}: {!r} is an encoder-decoder model, which this version does not round; leave quantize at None, or "
+    "pass dtype='bfloat16'"
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Loaded:
         owned: True if we loaded it: then its weights may be repacked and freed. A user's model stays as it is.
         prepared: where its linear layers are packed already, what is known of them.
         save: writes the packed copy of a model that was loaded to be rounded; None where there is nothing to write.
+        extractor: of a model that hears: makes features of samples; None where there is none.
     """
 
     model: Any
@@ -74,6 +79,7 @@ class Loaded:
     owned: bool
     prepared: Prepared | None = None
     save: Callable[[PackedModel], object] | None = None
+    extractor: Any = None
 
 
 def load_model(
@@ -84,10 +90,12 @@ def load_model(
     quantize: str | None = None,
     offload: str | os.PathLike[str] | None = None,
     packed: bool = False,
+    encoder_decoder: bool = False,
+    fits: Callable[[Any], object] = lambda config: None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Loaded:
-    """Load a causal language model and its tokenizer.
+    """Load a language model and its tokenizer.
 
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or ``(model,
@@ -99,6 +107,8 @@ def load_model(
             rounds them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
         packed: a folder of ``save_packed`` will do. Only ``PackedModel`` can run what comes then.
+        encoder_decoder: a model with an encoder will do.
+        fits: raises if a model of this configuration is not wanted, before its weights are read.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
 
@@ -111,7 +121,7 @@ def load_model(
     wanted, place = parse_dtype(dtype), parse_device(device)
     apart = parse_offload(offload, place, quantize, target)
     if isinstance(target, tuple):
-        return _from_pair(target, wanted, place if str(device) != "auto" else None, quantize)
+        return _from_pair(target, wanted, place if str(device) != "auto" else None, quantize, encoder_decoder)
     if not isinstance(target, str | os.PathLike):
         raise InputError(
             f"the model is given as {type(target).__name__}; expected a folder, a hub id, the name of an embedded "
@@ -121,7 +131,10 @@ def load_model(
 
     def config_of(folder: Path) -> Any:
         config = read_config(folder, trust_remote_code=trust_remote_code)
-        check_supported(config, name)
+        check_supported(config, name, encoder_decoder=encoder_decoder)
+        if quantize and has_encoder(config):
+            raise UnsupportedError(_NOT_ROUNDED.format(quantize, name))
+        fits(config)
         return config
 
     gguf = _gguf_file(name)
@@ -146,7 +159,8 @@ def load_model(
     if quantize and hasattr(config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
     final = wanted or _stored_dtype(config, checkpoint)
-    reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf)
+    kind = auto_class(config)
+    reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, kind)
     if apart is not None:
         return _offloaded(reader, config, tokenizer, apart)
     if quantize and place.type == "cpu":
@@ -158,7 +172,9 @@ def load_model(
     if quantize:
         return _rounded_by_torchao(reader, config, tokenizer, quantize)
     check_memory(name, config, checkpoint, final, place, trust_remote_code=trust_remote_code)
-    return Loaded(_to_device(reader.read(), place, name).eval(), tokenizer, name, folder, owned=True)
+    extractor = _read_extractor(folder) if has_encoder(config) else None
+    model = _to_device(reader.read(), place, name).eval()
+    return Loaded(model, tokenizer, name, folder, owned=True, extractor=extractor)
 
 
 def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, beside: bool) -> Loaded:
@@ -298,7 +314,11 @@ def parse_device(value: str | torch.device) -> torch.device:
 
 
 def _from_pair(
-    pair: tuple[Any, ...], dtype: torch.dtype | None, device: torch.device | None, quantize: str | None
+    pair: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+    quantize: str | None,
+    encoder_decoder: bool,
 ) -> Loaded:
     if len(pair) != 2 or not hasattr(pair[0], "config") or not hasattr(pair[1], "decode"):
         kinds = ", ".join(type(part).__name__ for part in pair)
@@ -306,8 +326,13 @@ def _from_pair(
             f"the model is given as ({kinds}); expected a transformers model and its tokenizer, in this order"
         )
     model, tokenizer = pair
+    extractor = getattr(tokenizer, "feature_extractor", None)
+    if extractor is not None:  # a processor: both in one
+        tokenizer = tokenizer.tokenizer
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    check_supported(model.config, name, type(model))
+    check_supported(model.config, name, type(model), encoder_decoder=encoder_decoder)
+    if quantize and has_encoder(model.config):
+        raise UnsupportedError(_NOT_ROUNDED.format(quantize, name))
     if dtype is not None and model.dtype != dtype:
         raise InputError(
             f"dtype is {dtype} and the loaded model {name!r} has {model.dtype}; a loaded model is used as it is: load "
@@ -323,7 +348,7 @@ def _from_pair(
             f"quantize={quantize!r}: the loaded model {name!r} is on a GPU, where it would have to be changed; load it "
             "quantized, or pass its folder"
         )
-    return Loaded(model, tokenizer, name, None, owned=False)
+    return Loaded(model, tokenizer, name, None, owned=False, extractor=extractor)
 
 
 def _local_folder(name: str) -> Path | None:
@@ -363,6 +388,22 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
         raise LoadError(f"the tokenizer in {folder} cannot be read ({short(error)}); {remedy}") from error
+
+
+def _read_extractor(folder: Path) -> Any:
+    """Of a model that hears; None where the folder has none."""
+    from transformers import AutoFeatureExtractor
+
+    if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        return None
+    try:
+        with quiet():
+            return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise LoadError(
+            f"the feature extractor in {folder} cannot be read ({short(error)}); copy preprocessor_config.json from "
+            "the original model"
+        ) from error
 
 
 def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:

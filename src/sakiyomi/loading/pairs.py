@@ -6,11 +6,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.errors import UnsupportedError
+from sakiyomi.loading.families import has_encoder
+from sakiyomi.seq2seq.families import family_of
 
 if TYPE_CHECKING:
     from sakiyomi.loading.model import Loaded
 
-__all__ = ["check_cross_pair", "check_pair", "same_tokenizer"]
+__all__ = ["check_cross_pair", "check_family", "check_pair", "same_tokenizer"]
 
 _PLACEHOLDER = re.compile(
     r"""[<\[(]?\|?_?(pad|padding|extra|extra_id|extra_token|unused|reserved|reserved_special_token|dummy|empty
@@ -71,6 +73,39 @@ def check_pair(target: Loaded, draft: Loaded) -> int:
     return min(sizes)
 
 
+def check_family(target: Any, draft: Any, name: str) -> None:
+    """Refuse a draft model that cannot read what the target reads, by the configurations alone.
+
+    Args:
+        target, draft: configurations.
+        name: what the user called the draft.
+
+    Raises:
+        UnsupportedError: one of them has an encoder and the other has none, or takes something else.
+    """
+    remedy = 'choose a draft of the target\'s own family, "prompt-lookup" or "suffix", or pass draft="none"'
+    if has_encoder(target) != has_encoder(draft):
+        has, none = ("target", "draft") if has_encoder(target) else ("draft", "target")
+        raise UnsupportedError(
+            f"the draft {name!r} ({draft.model_type}) does not fit the target ({target.model_type}): the {has} has an "
+            f"encoder, the {none} has none; {remedy}"
+        )
+    if not has_encoder(target):
+        return
+    first, second = family_of(target), family_of(draft, name)
+    if first != second:
+        raise UnsupportedError(
+            f"the draft {name!r} is of the family {second.name}, the target of {first.name}: a draft reads what the "
+            f"target's encoder reads; {remedy}"
+        )
+    for what in ("num_mel_bins", "max_source_positions") if first.hears else ():
+        if getattr(target, what) != getattr(draft, what):
+            raise UnsupportedError(
+                f"the draft {name!r} has {what} {getattr(draft, what)}, the target {getattr(target, what)}: it cannot "
+                f"read the target's features; {remedy}"
+            )
+
+
 def check_cross_pair(target: Loaded, draft: Loaded) -> None:
     """Refuse a draft model of another tokenizer where the two cannot meet in text either.
 
@@ -108,7 +143,10 @@ def _is_padding(tokenizer: Any, token: str) -> bool:
 
 
 def _rows(model: Any) -> int:
-    return int(model.config.get_text_config(decoder=True).vocab_size)
+    config = model.config
+    if has_encoder(config):
+        return int(getattr(config, family_of(config).vocabulary, None) or config.vocab_size)
+    return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def _count(tokenizer: Any) -> int:

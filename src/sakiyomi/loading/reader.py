@@ -32,6 +32,7 @@ class Reader:
         dtype: they are to have.
         device: where torchao is to round them.
         gguf: the file, where it is one.
+        kind: transformers' class that reads such a model.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Reader:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     gguf: Path | None = None
+    kind: str = "AutoModelForCausalLM"
 
     def read(self, quantization: Any = None, **options: Any) -> Any:
         """The model, in main memory; on its device if torchao is to round it there.
@@ -50,7 +52,7 @@ class Reader:
             LoadError: tensors are missing or cannot be read.
             MemoryLimitError: memory ran out all the same.
         """
-        from transformers import AutoModelForCausalLM
+        import transformers
 
         if quantization is not None:
             options |= {"quantization_config": quantization, "device_map": {"": self.device}}
@@ -58,7 +60,7 @@ class Reader:
             options |= {"gguf_file": self.gguf.name, **_as_numbers()}
         else:
             options["use_safetensors"] = None if self.allow_pickle else True
-        reader: Any = AutoModelForCausalLM  # its signature knows nothing of output_loading_info
+        reader: Any = getattr(transformers, self.kind)  # its signature knows nothing of output_loading_info
         size = self.checkpoint.stored_bytes
         try:
             with (

@@ -1,0 +1,152 @@
+"""Sounds for models that hear: samples of one channel, read from WAV files by the standard library."""
+
+from __future__ import annotations
+
+import math
+import os
+import wave
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sakiyomi.errors import InputError, LoadError
+
+__all__ = ["Audio"]
+
+Samples = NDArray[np.float32]
+_WIDTH = 24  # zero crossings of the resampling filter on each side
+_DECODERS: dict[int, Callable[[bytes], NDArray[Any]]] = {
+    1: lambda data: (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 2**7,
+    2: lambda data: np.frombuffer(data, "<i2").astype(np.float32) / 2**15,
+    3: lambda data: _three_bytes(data) / np.float32(2**31),
+    4: lambda data: (np.frombuffer(data, "<i4") / 2**31).astype(np.float32),
+}
+"""By bytes of a sample in a WAV file: numbers of -1 to 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Audio:
+    """A sound.
+
+    Args:
+        samples: (n,) float32 of one channel, -1 to 1; other arrays and lists of numbers are converted, and of several
+            channels, (n, channels), the mean is taken.
+        sampling_rate: samples a second.
+        language: what is spoken, by name or code ("en"); None: the model hears which.
+        task: "transcribe" or "translate" (into English); None: the model's own choice.
+
+    Raises:
+        InputError: there are no samples, or they are no sound.
+    """
+
+    samples: Samples
+    sampling_rate: int
+    language: str | None = None
+    task: str | None = None
+
+    def __post_init__(self) -> None:
+        rate = self.sampling_rate
+        if not isinstance(rate, int) or isinstance(rate, bool) or rate < 1:
+            raise InputError(f"sampling_rate is {rate!r}; expected a whole number of samples a second")
+        try:
+            samples = np.asarray(self.samples, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"samples are no numbers ({error}); expected an array of floats") from None
+        if samples.ndim == 2 and 0 < samples.shape[1] <= samples.shape[0]:
+            samples = samples.mean(1)
+        if samples.ndim != 1 or not samples.size:
+            raise InputError(f"samples have the shape {samples.shape}; expected (n,), or (n, channels), n at least 1")
+        if not np.isfinite(samples).all():
+            raise InputError("samples have values that are no numbers (NaN or infinite); expected -1 to 1")
+        object.__setattr__(self, "samples", samples)
+
+    def __repr__(self) -> str:
+        told = "".join(
+            f", {name}={value!r}" for name, value in (("language", self.language), ("task", self.task)) if value
+        )
+        return f"Audio({len(self.samples)} samples, sampling_rate={self.sampling_rate}{told})"
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], *, language: str | None = None, task: str | None = None) -> Audio:
+        """The sound in a WAV file of whole numbers (8, 16, 24 or 32 bits); of several channels the mean.
+
+        Args:
+            path: of the file.
+            language, task: see ``Audio``.
+
+        Raises:
+            LoadError: there is no such file, it is no WAV file, it is empty or damaged, or has other samples.
+        """
+        name = os.fspath(path)
+        remedy = "convert it, for instance: ffmpeg -i FILE -ac 1 -c:a pcm_s16le sound.wav"
+        try:
+            with wave.open(name, "rb") as file:
+                channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
+                data = file.readframes(file.getnframes())
+        except FileNotFoundError:
+            raise LoadError(f"there is no file {name!r}; check the path") from None
+        except OSError as error:
+            raise LoadError(f"{name!r} cannot be read ({error.strerror}); check the path") from None
+        except (wave.Error, EOFError) as error:
+            reason = str(error) or "it ends before it begins"
+            raise LoadError(f"{name!r} is no WAV file of whole numbers ({reason}); {remedy}") from None
+        decode = _DECODERS.get(width)
+        if decode is None:
+            raise LoadError(f"{name!r} has samples of {8 * width} bits; expected 8, 16, 24 or 32; {remedy}")
+        if rate < 1:
+            raise LoadError(f"{name!r} has {rate} samples a second; the file is damaged")
+        data = data[: len(data) // (width * channels) * width * channels]
+        if not data:
+            raise LoadError(f"{name!r} has no samples; give a file with a sound")
+        return cls(decode(data).reshape(-1, channels).mean(1), rate, language, task)
+
+    @property
+    def seconds(self) -> float:
+        """How long it is."""
+        return len(self.samples) / self.sampling_rate
+
+    def resampled(self, rate: int) -> Audio:
+        """The same sound with so many samples a second: band-limited interpolation by a windowed sinc."""
+        if rate == self.sampling_rate:
+            return self
+        return replace(self, samples=_resample(self.samples, self.sampling_rate, rate), sampling_rate=rate)
+
+    def split(self, seconds: float) -> list[Audio]:
+        """Parts of so many seconds, the last one shorter."""
+        count = int(seconds * self.sampling_rate)
+        if count < 1:
+            raise InputError(f"seconds is {seconds!r}; expected a part of at least one sample")
+        return [replace(self, samples=self.samples[i : i + count]) for i in range(0, len(self.samples), count)]
+
+
+def _three_bytes(data: bytes) -> NDArray[Any]:
+    """24 bits a sample, as the upper ones of 32."""
+    wide = np.zeros((len(data) // 3, 4), np.uint8)
+    wide[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
+    return wide.view("<i4")[:, 0].astype(np.float32)
+
+
+def _resample(samples: Samples, old: int, new: int) -> Samples:
+    """A sum over the neighbours of each new sample, weighted by a Hann-windowed sinc below the lower Nyquist rate.
+
+    The weights repeat: of the places between old samples there are only new / gcd(old, new).
+    """
+    divisor = math.gcd(old, new)
+    up, down = new // divisor, old // divisor
+    cutoff = min(1.0, up / down) * 0.97
+    half = math.ceil(_WIDTH / cutoff)
+    count = -(-len(samples) * up // down)
+    padded = np.pad(samples, half)
+    found = np.zeros(count, np.float32)
+    offsets = np.arange(-half, half + 1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
+    for phase in range(min(up, count)):
+        places = np.arange(phase, count, up) * down
+        distance = offsets - (places[0] % up) / up
+        window = 0.5 + 0.5 * np.cos(np.pi * np.clip(distance / (half + 1), -1, 1))
+        weights = np.sinc(cutoff * distance) * window
+        found[phase::up] = windows[np.minimum(places // up, len(samples) - 1)] @ (weights / weights.sum())
+    return found

@@ -1,0 +1,92 @@
+"""What an encoder reads for one request, and what is kept of it: keys and values for cross-attention, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sakiyomi.cache.slots import LayerShape, SlotCache
+
+__all__ = ["Source", "SourceCache"]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The source of one request. Compared as an object: two requests with one source share what was read of it.
+
+    Attributes:
+        inputs: what the encoder is called with, a batch of one.
+        length: places that it will have for cross-attention.
+        tokens: those of the decoder's vocabulary, for drafters that look things up in the text; empty where the source
+            is no text, or one of another vocabulary.
+    """
+
+    inputs: dict[str, Tensor]
+    length: int
+    tokens: Sequence[int] = ()
+
+
+class SourceCache(SlotCache):
+    """Keys and values of every request's source, in the same slots as its text.
+
+    Args:
+        shapes: one per cross-attention layer.
+        dtype: of the stored tensors.
+        max_slots, extra: as in ``SlotCache``.
+        on_move: as in ``SlotCache``.
+        available: as in ``SlotCache``.
+
+    Attributes:
+        lengths: (max_slots + extra,) int32 on the CPU: places of each slot's source; 0: nothing was read there.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        dtype: torch.dtype,
+        max_slots: int,
+        extra: int = 0,
+        on_move: Callable[[SlotCache], None] | None = None,
+        available: Callable[[], int] | None = None,
+    ) -> None:
+        super().__init__(shapes, dtype=dtype, max_slots=max_slots, extra=extra, on_move=on_move, available=available)
+        self.lengths = torch.zeros(max_slots + extra, dtype=torch.int32)
+        self._held: dict[int, Source] = {}
+
+    def holds(self, slot: int, source: Source) -> bool:
+        """Whether the slot has what was read of this source; taken from another slot where one has it."""
+        if self._held.get(slot) is source:
+            return True
+        other = next((other for other, held in self._held.items() if held is source), None)
+        if other is None:
+            return False
+        count = int(self.lengths[other])
+        self.reserve(slot, count)
+        for store in (*self.keys, *self.values):
+            store[slot, :, :count] = store[other, :, :count]
+        self._finish(slot, source, count)
+        return True
+
+    def fill(self, slot: int, source: Source, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Store what was read; there must be room.
+
+        Args:
+            slot: of the request.
+            source: that was read.
+            pairs: a layer each, keys and values (heads, places, dim).
+        """
+        self._held.pop(slot, None)
+        count = 0
+        for store, values, (key, value) in zip(self.keys, self.values, pairs, strict=True):
+            count = key.shape[1]
+            store[slot, :, :count] = key
+            values[slot, :, :count] = value
+        self._finish(slot, source, count)
+
+    def _finish(self, slot: int, source: Source, count: int) -> None:
+        self.lengths[slot] = count
+        self._held[slot] = source

@@ -1,0 +1,245 @@
+"""The decoder of an encoder-decoder model as a causal model on packed rows, and its encoder beside it.
+
+Made from a structural copy of the user's model. transformers' own decoder runs, with three kinds of modules replaced:
+cross-attention (ours reads what is kept of the source), the embedding of positions (ours is given each row's own), and,
+where a family derives a bias from columns, self-attention (ours has a table of biases by distance).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_outputs import BaseModelOutput
+
+from sakiyomi.cache.slots import LayerShape
+from sakiyomi.cache.sources import Source
+from sakiyomi.kernels.attention import CROSS
+from sakiyomi.seq2seq.families import Family, family_of
+from sakiyomi.structure import structural_copy
+
+__all__ = ["Decoder", "DecoderConfig", "Encoder", "split"]
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Of the decoder, by the names that causal models have."""
+
+    model_type: str
+    vocab_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+
+    def get_text_config(self, decoder: bool = True) -> DecoderConfig:
+        """Itself."""
+        return self
+
+
+class _Attention(nn.Module):
+    """The projections of one of transformers' attention modules.
+
+    Args:
+        module: theirs.
+        layer: its index.
+        family: of the model.
+    """
+
+    def __init__(self, module: nn.Module, layer: int, family: Family) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (getattr(module, name) for name in family.parts)
+        self.heads, self.results = int(getattr(module, family.heads)), family.results
+        self.scaling = float(module.scaling)  # type: ignore[arg-type]
+        self.layer_idx = layer
+        self.attention = "eager"
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(B, T, heads * dim) as (B, heads, T, dim)."""
+        parts: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return parts
+
+    def _close(self, out: Tensor) -> tuple[Tensor | None, ...]:
+        return (self.out(out.flatten(2)), None, None)[: self.results]
+
+
+class _SelfAttention(_Attention):
+    """Without a bias of its own: the attention operator adds the one of the distance."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
+        q, k, v = (self._split(part(hidden_states)) for part in (self.q, self.k, self.v))
+        attend = AttentionInterface()[self.attention]
+        return self._close(attend(self, q, k, v, None, scaling=self.scaling)[0])
+
+
+class _CrossAttention(_Attention):
+    """Over what is kept of the source of each row's request."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
+        q = self._split(self.q(hidden_states))
+        return self._close(CROSS[self.attention](q, self.layer_idx, self.scaling))
+
+    def read(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (heads, places, dim) of what the encoder gave, (1, places, width)."""
+        return self._split(self.k(hidden_states))[0], self._split(self.v(hidden_states))[0]
+
+
+class _NoPositions(nn.Module):
+    """Stands where positions are embedded, which were added before."""
+
+    zero: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("zero", weight.new_zeros(1), persistent=False)
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.zero
+
+
+class Decoder(nn.Module):
+    """A causal model on packed rows: token ids and positions in, logits out.
+
+    Args:
+        model: a structural copy of the user's model without its encoder; changed in place.
+        family: of the model.
+
+    Attributes:
+        distances: (heads, n) float32, what is added to a score by how far back the key is (n - 1 and more: the last
+            one); None: nothing is.
+    """
+
+    def __init__(self, model: Any, family: Family) -> None:
+        super().__init__()
+        config, decoder = model.config, model.get_decoder()
+        self.inner = model
+        self.config = DecoderConfig(
+            config.model_type,
+            int(getattr(config, family.vocabulary, None) or config.vocab_size),
+            int(getattr(config, family.count)),
+            int(getattr(config, family.limit)) if family.limit else 0,
+        )
+        layers = getattr(decoder, family.layers)
+        self.register_buffer("distances", None, persistent=False)
+        if family.own is not None:
+            self.distances = _by_distance(layers[0].get_submodule(family.own))
+            _replace(layers, family.own, _SelfAttention, family)
+        _replace(layers, family.cross, _CrossAttention, family)
+        self.embed, self.positions, self.scale = decoder.embed_tokens, None, 1.0
+        if family.positions is not None:
+            self.positions = getattr(decoder, family.positions)
+            setattr(decoder, family.positions, _NoPositions(self.positions.weight))
+        if family.scales:  # it would scale the positions too
+            self.scale, decoder.embed_scale = float(decoder.embed_scale), 1.0
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: None = None, use_cache: bool = False
+    ) -> Any:
+        """Token ids and positions (1, N) to an object with logits (1, N, V)."""
+        embeds = self.embed(input_ids)
+        if self.scale != 1.0:
+            embeds = embeds * self.scale
+        if self.positions is not None:
+            embeds = embeds + self.positions(input_ids, position_ids=position_ids[0])
+        # Cross-attention is ours, and looks at nothing that is given here; without it the decoder would leave it out.
+        return self.inner(
+            encoder_outputs=BaseModelOutput(last_hidden_state=embeds[:, :1]),
+            decoder_inputs_embeds=embeds,
+            use_cache=use_cache,
+        )
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Switch to one of the attention operators, see ``kernels.attention``."""
+        self.inner.set_attn_implementation(name)
+        for module in self.modules():
+            if isinstance(module, _Attention):
+                module.attention = name
+
+    def get_output_embeddings(self) -> Any:
+        """What makes logits of the last layer."""
+        return self.inner.get_output_embeddings()
+
+
+class Encoder:
+    """What a source becomes before the first token is written: keys and values for every cross-attention.
+
+    Args:
+        module: the user's own encoder, as it is.
+        crosses: the decoder's cross-attentions.
+        limit: most places that it has; None: any number.
+
+    Attributes:
+        shapes: of what cross-attention reads, a layer each.
+    """
+
+    def __init__(self, module: nn.Module, crosses: list[_CrossAttention], limit: int | None) -> None:
+        self._module, self._crosses, self.limit = module, crosses, limit
+        parameter = next(module.parameters())
+        self.dtype, self.device = parameter.dtype, parameter.device
+        self.shapes = [
+            LayerShape(c.heads, c.k.out_features // c.heads, c.v.out_features // c.heads, c.k.weight.device)
+            for c in crosses
+        ]
+
+    @property
+    def projections(self) -> list[nn.Module]:
+        """What makes keys and values of a source, as it is now (packed or not)."""
+        return [module for cross in self._crosses for module in (cross.k, cross.v)]
+
+    def read(self, source: Source) -> Tensor:
+        """The encoder's last layer, (1, places, width)."""
+        inputs = {name: given.to(self.device) for name, given in source.inputs.items()}
+        inputs = {name: given.to(self.dtype) if given.is_floating_point() else given for name, given in inputs.items()}
+        hidden: Tensor = self._module(**inputs).last_hidden_state
+        return hidden
+
+    def noise(self, places: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of no source, for self-tests."""
+        generator = torch.Generator().manual_seed(0)
+
+        def rows(shape: LayerShape, dim: int) -> Tensor:
+            return torch.randn(shape.heads, places, dim, generator=generator)
+
+        return [(rows(shape, shape.key_dim), rows(shape, shape.value_dim)) for shape in self.shapes]
+
+    def pairs(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values (heads, places, dim) of every layer."""
+        return [cross.read(hidden) for cross in self._crosses]
+
+
+def split(model: Any) -> tuple[Decoder, Encoder]:
+    """Take a model apart.
+
+    Args:
+        model: a structural copy of the user's model; changed in place.
+
+    Raises:
+        UnsupportedError: its family is not supported.
+    """
+    config, family = model.config, family_of(model.config)
+    encoder = model.get_encoder()
+    name = next(name for name, module in model.named_modules() if module is encoder)
+    model.set_submodule(name, nn.Identity())
+    encoder = structural_copy(encoder)  # its configuration was also the decoder's, whose attention is switched
+    decoder = Decoder(model, family).eval()
+    crosses = [module for module in decoder.modules() if isinstance(module, _CrossAttention)]
+    return decoder, Encoder(encoder, crosses, family.source_positions(config))
+
+
+def _replace(layers: Any, path: str, kind: type[_Attention], family: Family) -> None:
+    """One attention module of every layer by ours."""
+    for index, layer in enumerate(layers):
+        layer.set_submodule(path, kind(layer.get_submodule(path), index, family))
+
+
+def _by_distance(module: Any) -> Tensor:
+    """T5's relative bias, (heads, n) float32 by the distance of a key behind its query."""
+    far = int(module.relative_attention_max_distance)
+    bucket = module._relative_position_bucket(
+        -torch.arange(far + 1, device=module.relative_attention_bias.weight.device),
+        bidirectional=False,
+        num_buckets=module.relative_attention_num_buckets,
+        max_distance=far,
+    )
+    return module.relative_attention_bias.weight.detach().float()[bucket].T.contiguous()  # type: ignore[no-any-return]

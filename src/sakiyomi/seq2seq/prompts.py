@@ -1,0 +1,210 @@
+"""What a user gives to an encoder-decoder model: a source for its encoder, and what its decoder goes on from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sakiyomi.audio import Audio
+from sakiyomi.cache.sources import Source
+from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.intake import Asked, prompt_tokens, with_ids
+from sakiyomi.params import SamplingParams
+from sakiyomi.seq2seq.defaults import default_processors
+from sakiyomi.seq2seq.families import Family, family_of
+
+__all__ = ["SourceIntake"]
+
+
+class SourceIntake:
+    """Sources from texts and token ids, or from sounds and their features, whichever the encoder takes.
+
+    What transformers' ``generate`` does by the model's generation settings is done here too: the first tokens of the
+    decoder, and processors for its logits, before those of the user.
+
+    Args:
+        model: the user's model, for its settings.
+        tokenizer: of the model.
+        extractor: of a model that takes sounds: makes features of samples; None: only features can be given.
+        vocab_size: width of the logits.
+        max_context: most tokens of the decoder.
+        first: the first token's logits (V,) for a source behind these decoder tokens, by which a language is heard.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        extractor: Any,
+        vocab_size: int,
+        max_context: int,
+        first: Callable[[Source, list[int]], Tensor],
+    ) -> None:
+        self._config, self._settings = model.config, copy.deepcopy(model.generation_config)
+        self._family: Family = family_of(model.config)
+        self._limit = self._family.source_positions(model.config)
+        self._tokenizer, self._extractor = tokenizer, extractor
+        self._vocab_size, self._max_context, self._first = vocab_size, max_context, first
+        self._last: tuple[Any, Source] | None = None
+        self._begin = self._start_token()
+
+    def __call__(self, prompt: Any, params: SamplingParams) -> Asked:
+        """See ``intake.Intake``."""
+        source = self._source(prompt)
+        tokens = self._prompt(prompt, source)
+        if len(tokens) >= self._max_context:
+            raise InputError(
+                f"the decoder begins with {len(tokens)} tokens, and its context holds {self._max_context} with at "
+                "least one new one; raise max_context"
+            )
+        last = min(len(tokens) + params.max_new_tokens, self._max_context)
+        ids = source.inputs.get("input_ids")
+        processors = default_processors(self._settings, len(tokens), last, ids, no_end=params.ignore_eos)
+        params = with_ids(params, self._tokenizer)
+        params = replace(params, logits_processors=(*processors, *params.logits_processors))
+        return Asked(tokens, params, source)
+
+    # ------------------------------------------------------------ sources
+
+    def _source(self, prompt: Any) -> Source:
+        # Samples of one prompt come one after the other: they share what the encoder makes of it.
+        key = tuple(prompt) if isinstance(prompt, list) else prompt
+        if self._last is not None:
+            known, source = self._last
+            if known is key or (isinstance(key, str | tuple) and type(known) is type(key) and known == key):
+                return source
+        source = self._sound(prompt) if self._family.hears else self._text(prompt)
+        self._last = (key, source)
+        return source
+
+    def _text(self, prompt: Any) -> Source:
+        if isinstance(prompt, Audio) or (isinstance(prompt, Tensor) and prompt.is_floating_point()):
+            raise InputError(
+                f"the prompt is a sound, and the model ({self._config.model_type}) reads text; give a text, or a list "
+                "of token ids, or load a speech model (whisper)"
+            )
+        size = int(self._config.vocab_size)
+        limit = self._limit + 1 if self._limit is not None else 1 << 30
+        tokens = prompt_tokens(prompt, self._tokenizer, size, 1 << 30)
+        if len(tokens) >= limit:
+            raise InputError(
+                f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; "
+                "shorten it, or give its parts one by one"
+            )
+        shared = size == self._vocab_size and getattr(self._config, "share_encoder_decoder_embeddings", True)
+        return Source({"input_ids": torch.tensor([tokens])}, len(tokens), tuple(tokens) if shared else ())
+
+    def _sound(self, prompt: Any) -> Source:
+        assert self._limit is not None
+        mels, frames = int(self._config.num_mel_bins), 2 * self._limit  # the encoder's second convolution halves them
+        if isinstance(prompt, Audio):
+            features = self._features(prompt, frames)
+        elif isinstance(prompt, Tensor):
+            features = prompt[None] if prompt.dim() == 2 else prompt
+        else:
+            raise InputError(
+                f"the prompt is {prompt!r:.60}, and the model ({self._config.model_type}) hears; give a "
+                "sakiyomi.Audio (Audio.read('x.wav')) or a tensor of input features"
+            )
+        if tuple(features.shape) != (1, mels, frames) or not features.is_floating_point():
+            raise InputError(
+                f"the features have the shape {tuple(features.shape)} ({features.dtype}); the model's encoder takes "
+                f"floats of ({mels}, {frames}): make them with its own feature extractor, or give a sakiyomi.Audio"
+            )
+        return Source({"input_features": features}, self._limit)
+
+    def _features(self, audio: Audio, frames: int) -> Tensor:
+        extractor = self._extractor
+        if extractor is None:
+            raise UnsupportedError(
+                "the model has no feature extractor (preprocessor_config.json), so that nothing can be made of a "
+                "sound; pass (model, processor), or a tensor of input features"
+            )
+        rate, hop = int(extractor.sampling_rate), int(extractor.hop_length)
+        sound = audio.resampled(rate)
+        most = frames * hop
+        if len(sound.samples) > most:
+            raise InputError(
+                f"the sound is {audio.seconds:.1f} s long, and the model's encoder takes {most / rate:g} s; give its "
+                "parts one by one (Audio.split)"
+            )
+        made = extractor(sound.samples, sampling_rate=rate, return_tensors="pt", padding="max_length", max_length=most)
+        return made["input_features"]  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------ the decoder's first tokens
+
+    def _start_token(self) -> int:
+        for settings in (self._settings, self._config):
+            for name in ("decoder_start_token_id", "bos_token_id"):
+                token = getattr(settings, name, None)
+                if token is not None:
+                    return int(token[0]) if isinstance(token, list) else int(token)
+        raise UnsupportedError(
+            "the model does not say with which token its decoder begins; set decoder_start_token_id in its "
+            "generation_config.json"
+        )
+
+    def _prompt(self, prompt: Any, source: Source) -> list[int]:
+        wanted = (prompt.language, prompt.task) if isinstance(prompt, Audio) else (None, None)
+        if not self._family.hears:
+            return [self._begin]
+        return self._whisper(source, *wanted)
+
+    def _whisper(self, source: Source, language: str | None, task: str | None) -> list[int]:
+        """Start, language, task and that no times are wanted, as transformers' whisper puts them together."""
+        settings = self._settings
+        languages: dict[str, int] = getattr(settings, "lang_to_id", None) or {}
+        tasks: dict[str, int] = getattr(settings, "task_to_id", None) or {}
+        given = language is not None or task is not None
+        if given and (not languages or getattr(settings, "is_multilingual", True) is False):
+            raise InputError(
+                f"language is {language!r} and task is {task!r}, and the model knows one language and no tasks; leave "
+                "both out"
+            )
+        language = language or getattr(settings, "language", None)
+        task = task or getattr(settings, "task", None)
+        tokens: list[int | None] = [self._begin]
+        if language is None and task is None:
+            forced = getattr(settings, "forced_decoder_ids", None) or getattr(self._config, "forced_decoder_ids", None)
+            for place, (at, token) in enumerate(forced or (), start=1):
+                if at != place:
+                    raise UnsupportedError(
+                        f"the model's forced_decoder_ids are {forced}; expected one for each place from 1 on"
+                    )
+                tokens.append(token)
+        heard: int | None = None
+        if language is not None:
+            heard = _language(language, languages)
+        elif languages and (len(tokens) < 2 or tokens[1] is None):
+            logits = self._first(source, [self._begin])
+            known = sorted(languages.values())
+            heard = known[int(logits[known].argmax())]
+        if heard is not None:
+            tokens[1:2] = [heard]
+        if task is not None:
+            if task not in tasks:
+                raise InputError(f"task is {task!r}; expected one of {', '.join(map(repr, tasks))}")
+            tokens = [token for token in tokens if token not in tasks.values()] + [tasks[task]]
+        elif language is not None and tasks and not any(token in tasks.values() for token in tokens):
+            tokens.append(tasks["transcribe"])
+        silent = getattr(settings, "no_timestamps_token_id", None)
+        if silent is not None and tokens[-1] != silent:
+            tokens.append(silent)
+        return [token for token in tokens if token is not None]
+
+
+def _language(language: str, known: dict[str, int]) -> int:
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    word = language.lower()
+    names: Sequence[str] = (word, f"<|{word}|>", f"<|{TO_LANGUAGE_CODE.get(word, word)}|>")
+    for name in names:
+        if name in known:
+            return known[name]
+    codes = ", ".join(sorted(name.strip("<|>") for name in known))
+    raise InputError(f"language is {language!r}; the model knows {codes}")

@@ -1,0 +1,121 @@
+"""Sounds: WAV files of every width, resampling, and files that are none."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.signal import resample_poly
+
+from sakiyomi import Audio, InputError, LoadError
+
+
+def write(path: Path, frames: bytes, *, width: int = 2, channels: int = 1, rate: int = 16000) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        file.writeframes(frames)
+    return path
+
+
+def sine(hertz: float, rate: int, seconds: float = 0.25) -> Any:
+    return 0.7 * np.sin(2 * np.pi * hertz * np.arange(int(rate * seconds)) / rate)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_every_width_is_read(width: int, tmp_path: Path) -> None:
+    wanted = np.array([-1.0, -0.5, 0.0, 0.25, 0.75])
+    whole = np.round(wanted * 2 ** (8 * width - 1)).astype(np.int64)
+    if width == 1:
+        frames = (whole + 128).astype(np.uint8).tobytes()
+    else:
+        frames = b"".join(int(value).to_bytes(width, "little", signed=True) for value in whole)
+    sound = Audio.read(write(tmp_path / "a.wav", frames, width=width), language="en")
+    np.testing.assert_allclose(sound.samples, wanted, atol=1e-7)
+    assert sound.samples.dtype == np.float32
+    assert (sound.sampling_rate, sound.language, sound.task) == (16000, "en", None)
+
+
+def test_of_several_channels_the_mean_is_heard(tmp_path: Path) -> None:
+    frames = np.array([[16384, 0], [0, -16384], [8192, 8192]], "<i2").tobytes()
+    sound = Audio.read(write(tmp_path / "a.wav", frames, channels=2, rate=8000))
+    np.testing.assert_allclose(sound.samples, [0.25, -0.25, 0.25])
+    assert sound.seconds == pytest.approx(3 / 8000)
+    np.testing.assert_allclose(Audio([[0.5, 0.0], [0.0, -0.5], [0.25, 0.25]], 8000).samples, sound.samples)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(8000, 16000), (44100, 16000), (48000, 16000), (22050, 16000), (11025, 16000)]
+)
+def test_resampling_keeps_a_tone_and_agrees_with_scipy(old: int, new: int) -> None:
+    sound = Audio(sine(440, old), old).resampled(new)
+    assert sound.sampling_rate == new
+    assert sound.seconds == pytest.approx(0.25, abs=1e-4)
+    inner = slice(200, 3800)
+    np.testing.assert_allclose(sound.samples[inner], sine(440, new)[: len(sound.samples)][inner], atol=2e-3)
+    divisor = np.gcd(old, new)
+    scipys = resample_poly(sine(440, old), new // divisor, old // divisor)
+    np.testing.assert_allclose(sound.samples[inner], scipys[inner], atol=5e-3)
+    assert Audio(sine(440, new), new).resampled(new).samples.shape == (new // 4,)
+
+
+def test_what_is_above_the_new_range_is_taken_out() -> None:
+    """Without a filter a tone of 15 kHz comes back as one of 1 kHz."""
+    sound = Audio(sine(15000, 44100), 44100).resampled(16000)
+    assert np.abs(sound.samples[200:3800]).max() < 0.01
+
+
+def test_a_sound_is_cut_into_parts() -> None:
+    sound = Audio(sine(440, 8000, 1.0), 8000, "en", "translate")
+    parts = sound.split(0.4)
+    assert [part.seconds for part in parts] == [0.4, 0.4, pytest.approx(0.2)]
+    assert np.concatenate([part.samples for part in parts]).tolist() == sound.samples.tolist()
+    assert (parts[2].language, parts[2].task) == ("en", "translate")
+    with pytest.raises(InputError, match="seconds is 0"):
+        sound.split(0)
+
+
+def test_files_that_are_no_sound_are_refused(tmp_path: Path) -> None:
+    text, empty, cut = tmp_path / "text.wav", tmp_path / "empty.wav", tmp_path / "cut.wav"
+    text.write_text("this is no sound")
+    empty.write_bytes(b"")
+    cut.write_bytes(write(tmp_path / "whole.wav", b"\0\0" * 50).read_bytes()[:20])
+    silent = write(tmp_path / "silent.wav", b"")
+    floats = tmp_path / "floats.wav"
+    whole = bytearray((tmp_path / "whole.wav").read_bytes())
+    whole[20] = 3  # the format: floats
+    floats.write_bytes(whole)
+    for path, words in (
+        (text, "no WAV file"),
+        (empty, "no WAV file"),
+        (cut, "no WAV file"),
+        (floats, "no WAV file"),
+        (silent, "no samples"),
+        (tmp_path, "cannot be read"),
+        (tmp_path / "none.wav", "no file"),
+    ):
+        with pytest.raises(LoadError, match=words) as caught:
+            Audio.read(path)
+        assert "\n" not in str(caught.value)
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "words"),
+    [
+        ([], 16000, "shape"),
+        (np.zeros((2, 3, 4)), 16000, "shape"),
+        (["a"], 16000, "no numbers"),
+        ([np.nan], 16000, "NaN"),
+        ([0.0], 0, "sampling_rate"),
+        ([0.0], 16000.0, "sampling_rate"),
+    ],
+)
+def test_samples_that_are_no_sound_are_refused(samples: Any, rate: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Audio(samples, rate)
+    assert "samples" in repr(Audio([0.0, 0.5], 16000))
