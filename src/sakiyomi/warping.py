@@ -74,8 +74,8 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
 
 
 def _kernels(logits: Tensor) -> ctypes.CDLL | None:
-    """The compiled kernels if they are in use and can read this row, (V,) on the CPU."""
-    return loaded() if logits.dtype in _NATIVE and logits.is_cpu and logits.stride(0) == 1 else None
+    """The compiled kernels if they are in use and can read this row, (V,), or these rows, (R, V)."""
+    return loaded() if logits.dtype in _NATIVE and logits.is_cpu and logits.is_contiguous() else None
 
 
 def chance(logits: Tensor, token: int) -> float:
@@ -140,7 +140,7 @@ def leading(logits: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
     """
     rows, vocab = logits.shape
     count = min(count, vocab)
-    kernels = loaded() if logits.dtype in _NATIVE and logits.is_cpu and logits.is_contiguous() else None
+    kernels = _kernels(logits)
     if kernels is None:
         return [_leading(as_row(row), count) for row in logits]
     tokens, found = (ctypes.c_int64 * (rows * count))(), (ctypes.c_float * (rows * count))()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -22,14 +22,14 @@ app = typer.Typer(
 )
 
 
-def _command(name: str, config_class: type[Any], run: Callable[[Any, str], dict[str, Any]], help: str) -> None:
+def _command(name: str, config_class: type[Any], help: str) -> None:
     """Register a command with one flag for each field of `config_class`, and `--json`."""
 
     def body(**values: Any) -> None:
         as_json = values.pop("json")
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         try:
-            summary = run(config_class(**values), shlex.join(["sakiyomi", "train", name, *_arguments(name)]))
+            summary = _run(name, config_class(**values), shlex.join(["sakiyomi", "train", name, *_arguments(name)]))
         except SakiyomiError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
@@ -47,6 +47,16 @@ def _command(name: str, config_class: type[Any], run: Callable[[Any, str], dict[
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app.command(name, help=help)(body)
+
+
+def _run(name: str, config: Any, command: str) -> dict[str, Any]:
+    """`train_NAME` of `sakiyomi.train.NAME`, which is not imported before it is wanted."""
+    from sakiyomi.cli.output import quiet
+
+    train = getattr(importlib.import_module(f"sakiyomi.train.{name}"), f"train_{name}")
+    quiet()
+    summary: dict[str, Any] = train(config, command)
+    return summary
 
 
 def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
@@ -75,64 +85,21 @@ def _readable(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _target(config: TargetConfig, command: str) -> dict[str, Any]:
-    from sakiyomi.cli.output import quiet
-    from sakiyomi.train.target import train_target
-
-    quiet()
-    return train_target(config, command)
-
-
-def _draft(config: DraftConfig, command: str) -> dict[str, Any]:
-    from sakiyomi.cli.output import quiet
-    from sakiyomi.train.draft import train_draft
-
-    quiet()
-    return train_draft(config, command)
-
-
-def _ngram(config: NgramConfig, command: str) -> dict[str, Any]:
-    from sakiyomi.cli.output import quiet
-    from sakiyomi.train.ngram import train_ngram
-
-    quiet()
-    return train_ngram(config, command)
-
-
-def _edits(config: EditsConfig, command: str) -> dict[str, Any]:
-    from sakiyomi.cli.output import quiet
-    from sakiyomi.train.edits import train_edits
-
-    quiet()
-    return train_edits(config, command)
-
-
-def _tones(config: TonesConfig, command: str) -> dict[str, Any]:
-    from sakiyomi.cli.output import quiet
-    from sakiyomi.train.tones import train_tones
-
-    quiet()
-    return train_tones(config, command)
-
-
-_command("target", TargetConfig, _target, "Train a Llama target and its tokenizer from text files.")
-_command("draft", DraftConfig, _draft, "Distil a small draft from a target, for speculative decoding.")
+_command("target", TargetConfig, "Train a Llama target and its tokenizer from text files.")
+_command("draft", DraftConfig, "Distil a small draft from a target, for speculative decoding.")
 _command(
     "ngram",
     NgramConfig,
-    _ngram,
     "Count the n-grams of a text, or of what a target writes, into one file for drafts.",
 )
 _command(
     "edits",
     EditsConfig,
-    _edits,
     "Train a Pegasus pair, target and draft, that corrects text, with mistakes put into TEXT, and continues stories.",
 )
 _command(
     "tones",
     TonesConfig,
-    _tones,
     "Train a Whisper pair, target and draft, that writes down the words of TEXT, which it plays as tones.",
 )
 

@@ -1,8 +1,8 @@
 """Weights that stay in files: read ahead in the order in which passes use them, and handed to accelerate's hooks.
 
 accelerate maps a tensor's file when its layer is about to run, and the multiplication then waits for one page after the
-other. Here a thread reads the coming tensors as whole blocks while the present layer computes, so that a pass takes
-the longer of the two, reading or computing, and not their sum. The order is learnt from the passes themselves.
+other. Here a thread reads the coming tensors as whole blocks while the present layer computes. The order
+is learnt from the passes themselves.
 Files stay open: one that is removed meanwhile can still be read.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from sakiyomi.train.config import EditsConfig
 from sakiyomi.train.data import Ids
 from sakiyomi.train.defects import Spoiler, sentences
 from sakiyomi.train.held_out import Example
-from sakiyomi.train.pairs import check_pair, padded, train_pair
-from sakiyomi.train.texts import check_same, read_texts, text_files
+from sakiyomi.train.pairs import padded, train_pair
+from sakiyomi.train.texts import FixedTexts
 from sakiyomi.train.tokenizer import train_tokenizer
 from sakiyomi.train.writing import writing
 
@@ -50,10 +51,7 @@ def train_edits(config: EditsConfig, command: str = "") -> dict[str, Any]:
     Returns:
         The summary that `--json` prints; `finished` is False after SIGINT.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    check_pair(config, text_files(config))
-    return train_pair(config, Edits(config, *read_texts(config)), command)
+    return train_pair(config, partial(Edits, config), command)
 
 
 class Edits:
@@ -137,7 +135,7 @@ class Edits:
         return {"input_ids": source, "attention_mask": mask}
 
 
-class EditRows:
+class EditRows(FixedTexts):
     """Batches of sources and answers, made while they are asked for: a step gives the same ones whenever it is asked.
 
     Args:
@@ -158,7 +156,7 @@ class EditRows:
         seed: int,
     ) -> None:
         self._spoiler, self._tokenizer, self._continued, self._seed = spoiler, tokenizer, continued, seed
-        self._documents = [found for text in documents if len(found := sentences(text)) > 1]
+        super().__init__([found for text in documents if len(found := sentences(text)) > 1])
         if not self._documents:
             raise InputError("the text has no document of two sentences or more; give text in sentences")
         flat = [sentence for document in self._documents for sentence in document]
@@ -199,14 +197,6 @@ class EditRows:
         words = " ".join(self._documents[int(rng.integers(len(self._documents)))]).split()
         text = " ".join(rng.permutation(words)[: length // 2].tolist())
         return Example("fix", FIX + text, text)
-
-    def state(self) -> list[int]:
-        """Sizes of the text; a batch depends on the step alone."""
-        return [len(self._documents), sum(map(len, self._documents))]
-
-    def restore(self, state: Sequence[int]) -> None:
-        """There is nowhere to go to, if the text is that of the checkpoint."""
-        check_same(self.state(), state)
 
 
 def _sources(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[list[int]]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +26,10 @@ from sakiyomi.train.held_out import Example, write_examples
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.preflight import check_run
+from sakiyomi.train.texts import read_texts, text_files
 from sakiyomi.train.writing import writing
 
-__all__ = ["Task", "answers", "check_pair", "padded", "states", "train_pair"]
+__all__ = ["Task", "answers", "padded", "states", "train_pair"]
 
 ANSWERED = 32
 """Examples of each kind that a finished model answers for its card, and that are answered together."""
@@ -63,24 +64,23 @@ class Task(Protocol):
         """What the encoder reads of these examples, by its names."""
 
 
-def check_pair(config: PairConfig, files: Iterable[Path]) -> None:
-    """Refuse what could not be done, or would spoil an earlier run; see `check_run`."""
-    files = list(files)
-    for name in ("target", "draft"):
-        check_run(_part(config, name), files)
-
-
-def train_pair(config: PairConfig, task: Task, command: str) -> dict[str, Any]:
+def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], Task], command: str) -> dict[str, Any]:
     """Train a target, then a draft that is distilled from it, into OUT/target/model and OUT/draft/model.
 
     Args:
         config: the settings.
-        task: what they learn.
+        make_task: what they learn, from texts to train on, and others.
         command: the command line, for the cards.
 
     Returns:
         The summary that `--json` prints; `finished` is False after SIGINT.
     """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    files = text_files(config)
+    for name in ("target", "draft"):  # what could not be done, or would spoil an earlier run, is refused
+        check_run(_part(config, name), files)
+    task = make_task(*read_texts(config))
     found: dict[str, Any] = {"finished": True, "out": config.out}
     held_out: dict[str, Any] = {}
     target = None

@@ -12,7 +12,7 @@ from sakiyomi.train.config import PairConfig
 from sakiyomi.train.data import check_shares, parse_text
 from sakiyomi.train.evaluate import parse_valid, read_held_out
 
-__all__ = ["check_same", "read_texts", "text_files"]
+__all__ = ["FixedTexts", "read_texts", "text_files"]
 
 HELD_BACK = 20
 """Without held-out files every document of this number is held out."""
@@ -45,14 +45,29 @@ def read_texts(config: PairConfig) -> tuple[list[str], list[str]]:
     return [text for i, text in enumerate(found) if i not in held], [found[i] for i in sorted(held)]
 
 
-def check_same(sizes: Sequence[int], before: Sequence[int]) -> None:
-    """Refuse to go on with other texts than a checkpoint's.
+class FixedTexts:
+    """Rows that are made of the same texts at every step: a batch depends on the step alone.
 
     Args:
-        sizes, before: of the texts now and then.
+        documents: texts in parts.
     """
-    if list(sizes) != list(before):
-        raise LoadError(
-            f"the training files have {list(sizes)} documents and parts, those of the checkpoint had {list(before)}: "
-            "their text has changed; give the files as they were, or begin another run with another --out"
-        )
+
+    def __init__(self, documents: list[list[str]]) -> None:
+        self._documents = documents
+
+    def state(self) -> list[int]:
+        """Sizes of the texts."""
+        return [len(self._documents), sum(map(len, self._documents))]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """There is nowhere to go to, if the texts are those of the checkpoint.
+
+        Raises:
+            LoadError: they are others.
+        """
+        if self.state() != list(state):
+            raise LoadError(
+                f"the training files have {self.state()} documents and parts, those of the checkpoint had "
+                f"{list(state)}: their text has changed; give the files as they were, or begin another run with "
+                "another --out"
+            )

@@ -7,10 +7,10 @@ every answer is known. They pass through transformers' own feature extractor, as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import (
     WhisperConfig,
     WhisperFeatureExtractor,
@@ -22,9 +22,9 @@ from transformers import (
 from sakiyomi.errors import InputError
 from sakiyomi.train.config import TonesConfig
 from sakiyomi.train.held_out import Example
-from sakiyomi.train.pairs import check_pair, padded, train_pair
+from sakiyomi.train.pairs import padded, train_pair
 from sakiyomi.train.sounds import LETTERS, RATE, recording, spelled
-from sakiyomi.train.texts import check_same, read_texts, text_files
+from sakiyomi.train.texts import FixedTexts
 
 __all__ = ["ToneRows", "Tones", "letters_tokenizer", "train_tones"]
 
@@ -43,10 +43,7 @@ def train_tones(config: TonesConfig, command: str = "") -> dict[str, Any]:
     Returns:
         The summary that `--json` prints; `finished` is False after SIGINT.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    check_pair(config, text_files(config))
-    return train_pair(config, Tones(config, *read_texts(config)), command)
+    return train_pair(config, partial(Tones, config), command)
 
 
 class Tones:
@@ -123,7 +120,7 @@ class Tones:
         return {"input_features": self.extractor(sounds, sampling_rate=RATE, return_tensors="np")["input_features"]}
 
 
-class ToneRows:
+class ToneRows(FixedTexts):
     """Batches of recordings and their letters, made while they are asked for.
 
     Args:
@@ -133,7 +130,7 @@ class ToneRows:
     """
 
     def __init__(self, documents: Sequence[str], tokenizer: Any, extractor: Any, *, seed: int) -> None:
-        self._documents = [words for text in documents if (words := spelled(text))]
+        super().__init__([words for text in documents if (words := spelled(text))])
         if not self._documents:
             raise InputError("the text has no word in the letters a to z; give English text")
         self._tokenizer, self._extractor, self._seed = tokenizer, extractor, seed
@@ -160,14 +157,6 @@ class ToneRows:
                 break
             text = f"{text} {word}"
         return text
-
-    def state(self) -> list[int]:
-        """Sizes of the text; a batch depends on the step alone."""
-        return [len(self._documents), sum(map(len, self._documents))]
-
-    def restore(self, state: Sequence[int]) -> None:
-        """There is nowhere to go to, if the text is that of the checkpoint."""
-        check_same(self.state(), state)
 
 
 def letters_tokenizer() -> WhisperTokenizer:
