@@ -73,6 +73,8 @@ def test_text_with_a_draft_model_is_that_of_transformers(name: str, which: str, 
     llm = llm_of(name, which)
     done = llm.generate(sources(name), params(**SIZES[size]))
     assert [out.token_ids for out in done] == wanted(name)
+    if size == "auto":
+        return  # how much is read ahead then depends on what passes cost here
     assert all(out.stats.drafted for out in done)
     if which == "self":  # what the draft reads is what the target reads, in trees too
         assert min(out.stats.accepted for out in done) > NEW / 3

@@ -379,6 +379,16 @@ def test_rounding_and_unknown_families_are_refused(root: Path, tmp_path: Path) -
     refuse(lambda: LLM(tmp_path, "none"), UnsupportedError, "prophetnet", "whisper")
 
 
+@pytest.mark.parametrize("name", FOUR)
+def test_weights_outside_the_memory_are_refused(name: str, root: Path) -> None:
+    folder = folder_of(name, root)
+    refuse(lambda: LLM(folder, "none", offload="disk"), UnsupportedError, "offload='disk'", "bfloat16")
+    if name in ("marian", "t5"):
+        return  # transformers does not load these by a device map
+    model = type(model_of(name)).from_pretrained(folder, device_map={"": "disk"})
+    refuse(lambda: LLM((model, TOKENIZER), "none"), UnsupportedError, "not all in memory", "device_map=")
+
+
 def test_a_source_for_which_there_is_no_memory_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of(model_of("bart"), max_batch=4)
     assert llm.target.sources is not None

@@ -55,6 +55,14 @@ _NOT_ROUNDED = (
     "quantize={!r}: {!r} is an encoder-decoder model, which this version does not round; leave quantize at None, or "
     "pass dtype='bfloat16'"
 )
+_NOT_APART = (
+    "offload={!r}: {!r} is an encoder-decoder model, whose weights this version keeps in memory; leave offload at "
+    "None, or pass dtype='bfloat16'"
+)
+_PAIR_APART = (
+    "the weights of the loaded encoder-decoder model {!r} are not all in memory, where this version keeps them; load "
+    "it without device_map="
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,8 @@ def load_model(
         check_supported(config, name, encoder_decoder=encoder_decoder)
         if quantize and has_encoder(config):
             raise UnsupportedError(_NOT_ROUNDED.format(quantize, name))
+        if apart is not None and has_encoder(config):
+            raise UnsupportedError(_NOT_APART.format(offload, name))
         fits(config)
         return config
 
@@ -333,6 +343,8 @@ def _from_pair(
     check_supported(model.config, name, type(model), encoder_decoder=encoder_decoder)
     if quantize and has_encoder(model.config):
         raise UnsupportedError(_NOT_ROUNDED.format(quantize, name))
+    if has_encoder(model.config) and is_offloaded(model):
+        raise UnsupportedError(_PAIR_APART.format(name))
     if dtype is not None and model.dtype != dtype:
         raise InputError(
             f"dtype is {dtype} and the loaded model {name!r} has {model.dtype}; a loaded model is used as it is: load "
