@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from sakiyomi.kernels.build import cache_folder, compiler
 from sakiyomi.kernels.plan import Plan
+from sakiyomi.process import TORCH_STATE
 
 logger = logging.getLogger("sakiyomi")
 Graph = Callable[[Tensor, Tensor], Tensor]
@@ -207,13 +209,14 @@ class Graphs:
                         return
                     size = self._wanted.popleft()
                 self._compile(size)
+                time.sleep(0.01)  # a model that waits to be loaded comes first: a lock knows no order
         finally:
             _compiling.discard(threading.current_thread())
 
     def _compile(self, size: int) -> None:
         _keep_on_disk()
         try:
-            with torch.no_grad():
+            with TORCH_STATE, torch.no_grad():
                 ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
                 self._state.begin(Plan([]), size)
                 self._ready[size] = _compiled(self._model, ids, torch.zeros_like(ids))

@@ -12,6 +12,7 @@ from sakiyomi.loading.checkpoint import Checkpoint
 from sakiyomi.loading.families import has_experts
 from sakiyomi.loading.reader import quiet
 from sakiyomi.memory import available_bytes, readable, require_bytes
+from sakiyomi.process import TORCH_STATE
 
 __all__ = ["by_layer", "check_memory", "rounded_bytes"]
 
@@ -97,7 +98,7 @@ def rounded_bytes(config: Any, dtype: torch.dtype, quantize: str, trust_remote_c
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"), quiet():  # sizes without weights
+    with TORCH_STATE, torch.device("meta"), quiet():  # sizes without weights
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
         )

@@ -16,6 +16,7 @@ from sakiyomi.loading.fit import by_layer
 from sakiyomi.loading.reader import Reader, quiet
 from sakiyomi.loading.stream import hooks
 from sakiyomi.memory import available_bytes, readable, require_bytes
+from sakiyomi.process import TORCH_STATE
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +167,7 @@ def _layers_apart(reader: Reader, config: Any, device: torch.device, where: str)
     import torch
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"), quiet():
+    with TORCH_STATE, torch.device("meta"), quiet():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=reader.trust_remote_code)
     layers = [
         name

@@ -14,6 +14,7 @@ from sakiyomi.errors import LoadError, MemoryLimitError
 from sakiyomi.kernels.pack import PACKED
 from sakiyomi.loading.checkpoint import Checkpoint
 from sakiyomi.memory import readable
+from sakiyomi.process import TORCH_STATE
 from sakiyomi.progress import progress
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Reader:
         size = self.checkpoint.stored_bytes
         try:
             with (
+                TORCH_STATE,
                 quiet(),
                 _unpacking(self.gguf is not None),
                 progress(f"loading {self.name} ({readable(size)})", size=size),
