@@ -184,52 +184,6 @@ def test_merged_drafts_are_as_good_as_the_best_member() -> None:
     assert "always-right" in sources or "model" in sources
 
 
-class Short(Scripted):
-    """Knows the next token alone."""
-
-    def _ahead(self, tokens: Sequence[int], gamma: int) -> list[int]:
-        return super()._ahead(tokens, 1)
-
-
-class Onward(Scripted):
-    """Proposes nothing but what follows others' tokens."""
-
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        return [Draft.empty() for _ in contexts]
-
-    def beyond(self, context: Context, tokens: Sequence[int], depth: int) -> Draft:
-        assert depth >= 1
-        return self.draft(self._ahead([*context.tokens, *tokens], depth))
-
-
-def test_a_member_goes_on_behind_what_another_proposed() -> None:
-    target = LLM((model_of("llama"), TOKENIZER), [scripted(Short, "always"), scripted(Onward, "always")], compile=False)
-    for values in ({"gamma": 4}, {"gamma": 4, "nodes": 12}):
-        done = target.generate([list(tokens) for tokens in PROMPTS], params(**values))
-        assert [out.token_ids for out in done] == wanted("llama")
-        assert all(out.stats.tau > 4.0 for out in done), values
-        assert texts(target, params(temperature=1.0, seed=3, **values)) == sampled(), values
-    mixed = LLM((model_of("llama"), TOKENIZER), [scripted(Short, "sometimes"), *members("tree and junk")])
-    assert texts(mixed, params(gamma=4)) == wanted("llama")
-
-
-class Stumbling(Onward):
-    """Cannot go on."""
-
-    def beyond(self, context: Context, tokens: Sequence[int], depth: int) -> Draft:
-        raise ValueError("fell off the table")
-
-
-def test_a_member_that_fails_behind_others_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    both = [scripted(Short, "always"), scripted(Stumbling, "always")]
-    target = LLM((model_of("llama"), TOKENIZER), both, compile=False)
-    assert texts(target, params(gamma=3)) == wanted("llama")
-    assert caplog.text.count("left out") == 1
-    target = LLM((model_of("llama"), TOKENIZER), both, compile=False, strict=True)
-    with pytest.raises(DraftError, match="fell off the table"):
-        target.generate([list(tokens) for tokens in PROMPTS], params(gamma=3))
-
-
 def test_one_member_that_fails_does_not_take_the_others_down(caplog: pytest.LogCaptureFixture) -> None:
     failing = Failing(texts_of(PROMPTS, wanted("llama")), "always", VOCAB)
     target = LLM((model_of("llama"), TOKENIZER), [failing, scripted(Scripted, "sometimes")], compile=False)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters import Context
-from sakiyomi.drafters.following import TextDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model import PackedModel
@@ -165,33 +164,6 @@ def test_ratio_with_merged_models(more: dict[str, Any]) -> None:
     assert p > LEVEL
 
 
-class Near(ModelDrafter):
-    """Draws one token, so that others go on behind it."""
-
-    def propose(self, contexts: Any, gammas: Any) -> list[Draft]:
-        return super().propose(contexts, [1] * len(gammas))
-
-
-@pytest.mark.parametrize("rule", ["ratio", "coupled"])
-def test_text_behind_tokens_that_were_drawn(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands there depends on what was drawn, and on what the target took in earlier rounds."""
-    monkeypatch.setitem(globals(), "PROMPT", REPEATING)
-    values = params(acceptance=rule, gamma=3)
-    text = text_drafter("suffix", V)
-    behind = [0, 0]
-    monkeypatch.setattr(text, "beyond", lambda *given: _counted(behind, TextDrafter.beyond(text, *given)))
-    p, distance = p_value(sample(MergedDrafter([text, drafter(Near)]), values, 0.5), exact(values))
-    print(f"{rule} behind drawn tokens: p = {p:.3g}, TV = {distance:.4f}, {behind} asked and answered")
-    assert p > LEVEL
-    assert behind[1] > SAMPLES / 2
-
-
-def _counted(counts: list[int], draft: Draft) -> Draft:
-    counts[0] += 1
-    counts[1] += len(draft) > 0
-    return draft
-
-
 class Pruning(MergedDrafter):
     """Broken: of the drawn nodes the most valuable ones are kept, as may be done with chosen ones."""
 
@@ -219,7 +191,7 @@ def test_drafts_without_a_model(kind: str, rule: str, monkeypatch: pytest.Monkey
     """Trees of point masses; under the ratio rule each refusal takes its token out of p, under the coupled one n-grams
     choose by the target's own noise.
     """
-    monkeypatch.setitem(globals(), "PROMPT", REPEATING)
+    monkeypatch.setattr("statistical.test_engine_distribution.PROMPT", REPEATING)
     values = params(acceptance=rule)
     drafter = Wide(text_drafter(kind, V, [REPEATING * 2]))
     p, distance = p_value(sample(drafter, values, 0.4), exact(values))

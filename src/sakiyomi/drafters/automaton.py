@@ -149,12 +149,11 @@ class Cursor:
 
     Args:
         automaton: of texts that this one is no part of.
-        state, length: of the match so far.
     """
 
-    def __init__(self, automaton: SuffixAutomaton, state: int = ROOT, length: int = 0) -> None:
+    def __init__(self, automaton: SuffixAutomaton) -> None:
         self._automaton = automaton
-        self.state, self.length = state, length
+        self.state, self.length = ROOT, 0
 
     def read(self, tokens: Iterable[int]) -> None:
         """Take in what the text goes on with; constant time a token in the mean."""

@@ -63,8 +63,7 @@ class Drafter(Protocol):
     missing: ``kind_for(params)``, where the kind depends on what is asked for, and trees follow the position's noise;
     ``passes``, the draft passes made so far, a level each; ``end(context)`` when a request is over, or, in a
     conversation, when the next one has begun; before that ``inherit(context, earlier)``, which may take over what it
-    remembers of the one before; ``forward_seconds`` and ``prefill_seconds``; ``beyond(context, tokens, depth)``, where
-    it is cheap to say what would follow if these tokens came next: a path that hangs from another drafter's proposal.
+    remembers of the one before; ``forward_seconds`` and ``prefill_seconds``.
     """
 
     @property

@@ -33,10 +33,6 @@ class Reader(Protocol):
         """What may come next: at most ``context.nodes`` nodes, at most ``depth`` deep; all of the text was read."""
         ...
 
-    def beyond(self, context: Context, tokens: Sequence[int], depth: int) -> Growth:
-        """One path of what may follow if these tokens came next, at most ``depth`` long."""
-        ...
-
 
 @dataclass(eq=False, slots=True)
 class _Following:
@@ -70,16 +66,6 @@ class TextDrafter:
         drafts = [self._propose(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
         self.forward_seconds += time.perf_counter() - began
         return drafts
-
-    def beyond(self, context: Context, tokens: Sequence[int], depth: int) -> Draft:
-        """What would follow if these tokens came next: one path; nothing while a long prompt is still read."""
-        following: _Following | None = context.memory.get(self.name)
-        if following is None or following.read < len(context.tokens):
-            return Draft.empty()
-        began = time.perf_counter()
-        found = following.reader.beyond(context, tokens, depth).draft(self.name)
-        self.forward_seconds += time.perf_counter() - began
-        return found
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """Go on with what was read of an earlier request of the same conversation."""

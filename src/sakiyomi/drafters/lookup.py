@@ -6,7 +6,7 @@ grow with the text, so that a round scans nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
@@ -54,48 +54,33 @@ class LookupReader:
 
     def branch(self, head: Sequence[int]) -> None:
         """See ``Reader.branch``."""
-        self._runs = []
+        runs: list[int] = []
         for token in head[-self._most :]:
-            self._runs = self._onward(self._runs, token)
+            runs = [token + 1, *((run << 32) | (token + 1) for run in runs[: self._most - 1])]
+        self._runs = runs
 
-    def match(self, runs: Sequence[int] | None = None) -> tuple[int, int]:
+    def match(self) -> tuple[int, int]:
         """Length of the longest run of last tokens that stood here before, and the place behind its newest one."""
-        runs = self._runs if runs is None else runs
-        for length in range(len(runs), 0, -1):
-            place = self._after[length - 1].get(runs[length - 1])
+        for length in range(len(self._runs), 0, -1):
+            place = self._after[length - 1].get(self._runs[length - 1])
             if place is not None:
                 return length, place
         return 0, 0
 
     def guess(self, context: Context, depth: int) -> Growth:
         """See ``Reader.guess``."""
-        self._calibration.settle(context.tokens)
-        found, path = self._follow(*self.match(), min(depth, context.nodes), context.stop_ids)
-        self._calibration.expect(len(context.tokens), path)
-        return found
-
-    def beyond(self, context: Context, tokens: Sequence[int], depth: int) -> Growth:
-        """See ``Reader.beyond``."""
-        runs = self._runs
-        for token in tokens:
-            runs = self._onward(runs, token)
-        return self._follow(*self.match(runs), depth, context.stop_ids, tokens)[0]
-
-    def _onward(self, runs: Sequence[int], token: int) -> list[int]:
-        """Numbers of the runs that end at the next token."""
-        return [token + 1, *((run << 32) | (token + 1) for run in runs[: self._most - 1])]
-
-    def _follow(
-        self, length: int, place: int, depth: int, ends: Collection[int], beyond: Sequence[int] = ()
-    ) -> tuple[Growth, list[tuple[int, int]]]:
-        """What stands behind a match, with the kind of guess that each token is."""
-        text, most, chances = self.text, self._most, self._calibration.chances
-        found, path = Growth(), list[tuple[int, int]]()
-        tokens, reached, onward = found.tokens, 1.0, list(beyond)
-        for i in range(depth if length else 0):
+        calibration, text, most = self._calibration, self.text, self._most
+        calibration.settle(context.tokens)
+        found = Growth()
+        length, place = self.match()
+        if not length:
+            return found
+        tokens, chances, known = found.tokens, calibration.chances, len(text)
+        reached, ends = 1.0, context.stop_ids
+        path: list[tuple[int, int]] = []
+        for i in range(min(depth, context.nodes)):
             # Where the match overlaps the end, the text goes round in a circle, and so does the draft.
-            token = text[place + i] if place + i < len(text) else onward[place + i - len(text)]
-            onward.append(token)
+            token = text[place + i] if place + i < known else tokens[place + i - known]
             kind = min(length + i, most) + (most + 1 if i else 0)
             path.append((kind, token))
             reached *= chances[kind]
@@ -106,7 +91,8 @@ class LookupReader:
             if token in ends:
                 break
         found.parents.extend(range(-1, len(tokens) - 1))
-        return found, path
+        calibration.expect(len(context.tokens), path)
+        return found
 
 
 class PromptLookup(TextDrafter):

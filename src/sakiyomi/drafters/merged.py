@@ -22,7 +22,6 @@ __all__ = ["MergedDrafter"]
 
 logger = logging.getLogger("sakiyomi")
 _UNKNOWN = 0.5  # chance of a node whose drafter claims none
-_LEAVES = 2  # ends of paths behind which others are asked to go on
 
 
 @dataclass(eq=False)
@@ -44,14 +43,12 @@ class _Proposal:
         draft: what it said.
         claimed: chance that it claims of each node.
         values: of each node the calibrated chance that it is accepted with all above it.
-        behind: another member's path from which it hangs; mostly there is none.
     """
 
     name: str
     draft: Draft
     claimed: list[float]
     values: list[float]
-    behind: tuple[int, ...] = ()
 
     @property
     def sure(self) -> float:
@@ -69,8 +66,6 @@ class MergedDrafter:
     Where a token's worth is known, members that run a model are left out of rounds in which the others' proposals are
     so good that theirs could not pay for their time.
 
-    Behind the likeliest ends of a member's paths those that can say so at once (``beyond``) go on.
-
     Args:
         members: in order of their proposals; those that run no model should come first. Names differ.
         strict: a member's fault is raised; else a request goes on without that member.
@@ -83,8 +78,7 @@ class MergedDrafter:
         self._without: dict[int, set[str]] = {}  # by request: members that failed
         self._faulty: set[str] = set()
         self.name = "+".join(member.name for member in members)
-        # What stands behind another's guess is another kind of claim.
-        self._claims = {(member.name, behind): Claims() for member in members for behind in (False, True)}
+        self._claims = {member.name: Claims() for member in members}
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
@@ -146,8 +140,6 @@ class MergedDrafter:
                     expected = sum(each.values)
                     known = self._expected.get(member.name, expected)
                     self._expected[member.name] = known + 0.1 * (expected - known)
-        for context, gamma, those in zip(contexts, gammas, drafts, strict=True):
-            those += self._beyond(context, gamma, those)
         merged = [
             self._merge(those, context.nodes if context.nodes > gamma else gamma * len(self.members), context.worth)
             for context, gamma, those in zip(contexts, gammas, drafts, strict=True)
@@ -169,59 +161,25 @@ class MergedDrafter:
         sure = max((other.sure for other in others), default=0.0)
         return context.worth.pays((1.0 - sure) * self._expected.get(member.name, 1.0), seconds)
 
-    def _beyond(self, context: Context, gamma: int, those: Sequence[_Proposal]) -> list[_Proposal]:
-        """What members say to follow the likeliest ends of the others' paths.
-
-        Where a model writes what is new, a text that is copied goes on behind it.
-        """
-        depth = gamma if context.worth is None else context.worth.depth
-        found: list[_Proposal] = []
-        for member in self.members:
-            beyond = getattr(member, "beyond", None)
-            if beyond is None or member.name in self._without.get(context.id, ()):
-                continue
-            own = next((proposal.draft.tree for proposal in those if proposal.name == member.name), TokenTree())
-            for other in those:
-                if other.name == member.name:
-                    continue
-                tree, values = other.draft.tree, other.values
-                leaves = [node for node in range(len(tree)) if not tree.children(node)]
-                for leaf in sorted(leaves, key=lambda node: -values[node])[:_LEAVES]:
-                    behind = tree.path_tokens(leaf)
-                    left = depth - len(behind)
-                    if left < 1 or behind[-1] in context.stop_ids or _holds(own, behind):
-                        continue
-                    try:
-                        draft = beyond(context, behind, left)
-                        if len(draft):
-                            found.append(self._weighed(member.name, draft, behind, values[leaf]))
-                    except Exception as error:
-                        if self._strict:
-                            raise
-                        self._leave_out(member, [context], error)
-        return found
-
-    def _weighed(self, name: str, draft: Draft, behind: tuple[int, ...] = (), value: float = 1.0) -> _Proposal:
+    def _weighed(self, name: str, draft: Draft) -> _Proposal:
         """A proposal with the worth of its nodes; what is no draft raises here, and not in the merged one."""
         draft.validate()
-        claims = self._claims[name, bool(behind)]
+        claims = self._claims[name]
         claimed = {draw.node: _claim(draw) for draw in draft.draws}
         values: list[float] = []
         for node, parent in enumerate(draft.tree.parents):
-            above = value if parent < 0 else values[parent]
+            above = 1.0 if parent < 0 else values[parent]
             values.append(above * claims.chance(claimed[node]))
-        return _Proposal(name, draft, [claimed[node] for node in range(len(draft))], values, behind)
+        return _Proposal(name, draft, [claimed[node] for node in range(len(draft))], values)
 
     def _learn(self, context: Context) -> None:
         """Compare what was proposed last with what the target took."""
         length, drafts = context.memory.pop(self.name, (0, ()))
-        fresh = context.tokens[length:]
+        tokens = context.tokens[length:]
         for proposal in drafts:
-            tree, claimed, behind = proposal.draft.tree, proposal.claimed, proposal.behind
-            if tuple(fresh[: len(behind)]) != behind:
-                continue
-            claims, place = self._claims[proposal.name, bool(behind)], -1
-            for token in fresh[len(behind) :]:
+            claims, tree, claimed = self._claims[proposal.name], proposal.draft.tree, proposal.claimed
+            place = -1
+            for token in tokens:
                 found = None
                 for node in tree.children(place):
                     claims.learn(claimed[node], tree.tokens[node] == token)
@@ -241,11 +199,9 @@ class MergedDrafter:
         places: dict[tuple[int, int], int] = {}
         for source, proposal in enumerate(found):
             own: list[int] = []
-            draft, values, root = proposal.draft, proposal.values, -1
-            for token in proposal.behind:
-                root = places[root, token]
+            draft, values = proposal.draft, proposal.values
             for token, parent in zip(draft.tree.tokens, draft.tree.parents, strict=True):
-                above = root if parent < 0 else own[parent]
+                above = -1 if parent < 0 else own[parent]
                 node = places.setdefault((above, token), len(nodes))
                 if node == len(nodes):
                     nodes.append(_Node(token, above))
@@ -285,16 +241,6 @@ class MergedDrafter:
         self._faulty.add(member.name)
         for context in contexts:
             self._without.setdefault(context.id, set()).add(member.name)
-
-
-def _holds(tree: TokenTree, path: Sequence[int]) -> bool:
-    """Whether a tree has a path of these tokens."""
-    place = -1
-    for token in path:
-        place = next((node for node in tree.children(place) if tree.tokens[node] == token), -1)
-        if place < 0:
-            return False
-    return True
 
 
 def _claim(draw: Draw) -> float:

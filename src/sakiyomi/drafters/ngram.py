@@ -144,12 +144,6 @@ class NgramReader:
         self._calibration.expect(len(context.tokens), self._path)
         return found
 
-    def beyond(self, context: Context, tokens: Sequence[int], depth: int) -> Growth:
-        """See ``Reader.beyond``."""
-        self._context = context
-        last = (*self._last, *tokens)[-self._longest :] if self._longest else ()
-        return grow((last, len(tokens)), self.expand, depth, depth, FLOOR, context.stop_ids)
-
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
         """What may follow a place, see ``growth.Expand``."""
         last, guessed = place

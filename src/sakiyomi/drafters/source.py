@@ -64,31 +64,19 @@ class Source:
             length: of the longest run of last tokens that stood here before.
         """
         if not self._sure and length > 1:
-            place = self._found(self._text[-min(length, _LONGEST) :], self._copied)
+            place = self._found(min(length, _LONGEST))
             if place >= 0:
                 self._copied, self._sure = place - 1, True
         return self._copied + 1 if self._sure and self._copied + 1 < len(self._text) else -1
 
-    def beyond(self, tokens: Sequence[int], length: int) -> int:
-        """The same if these tokens came next. ``length`` counts them too."""
-        text, copied, sure = self._text, self._copied, self._sure
-        for token in tokens:
-            if not sure or copied + 1 >= len(text) or text[copied + 1] != token:
-                sure = False
-                break
-            copied += 1
-        if sure:
-            return copied + 1 if copied + 1 < len(text) else -1
-        return self._found([*text[-_LONGEST:], *tokens][-min(length, _LONGEST) :], copied) if length > 1 else -1
-
-    def _found(self, run: Sequence[int], copied: int) -> int:
-        """The place behind the next such run after the place that was copied last, else behind the first one."""
-        text, length = self._text, len(run)
-        if length < 2 or run[-2] < 0:
+    def _found(self, length: int) -> int:
+        """The next place with a match of this length behind that which was copied last, else the first one."""
+        text, end = self._text, len(self._text)
+        if end < 2 or text[-2] < 0:
             return -1
-        places = self._after.get(run[-2] << 32 | run[-1], [])
-        first = bisect_left(places, copied + 1)
+        places = self._after.get(text[-2] << 32 | text[-1], [])
+        first = bisect_left(places, self._copied + 1)
         for place in (*places[first : first + _SCANNED], *places[: min(first, _SCANNED)]):
-            if place < len(text) and text[max(0, place - length) : place] == run:
+            if place < end and text[max(0, place - length) : place] == text[end - length :]:
                 return place
         return -1

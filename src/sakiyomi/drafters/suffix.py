@@ -97,20 +97,6 @@ class SuffixReader:
             self._cursor = Cursor(self._shared)
             self._cursor.read(head[-64:])
 
-    def beyond(self, context: Context, tokens: Sequence[int], depth: int) -> Growth:
-        """See ``Reader.beyond``."""
-        cursor = Cursor(self.own, *self.own.match())
-        cursor.read(tokens)
-        self._automaton, state, length = self.own, cursor.state, cursor.length
-        copied = self._source.beyond(tokens, length)
-        if self._cursor is not None:
-            assert self._shared is not None
-            shared = Cursor(self._shared, self._cursor.state, self._cursor.length)
-            shared.read(tokens)
-            if shared.length > length:
-                self._automaton, state, length, copied = self._shared, shared.state, shared.length, -1
-        return grow((state, length, True, copied), self.expand, depth, depth, FLOOR, context.stop_ids)
-
     def guess(self, context: Context, depth: int) -> Growth:
         """See ``Reader.guess``."""
         self._calibration.settle(context.tokens)
