@@ -1,8 +1,32 @@
-"""Settings of the whole suite, made before torch is imported."""
+"""Settings of the whole suite, made before torch is imported, and turns for tests that watch the clock."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # The tests' models are tiny: a second thread gains nothing, and on a busy machine two of them wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Where several processes run tests, one marked ``alone`` waits until the others rest, and they for it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or os.name != "posix":
+        return (yield)
+    import fcntl
+
+    here = Path(__file__)  # any two files that are there
+    with here.open() as gate, here.with_name("toys.py").open() as turn:
+        # Who waits for a turn holds the gate, so that others cannot go past for ever.
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(turn, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(turn, fcntl.LOCK_UN)  # a child that was forked may still have the file

@@ -191,7 +191,7 @@ def test_drafts_without_a_model(kind: str, rule: str, monkeypatch: pytest.Monkey
     """Trees of point masses; under the ratio rule each refusal takes its token out of p, under the coupled one n-grams
     choose by the target's own noise.
     """
-    monkeypatch.setattr("statistical.test_engine_distribution.PROMPT", REPEATING)
+    monkeypatch.setitem(globals(), "PROMPT", REPEATING)
     values = params(acceptance=rule)
     drafter = Wide(text_drafter(kind, V, [REPEATING * 2]))
     p, distance = p_value(sample(drafter, values, 0.4), exact(values))

@@ -369,6 +369,7 @@ def heavy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM((target, TOKENIZER), f"model:{folder}", compile=False)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("length", "gamma"), [(20, 3), (200, 3), (20, "auto")])
 def test_the_four_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
     """They sum to the wall clock, and each is what a watch around the models' forwards shows: within 1 % of the whole.
@@ -406,6 +407,7 @@ def compare_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
     assert stats.tokens_per_second == pytest.approx(24 / stats.seconds)
 
 
+@pytest.mark.alone
 def test_the_drafts_prompt_counts_as_prefill(heavy: LLM) -> None:
     """``prefill_seconds`` is inside forwards over the prompt, the target's and the draft's (outputs.Stats): else the
     cost of a draft step would look several times what it is on a long prompt.
@@ -774,6 +776,7 @@ def test_what_compiles_ends_even_if_a_callback_swallows_the_call(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.alone
 def test_waiting_and_other_requests_prompts_are_not_bookkeeping() -> None:
     """Overhead is what is left of a request's time without forwards: not its place in the queue, nor their prompts."""
     target = tiny_llama(vocab=VOCAB, layers=6, dim=256, max_position_embeddings=512)
