@@ -160,7 +160,7 @@ class PackedModel:
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
         self.offloaded = not owned and is_offloaded(self._model)
-        self.stream = attach(self._model, int(self.config.num_hidden_layers), self.device) if self.offloaded else None
+        self.stream = attach(self._model, int(self.config.num_hidden_layers)) if self.offloaded else None
         for module in self._model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False

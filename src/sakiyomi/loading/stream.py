@@ -1,19 +1,20 @@
-"""Weights that stay in files: read ahead in the order in which passes use them, and handed to accelerate's hooks.
+"""Weights that stay in files: mapped when accelerate's hooks ask for them, the coming ones read ahead by the system.
 
 accelerate maps a tensor's file when its layer is about to run, and the multiplication then waits for one page after the
-other. Here a thread reads the coming tensors as whole blocks while the present layer computes. The order
-is learnt from the passes themselves.
-Files stay open: one that is removed meanwhile can still be read.
+other. Here a thread has the system read the coming tensors while the present layer computes. It copies nothing: reading
+them as blocks of our own was slower than accelerate's way (docs/log.md). The order is learnt from the passes
+themselves. Files stay open: one that is removed meanwhile can still be read.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -28,6 +29,7 @@ from sakiyomi.loading.checkpoint import read_header
 __all__ = ["Extent", "WeightStream", "attach", "hooks", "is_offloaded"]
 
 OPEN = 64  # files that are kept open
+CHUNK = 1 << 17  # bytes that the system is asked for at a time: of more it may read no more than the first part
 SMALL = 1 << 16  # bytes of a tensor (a norm, a bias) that stays in memory once it was read
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -61,34 +63,31 @@ class Extent:
 
 
 class WeightStream:
-    """Tensors of files, in main memory for as long as somebody holds them.
+    """Tensors of files, mapped for as long as somebody holds them.
 
     Args:
         extents: where the tensors lie, by name.
-        ahead: bytes that may wait to be taken; one tensor may always.
-        pinned: in memory from which a GPU copies fast.
+        ahead: bytes that the system may be told to read before they are asked for; one tensor may always.
 
     Attributes:
-        bytes_read: from files, so far.
-        cold: what was read is dropped from the system's page cache at once (on Linux), so that it is read from the disk
-            the next time; to measure what a model costs for which there is no page cache.
+        bytes_read: of tensors that were asked for, so far.
+        cold: what was used is dropped from the system's page cache (on Linux), so that it is read from the disk the
+            next time; to measure what a model costs for which there is no page cache.
     """
 
-    def __init__(self, extents: Mapping[str, Extent], *, ahead: int, pinned: bool = False) -> None:
+    def __init__(self, extents: Mapping[str, Extent], *, ahead: int) -> None:
         self.extents = dict(extents)
         self.bytes_read = 0
         self.cold = False
-        self._budget, self._pinned = ahead, pinned
-        self._lock = threading.Lock()
+        self._budget = ahead
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="sakiyomi-weights")
         self._files: OrderedDict[Path, FileIO] = OrderedDict()
-        self._reading = threading.Lock()
-        self._coming: OrderedDict[str, Future[Tensor]] = OrderedDict()
+        self._opening = threading.Lock()
+        self._coming: OrderedDict[str, None] = OrderedDict()  # tensors that the system was told of
+        self._used: list[Extent] = []
         self._small: dict[str, Tensor] = {}
         self._next: dict[str, str] = {}
         self._last: str | None = None
-        # Blocks come back by themselves when the last tensor on them is gone, whichever thread that happens in.
-        self._free: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         weakref.finalize(self, _close, self._files)
 
     @property
@@ -97,31 +96,35 @@ class WeightStream:
         return sorted({extent.path for extent in self.extents.values()})
 
     def take(self, name: str) -> Tensor:
-        """A tensor, read already if it comes in the order of the pass before; what follows it is read meanwhile.
+        """A tensor; what followed it in the pass before is read by the system meanwhile.
 
         Raises:
             LoadError: its file cannot be read.
         """
-        if self.extents[name].nbytes <= SMALL:
+        extent = self.extents[name]
+        if extent.nbytes <= SMALL:
             if name not in self._small:
-                self._small[name] = self._read(name)
+                self._small[name] = self._mapped(extent).to(extent.wanted, copy=True)
+                self.bytes_read += extent.nbytes
             return self._small[name]
-        with self._lock:
-            coming = self._coming.pop(name, None)
-            if coming is None:  # the first pass, or one that took another way
-                self._forget()
-            if self._last is not None:
-                self._next[self._last] = name
-            self._last = name
-            coming = coming or self._reader.submit(self._read, name)
-            self._look_ahead(name)
+        if name in self._coming:
+            del self._coming[name]
+        else:  # the first pass, or one that took another way
+            self._coming.clear()
+        if self._last is not None:
+            self._next[self._last] = name
+        self._last = name
         try:
-            return coming.result()
+            tensor = self._mapped(extent)
         except LoadError:
-            with self._lock:
-                self._forget()
-                self._last = None
+            self._coming.clear()
+            self._last = None
             raise
+        self._look_ahead(name)
+        self.bytes_read += extent.nbytes
+        if self.cold:
+            self._drop_behind(extent)
+        return tensor.to(extent.wanted)
 
     def rows(self, name: str, numbers: list[int]) -> Tensor:
         """Rows of a matrix, without reading the others.
@@ -130,11 +133,9 @@ class WeightStream:
             LoadError: its file cannot be read.
         """
         extent = self.extents[name]
-        width = extent.nbytes // extent.shape[0]
-        block = torch.empty(len(numbers), width, dtype=torch.uint8)
-        for row, number in zip(block.numpy(), numbers, strict=True):
-            self._fill(extent, extent.offset + number * width, row.data)
-        return block.view(extent.dtype).view(len(numbers), *extent.shape[1:]).to(extent.wanted)
+        found = self._mapped(extent)[numbers]
+        self.bytes_read += found.nbytes
+        return found.to(extent.wanted)
 
     def _look_ahead(self, name: str) -> None:
         """Have read what followed this tensor the last time."""
@@ -144,62 +145,58 @@ class WeightStream:
             waiting += self.extents[at].nbytes
             if self._coming and waiting > self._budget:
                 break
-            self._coming[at] = self._reader.submit(self._read, at)
+            self._coming[at] = None
+            if hasattr(os, "posix_fadvise"):
+                self._reader.submit(self._fetch, self.extents[at])
             at = self._next.get(at)
 
-    def _forget(self) -> None:
-        for future in self._coming.values():
-            future.cancel()
-        self._coming.clear()
+    def _fetch(self, extent: Extent) -> None:
+        """Have the system read a tensor. What goes wrong here is told by who takes it."""
+        file = self._open(extent.path).fileno()
+        for offset in range(extent.offset, extent.offset + extent.nbytes, CHUNK):
+            os.posix_fadvise(file, offset, CHUNK, os.POSIX_FADV_WILLNEED)
 
-    def _read(self, name: str) -> Tensor:
-        extent = self.extents[name]
-        block = self._block(extent.nbytes)
-        array = block.numpy()  # an object of its own, which the storage of the tensor below holds
-        weakref.finalize(array, self._free[extent.nbytes].append, block)
-        self._fill(extent, extent.offset, array.data)
-        return torch.from_numpy(array).view(extent.dtype).view(extent.shape).to(extent.wanted)
-
-    def _block(self, size: int) -> Tensor:
+    def _mapped(self, extent: Extent) -> Tensor:
+        if not extent.nbytes:
+            return torch.empty(extent.shape, dtype=extent.dtype)
+        start = extent.offset - extent.offset % mmap.ALLOCATIONGRANULARITY
+        skipped = extent.offset - start
         try:
-            return self._free[size].pop()
-        except IndexError:
-            pass
-        kept = sum(other * len(blocks) for other, blocks in list(self._free.items()))
-        for other, blocks in list(self._free.items()):
-            while kept + size > self._budget and blocks:
-                blocks.pop()
-                kept -= other
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-
-    def _fill(self, extent: Extent, offset: int, into: memoryview[int]) -> None:
-        try:
-            with self._reading:
-                file = self._open(extent.path)
-                file.seek(offset)
-                done = 0
-                while done < len(into):
-                    count = file.readinto(into[done:])
-                    if not count:
-                        raise EOFError(f"it ends after {offset + done} bytes")
-                    done += count
-                self.bytes_read += done
-                if self.cold:
-                    os.posix_fadvise(file.fileno(), offset, done, os.POSIX_FADV_DONTNEED)
+            file = self._open(extent.path).fileno()
+            size = os.fstat(file).st_size
+            if size < extent.offset + extent.nbytes:  # reading beyond it would end the process
+                raise EOFError(f"it ends after {size} bytes")
+            # A private copy of what is written to: nothing is, but torch wants to be able to.
+            pages = mmap.mmap(file, skipped + extent.nbytes, access=mmap.ACCESS_COPY, offset=start)
         except (OSError, EOFError) as error:
             raise LoadError(
                 f"the offloaded weights in {extent.path} cannot be read any more ({error}); the file has to stay as it "
                 "was when the model was loaded: put it back, or load the model again"
             ) from error
+        block = torch.frombuffer(pages, dtype=torch.uint8, offset=skipped, count=extent.nbytes)
+        return block.view(extent.dtype).view(extent.shape)
+
+    def _drop_behind(self, extent: Extent) -> None:
+        """Drop what is no longer mapped: all but the tensors of about one layer."""
+        self._used.append(extent)
+        held = 0
+        for number in reversed(range(len(self._used))):
+            held += self._used[number].nbytes
+            if held > self._budget:
+                gone, self._used = self._used[:number], self._used[number:]
+                for old in gone:
+                    os.posix_fadvise(self._open(old.path).fileno(), old.offset, old.nbytes, os.POSIX_FADV_DONTNEED)
+                break
 
     def _open(self, path: Path) -> FileIO:
-        file = self._files.get(path)
-        if file is None:
-            if len(self._files) >= OPEN:
-                self._files.popitem(last=False)[1].close()
-            file = self._files[path] = path.open("rb", buffering=0)
-        self._files.move_to_end(path)
-        return file
+        with self._opening:
+            file = self._files.get(path)
+            if file is None:
+                if len(self._files) >= OPEN:
+                    self._files.popitem(last=False)[1].close()
+                file = self._files[path] = path.open("rb", buffering=0)
+            self._files.move_to_end(path)
+            return file
 
 
 def _close(files: dict[Path, FileIO]) -> None:
@@ -240,13 +237,12 @@ def is_offloaded(model: nn.Module) -> bool:
     return any(True for module in model.modules() for _ in hooks(module))
 
 
-def attach(model: nn.Module, layers: int, device: torch.device) -> WeightStream | None:
+def attach(model: nn.Module, layers: int) -> WeightStream | None:
     """Have a model's hooks take what lies in files from a stream; None where nothing does.
 
     Args:
         model: with hooks of its own, which are changed.
         layers: it has so many; as much as one of them takes is read ahead.
-        device: where it computes.
     """
     headers: dict[Path, tuple[dict[str, Any], int]] = {}
     extents: dict[str, Extent] = {}
@@ -262,7 +258,7 @@ def attach(model: nn.Module, layers: int, device: torch.device) -> WeightStream 
     if not found:
         return None
     sizes = [extent.nbytes for extent in extents.values()]
-    stream = WeightStream(extents, ahead=max(*sizes, sum(sizes) // layers, 0), pinned=device.type == "cuda")
+    stream = WeightStream(extents, ahead=max(*sizes, sum(sizes) // layers, 0))
     for module, hook, streamed in found:
         hook.weights_map = _Weights(stream, streamed, hook.weights_map)
         # accelerate knows tied weights again by their address, and blocks are used again: by an address that another
