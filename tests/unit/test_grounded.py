@@ -78,7 +78,8 @@ def test_transformers_and_a_stand_in(
     audio = lambda samples, rate: SimpleNamespace(samples=samples, rate=rate)  # noqa: E731
     monkeypatch.setattr("sakiyomi.Audio", audio, raising=False)
     row = grounded(config, Note())
-    names = ["transformers plain", "transformers assisted", "sakiyomi plain", "sakiyomi draft model"]
+    names = [f"transformers {way}" for way in ("plain", "assisted")]
+    names += [f"sakiyomi {way}" for way in ("plain", "draft model", "draft model, auto")]
     expected = [
         f"{task}: {name}"
         for task in tasks

@@ -69,6 +69,9 @@ def grounded(config: BenchConfig, note: Note) -> Row:
             if name == "prompt-lookup" and not some[0].source:
                 continue  # a recording has no text to look into
             contenders.append(_contender(f"sakiyomi {name}", _ours(llm, target, some, config), some, target))
+            if name == "draft model":
+                free = _ours(llm, target, some, config, gamma="auto")
+                contenders.append(_contender("sakiyomi draft model, auto", free, some, target))
         if not contenders:
             raise LoadError(f"nobody can run {config.target!r}: {'; '.join(left_out) or 'peers is off'}")
 
@@ -165,11 +168,13 @@ def _contender(name: str, lap: Callable[[], Lap], examples: Sequence[Example], t
     return Contender(name, scored, _judge(target, examples))
 
 
-def _ours(llm: Any, target: _Loaded, examples: Sequence[Example], config: BenchConfig) -> Callable[[], Lap]:
+def _ours(
+    llm: Any, target: _Loaded, examples: Sequence[Example], config: BenchConfig, gamma: int | str | None = None
+) -> Callable[[], Lap]:
     """Through ``LLM.generate``: texts as they are, recordings as ``sakiyomi.Audio``."""
     import sakiyomi
 
-    params = SamplingParams(max_new_tokens=_most(target, config), gamma=config.gamma)
+    params = SamplingParams(max_new_tokens=_most(target, config), gamma=gamma or config.gamma)
 
     def prompt(example: Example) -> Any:
         if target.extractor is None:
