@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -30,3 +31,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
             return (yield)
         finally:
             fcntl.flock(turn, fcntl.LOCK_UN)  # a child that was forked may still have the file
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[None, Any, None]:
+    """Code that comes with models is copied to a folder of this test, and forgotten when it is over."""
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+            del sys.modules[name]
+
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    forget()
+    yield
+    forget()

@@ -385,8 +385,8 @@ def test_remote_code_does_not_run_unasked(folder: Path) -> None:
     assert not mark.exists()
 
 
-def test_remote_code_runs_when_trusted(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+@pytest.mark.usefixtures("own_code")
+def test_remote_code_runs_when_trusted(folder: Path) -> None:
     mark = with_code(folder, "own")
     assert type(load_model(folder, trust_remote_code=True).model).__name__ == "OwnModel"
     assert mark.exists()

@@ -196,12 +196,8 @@ def test_pickles(tmp_path: Path) -> None:
     assert same(load(folder / COPY), first)
 
 
-def test_code_of_a_model_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = str(tmp_path / "modules")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
-    monkeypatch.syspath_prepend(modules)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
-        monkeypatch.delitem(sys.modules, name)  # of another test, whose folder is another
+@pytest.mark.usefixtures("own_code")
+def test_code_of_a_model_goes_with_it(tmp_path: Path) -> None:
     folder = saved(tmp_path / "coded", tiny_llama())
     (folder / "configuration_own.py").write_text(
         "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
