@@ -1,4 +1,5 @@
-"""Seconds of a pass over an offloaded model: weights read ahead by a thread, against accelerate's own mapped files.
+"""Seconds of a pass over an offloaded model: mapped weights of which the system reads the coming ones ahead, against
+accelerate's own mapped files.
 
 python benchmarks/offload_reading.py FOLDER [--laps 8]
 

@@ -261,8 +261,8 @@ def attach(model: nn.Module, layers: int) -> WeightStream | None:
     stream = WeightStream(extents, ahead=max(*sizes, sum(sizes) // layers, 0))
     for module, hook, streamed in found:
         hook.weights_map = _Weights(stream, streamed, hook.weights_map)
-        # accelerate knows tied weights again by their address, and blocks are used again: by an address that another
-        # tensor had when the model was loaded, a layer would be given that one's weights.
+        # accelerate knows tied weights again by their address, and a mapping may come to lie where another one was: by
+        # the address that a tensor had when the model was loaded, a layer would be given that one's weights.
         hook.tied_params_map, hook.tied_params_names = None, set()
         if type(module) is nn.Embedding and "weight" in streamed:
             _replace(module, hook, _rows_hook(stream, streamed["weight"], hook.execution_device))
