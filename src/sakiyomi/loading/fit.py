@@ -14,7 +14,7 @@ from sakiyomi.loading.reader import quiet
 from sakiyomi.memory import available_bytes, readable, require_bytes
 from sakiyomi.process import TORCH_STATE
 
-__all__ = ["by_layer", "check_memory", "rounded_bytes"]
+__all__ = ["by_layer", "check_memory", "rounded_bytes", "without_weights"]
 
 _BITS = {"int8": 8.2, "int4": 4.6}  # of a weight with its scales
 
@@ -96,12 +96,7 @@ def rounded_bytes(config: Any, dtype: torch.dtype, quantize: str, trust_remote_c
         quantize: "int8" or "int4".
         trust_remote_code: as in ``load_model``.
     """
-    from transformers import AutoModelForCausalLM
-
-    with TORCH_STATE, torch.device("meta"), quiet():  # sizes without weights
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
-        )
+    model = without_weights(config, dtype, trust_remote_code)
     layers: list[int] = [module.weight.numel() for module in model.modules() if type(module) in PACKED]
     # By module: embeddings that the head shares stay as they are beside its rounded copy.
     others: dict[int, int] = {
@@ -116,3 +111,11 @@ def rounded_bytes(config: Any, dtype: torch.dtype, quantize: str, trust_remote_c
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """A model as a configuration says, whose tensors have sizes and no values."""
+    from transformers import AutoModelForCausalLM
+
+    with TORCH_STATE, torch.device("meta"), quiet():
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code)

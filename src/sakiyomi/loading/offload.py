@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import tempfile
@@ -12,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
-from sakiyomi.loading.fit import by_layer
-from sakiyomi.loading.reader import Reader, quiet
+from sakiyomi.loading.fit import by_layer, without_weights
+from sakiyomi.loading.reader import Reader
 from sakiyomi.loading.stream import hooks
 from sakiyomi.memory import available_bytes, readable, require_bytes
-from sakiyomi.process import TORCH_STATE
 
 if TYPE_CHECKING:
     import torch
@@ -165,10 +163,8 @@ def _map(reader: Reader, config: Any, offload: Offload) -> dict[str, Any]:
 def _layers_apart(reader: Reader, config: Any, device: torch.device, where: str) -> dict[str, Any]:
     """A device map by which the layers go somewhere and everything else to the device that computes."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    with TORCH_STATE, torch.device("meta"), quiet():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=reader.trust_remote_code)
+    model = without_weights(config, reader.dtype, reader.trust_remote_code)
     layers = [
         name
         for name, module in model.named_modules()
