@@ -304,6 +304,8 @@ def _dial(value: int | str) -> int | Heuristic | None:
 
 def make_policy(params: SamplingParams) -> SizePolicy:
     """The policy that ``gamma``, ``nodes`` and ``tree`` name; values were checked there."""
+    if params.choices:
+        return FixedSize(max(map(len, params.choices)), len(params.choices), chain=False)
     if params.gamma == "auto" and params.tree in ("auto", "chain") and params.nodes == "auto":
         return AutoSize(trees=params.builder != "chain")
     return FixedSize(_dial(params.gamma), _dial(params.nodes), chain=params.builder == "chain")

@@ -241,25 +241,29 @@ class Engine:
         except LoadError as error:  # of offloaded weights: it ends the requests of this pass alone
             return steps + [request.fail(error) for request in requests]
         scoring = self.target.forward_seconds - scoring
+        hidden = self.target.hidden
         row = 0
         kept: list[int] = []
         for request, draft in zip(requests, drafts, strict=True):
-            rows = request.rows(logits[row : row + len(draft) + 1], draft)
-            row += len(draft) + 1
+            here = slice(row, row + len(draft) + 1)
+            row = here.stop
+            rows = request.rows(logits[here], draft)
             request.stats.prefill_seconds += drafted.catching_up
             request.stats.draft_seconds += drafted.seconds
             request.stats.score_seconds += scoring
             before = len(request.tokens)
-            steps += self._decide(request, draft, rows)
+            steps += self._decide(request, draft, rows, None if hidden is None else hidden[here])
             kept.append(len(request.tokens) - before - 1)
         seconds = time.perf_counter() - began - drafted.catching_up
         self._drafting.observe(requests, drafted, kept, seconds, scoring, graphs)
         return steps
 
-    def _decide(self, request: Request, draft: Draft, rows: Rows) -> list[Step]:
+    def _decide(self, request: Request, draft: Draft, rows: Rows, hidden: Tensor | None) -> list[Step]:
         """Verify and commit for one request; what its own options break ends it alone."""
         try:
             verdict = request.verifier.verify(draft, rows, request.context.noise)
+            if hidden is not None:  # row i + 1 is node i's
+                request.context.hidden = hidden[verdict.path[-1] + 1 if verdict.path else 0]
             if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
                 self._keep(request, verdict.path)
             return [request.commit(draft, verdict, rows)]
@@ -342,9 +346,13 @@ class Engine:
         spent = self.target.forward_seconds - before
         for request in self._running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent
+        hidden = self.target.hidden
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.cached += len(segment.tokens)
             if request.prefilled:
                 draft = Draft.empty()
-                steps += self._decide(request, draft, request.rows(logits[i : i + 1], draft))
+                here = slice(i, i + 1)
+                steps += self._decide(
+                    request, draft, request.rows(logits[here], draft), None if hidden is None else hidden[here]
+                )
         return steps

@@ -55,7 +55,7 @@ class FirstLayers(PackedModel):
         self.exact, self.sizes, self.first_sizes = False, SIZES, DRAFT_SIZES
         self.graphs, self._captured = None, None
         if whole.graphs is not None:
-            self.graphs = Graphs(self._model, self.state, self.device, SIZES, self.first_sizes)
+            self.graphs = Graphs(self._model, self.tap, self.state, self.device, SIZES, self.first_sizes)
             if self._compile is True:
                 self.graphs.make(SIZES)
 

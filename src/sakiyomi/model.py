@@ -34,6 +34,7 @@ from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bits, compare, layer_errors
+from sakiyomi.kernels.tap import Tap
 from sakiyomi.loading.families import has_experts
 from sakiyomi.loading.stream import attach, is_offloaded
 from sakiyomi.memory import available_bytes, readable
@@ -108,6 +109,8 @@ class PackedModel:
             same whatever the number of rows.
         stream: where those come from that lie in files; None: no weights do.
         watchers: told of every pass when it is done: its plan, and its seconds.
+        hidden: (rows, hidden) what the head over the vocabulary read for the logits that ``score`` gave last; None
+            where an encoder is.
 
     Raises:
         UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
@@ -154,6 +157,8 @@ class PackedModel:
         self.lock = threading.RLock()
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[Plan, float], None]] = []
+        self.hidden: Tensor | None = None
+        self.tap = Tap()
         self._small_head = _weights(head) < SMALL_HEAD * sum(map(_weights, model.modules()))
         self._seconds: dict[tuple[int, bool], float] = {}
         self._warm: set[tuple[int, bool]] = set()
@@ -213,11 +218,18 @@ class PackedModel:
         model: nn.Module = self._model
         return model
 
+    @property
+    def head(self) -> nn.Module:
+        """The head over the vocabulary, as it runs here: (..., hidden) to (..., V)."""
+        head: nn.Module = self._model.get_output_embeddings()
+        return head
+
     def settle(self) -> None:
         """Take kernels into use that were being built when the model was loaded. Only while no request runs."""
         if self.unsettled and native_at_hand():
             self.unsettled = False
             with self.lock:
+                self.tap.leave()  # a layer with hooks is not packed
                 self._take(self._native() or self.state)
 
     @property
@@ -261,6 +273,8 @@ class PackedModel:
         attention.register()
         self.state = state
         self._model.set_attn_implementation(state.attention)
+        if self._encoder is None:
+            self.tap.listen(self.head)
         if isinstance(state, NativeModel):
             state.set_distances(self._distances)
             if self.cache.room:
@@ -269,7 +283,7 @@ class PackedModel:
                 state.attach_sources(self.sources)
         eager = self.offloaded or self.unsettled or not self.passes_here
         if self._compile and self.device.type == "cpu" and not eager:
-            self.graphs = Graphs(self._model, state, self.device, SIZES, self.first_sizes)
+            self.graphs = Graphs(self._model, self.tap, state, self.device, SIZES, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)
 
@@ -532,13 +546,17 @@ class PackedModel:
             # Beyond the largest graph a pass would run eagerly, and round otherwise.
             half = len(segments) // 2
             parts = (segments[:half], segments[half:])
-            return torch.cat([self.score(part, last=last, graphs=graphs) for part in parts])
+            scored = [(self.score(part, last=last, graphs=graphs), self.hidden) for part in parts]
+            self.hidden = torch.cat([read for _, read in scored]) if self.hidden is not None else None  # type: ignore[misc]
+            return torch.cat([logits for logits, _ in scored])
         plan = Plan(segments)
         rows = plan.rows
         if last and any(segment.prompt for segment in segments):
             ends = torch.tensor([first + count - 1 for _, first, count, _, _ in plan.table], device=self.device)
             if self._prompt_on_graph(rows, graphs):
-                return self._run(plan, self._size(rows), graphs=graphs)[0, ends]
+                logits = self._run(plan, self._size(rows), graphs=graphs)[0, ends]
+                self.hidden = self.hidden[ends] if self.hidden is not None else None
+                return logits
             return self._run(plan, rows, keep=ends)[0]
         size = rows if self.offloaded and not self.exact else self._size(rows)
         logits = self._run(plan, size, graphs=graphs)[0]
@@ -606,14 +624,18 @@ class PackedModel:
             captured = self._captured if allowed and self._capturable(plan, size) else None
             began = time.perf_counter()
             if graph is not None and allowed:
-                logits = graph(ids, positions)
+                logits, hidden = graph(ids, positions)
             elif captured is not None:
-                logits = captured.run(ids, positions)
+                logits, hidden = captured.run(ids, positions)
             elif isinstance(self.state, OwnAttention):
-                logits = self._call_own(self.state, ids, positions)[None]
+                logits, hidden = self._call_own(self.state, ids, positions)[None], self.tap.read
                 logits = logits if keep is None else logits[:, keep]
             else:
-                logits = self._plain(ids, positions, keep)
+                logits, hidden = self._plain(ids, positions, keep)
+            if hidden is not None:
+                hidden = hidden[0] if keep is None or len(keep) == hidden.shape[1] else hidden[0, keep]
+            # A captured pass writes to the same place the next time.
+            self.hidden = hidden.clone() if hidden is not None and captured is not None else hidden
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             spent = time.perf_counter() - began
@@ -647,13 +669,13 @@ class PackedModel:
         numbers[:, rows:] = 0
         return (ids, positions) if self._on_cpu else (ids.to(self.device), positions.to(self.device))
 
-    def _plain(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
-        """The model's own forward, eager; logits (1, rows, V), or of the rows in `keep`."""
+    def _plain(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The model's own forward, eager: logits (1, rows, V), or of the rows in `keep`, and what the head has read."""
         wanted = {} if keep is None or not self._keeps else {"logits_to_keep": keep}
         logits: Tensor = self._model(
             input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted
         ).logits
-        return logits if keep is None or self._keeps else logits[:, keep]
+        return logits if keep is None or self._keeps else logits[:, keep], self.tap.read
 
     def _call_own(self, state: OwnAttention, ids: Tensor, positions: Tensor) -> Tensor:
         mask = state.mask(self.dtype, ids.shape[1])

@@ -30,6 +30,7 @@ class TokenTrace:
         draft_prob: the same of the drafter; None for the target's own tokens and where the drafter knows none.
         top_logprobs: (token id, log probability) of the most probable tokens at this place, best first, when
             ``SamplingParams.logprobs`` asked for them.
+        lossy: it was judged by a rule that changes the text's distribution ("typical").
     """
 
     token_id: int
@@ -39,9 +40,10 @@ class TokenTrace:
     target_prob: float | None = None
     draft_prob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    lossy: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; ``top_logprobs`` is there only if it was asked for."""
+        """JSON values; ``top_logprobs`` is there only if it was asked for, ``lossy`` only where it is true."""
         values: dict[str, Any] = {
             "token_id": self.token_id,
             "source": self.source,
@@ -52,6 +54,8 @@ class TokenTrace:
         }
         if self.top_logprobs:
             values["top_logprobs"] = [list(pair) for pair in self.top_logprobs]
+        if self.lossy:
+            values["lossy"] = True
         return values
 
 
@@ -98,6 +102,7 @@ class Stats:
         accepted: proposed tokens that were kept.
         rejected: proposed tokens that the verifier looked at and refused. Tokens behind a refused one are neither.
         hit_rounds: rounds with at least one accepted token.
+        lossy: new tokens that were judged by a rule that changes the text's distribution ("typical"); 0: lossless.
         reused: prompt tokens that the cache held already, from an earlier request of the conversation.
         seconds: wall clock from the request's start to its last token.
         prefill_seconds: inside forwards over prompts, the target's and the draft's; those of other requests too, for
@@ -113,6 +118,7 @@ class Stats:
     accepted: int = 0
     rejected: int = 0
     hit_rounds: int = 0
+    lossy: int = 0
     reused: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0

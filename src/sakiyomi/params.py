@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["ACCEPTANCES", "QUANTIZATIONS", "TREES", "Acceptance", "SamplingParams"]
 
 Acceptance = Literal["auto", "ratio", "coupled", "block", "traversal", "typical"]
-ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal")
+ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal", "typical")
+Shape = str | Sequence[int] | Sequence[Sequence[int]]
 TREES = ("auto", "chain", "best-first", "dynamic", "static")
 QUANTIZATIONS = ("int8", "int4")  # of a target; what they do is in kernels/rounding.py
 
@@ -39,7 +40,9 @@ class SamplingParams:
         gamma: draft tokens, or tree depth, a round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
         tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
             "dynamic" (the best few places of every level are read on), "static" (the best shape for the acceptance
-            measured by rank), or "auto": with gamma "auto" a tree of what pays, with a number a chain.
+            measured by rank), or "auto": with gamma "auto" a tree of what pays, with a number a chain. A list fixes it:
+            of counts, ``[1, 7, 6]`` for 7 first tokens and 6 behind each (the 1 stands for the target's own token), or
+            of nodes, each the ranks on the way to it, ``[[0], [1], [0, 0]]``: Medusa's ``medusa_choices``.
         nodes: most nodes of the tree: a number, "auto" (by measured costs) or "heuristic" (starts at 5; +2 / -1).
         repetition_penalty: above 1 makes tokens of prompt and text less probable, below 1 more.
         bad_words: words, or lists of token ids, that must not be generated.
@@ -49,8 +52,10 @@ class SamplingParams:
         ignore_eos: go on after the model's end token.
         n: samples per prompt.
         acceptance: rule by which draft tokens are accepted: "ratio", "coupled", "block" (a chain as a whole) or
-            "traversal" (a tree as a whole), all lossless; "auto" chooses.
-        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1).
+            "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it takes what is not
+            unlikely.
+        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1): a token is taken whose
+            probability is above the smaller of epsilon and delta x exp(-entropy).
 
     Raises:
         InputError: a value that cannot be meant.
@@ -65,7 +70,7 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     gamma: int | str = "auto"
-    tree: str = "auto"
+    tree: Shape = "auto"
     nodes: int | str = "auto"
     repetition_penalty: float = 1.0
     bad_words: Sequence[str | Sequence[int]] = ()
@@ -81,6 +86,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words", "logits_processors"):
             object.__setattr__(self, name, _several(name, getattr(self, name)))
+        if not isinstance(self.tree, str):
+            object.__setattr__(self, "tree", _paths(self.tree))
         self.validate()
 
     @property
@@ -89,11 +96,18 @@ class SamplingParams:
         return self.temperature < 1e-30
 
     @property
+    def choices(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes of a tree that was given as a list, as the ranks on the way to each, level by level; else none."""
+        return () if isinstance(self.tree, str) else self.tree  # type: ignore[return-value]
+
+    @property
     def builder(self) -> str:
         """Name of the tree's builder: what "auto" stands for.
 
         Rules that need the draft's own draws take chains, and trees whose shape is fixed before anything is drawn.
         """
+        if not isinstance(self.tree, str):
+            return "choices"
         if self.tree != "auto":
             return self.tree
         drawn = not self.greedy and self.acceptance in ("ratio", "block", "traversal")
@@ -150,8 +164,16 @@ class SamplingParams:
             _integer("gamma", self.gamma, 1, 'to generate without a draft pass draft="none"')
 
     def _validate_tree(self) -> None:
-        if self.tree not in TREES:
-            raise InputError(f"tree is {self.tree!r}; available are {', '.join(map(repr, TREES))}")
+        if isinstance(self.tree, str) and self.tree not in TREES:
+            raise InputError(
+                f"tree is {self.tree!r}; available are {', '.join(map(repr, TREES))}, or a list: of counts such as "
+                "[1, 7, 6], or of nodes such as [[0], [1], [0, 0]]"
+            )
+        if self.choices and (self.gamma, self.nodes) != ("auto", "auto"):
+            raise InputError(
+                f"tree is a list, which has its own depth and number of nodes, and gamma is {self.gamma!r} and nodes "
+                f"{self.nodes!r}: leave them out"
+            )
         if isinstance(self.nodes, str):
             if self.nodes not in ("auto", "heuristic"):
                 raise InputError(f'nodes is {self.nodes!r}; it is a number of nodes, "auto" or "heuristic"')
@@ -162,13 +184,10 @@ class SamplingParams:
 
     def _validate_acceptance(self) -> None:
         known = ", ".join(f'"{name}"' for name in ACCEPTANCES)
-        if self.acceptance == "typical":
-            raise InputError(
-                'acceptance is "typical", which is lossy and needs Medusa heads, not yet in this version; '
-                f"available are {known}"
-            )
         if self.acceptance not in ACCEPTANCES:
             raise InputError(f"acceptance is {self.acceptance!r}; available are {known}")
+        if self.acceptance == "typical":
+            return
         for name, default in (("epsilon", type(self).epsilon), ("delta", type(self).delta)):
             if getattr(self, name) != default:
                 raise InputError(
@@ -194,6 +213,42 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, (str, int)) or (name == "logits_processors" and callable(value)):
         return (value,)
     raise InputError(f"{name} is {value!r}; expected a list")
+
+
+def _paths(shape: Any) -> tuple[tuple[int, ...], ...]:
+    """The nodes that a list means, level by level.
+
+    Raises:
+        InputError: it means no tree.
+    """
+    entries = list(shape) if isinstance(shape, Sequence) else []
+    if entries and all(_is_count(entry) for entry in entries):
+        if entries[0] != 1 or len(entries) < 2 or min(entries) < 1:
+            raise InputError(
+                f"tree is {shape!r}; counts begin with 1, for the target's own token, and have one more for each level"
+            )
+        levels: list[list[tuple[int, ...]]] = [[()]]
+        for count in entries[1:]:
+            levels.append([(*path, rank) for path in levels[-1] for rank in range(count)])
+        return tuple(path for level in levels[1:] for path in level)
+    nodes = [tuple(entry) for entry in entries if isinstance(entry, Sequence) and not isinstance(entry, str)]
+    if not nodes or len(nodes) < len(entries) or not all(node and all(map(_is_count, node)) for node in nodes):
+        raise InputError(
+            f"tree is {shape!r:.80}; expected counts such as [1, 7, 6], or nodes such as [[0], [1], [0, 0]]"
+        )
+    known = set(nodes)
+    for node in nodes:
+        for other in (node[:-1], (*node[:-1], node[-1] - 1)):  # what it hangs from, and its sibling before it
+            if len(other) and other[-1] >= 0 and other not in known:
+                raise InputError(
+                    f"tree has the node {list(node)} and not {list(other)}; a node needs the one that it hangs from, "
+                    "and siblings have the ranks from 0 on"
+                )
+    return tuple(sorted(known, key=lambda node: (len(node), node)))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _is_number(value: Any) -> bool:

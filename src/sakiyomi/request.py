@@ -166,6 +166,7 @@ class Request:
     def _count(self, draft: Draft, verdict: Verdict, used: int) -> None:
         stats = self.stats
         stats.tokens += used
+        stats.lossy += 0 if self.verifier.lossless else used
         if not self.trace:
             return  # the prefill's own token: no round
         stats.rounds += 1
@@ -196,6 +197,7 @@ class Request:
                     chances[i],
                     draw.prob if draw else None,
                     _top_logprobs(rows, row, most) if most else (),
+                    not self.verifier.lossless,
                 )
             )
         return entries

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 from sakiyomi.errors import InputError
 
@@ -158,7 +159,7 @@ def marginal_gamma(
     return best, fastest
 
 
-def best_tree(ranks: Sequence[float], nodes: int, depth: int) -> list[tuple[int, ...]]:
+def best_tree(ranks: Sequence[float] | Sequence[Sequence[float]], nodes: int, depth: int) -> list[tuple[int, ...]]:
     """The tree of so many nodes and levels with the most expected tokens, where chances depend on the rank alone.
 
     A node is worth the product of the chances along its path, which falls from parent to child and from sibling to
@@ -167,7 +168,8 @@ def best_tree(ranks: Sequence[float], nodes: int, depth: int) -> list[tuple[int,
     section 3.1.2).
 
     Args:
-        ranks: chance that the first, second, ... child of a place is the one that is accepted; not growing.
+        ranks: chance that the first, second, ... child of a place is the one that is accepted; not growing. A list of
+            such lists has one for each level, as Medusa's heads have.
         nodes: 0 or more.
         depth: levels, at least 1.
 
@@ -178,33 +180,46 @@ def best_tree(ranks: Sequence[float], nodes: int, depth: int) -> list[tuple[int,
     Raises:
         InputError: an argument outside its range.
     """
-    chances = [_fraction("ranks", chance) for chance in ranks]
-    if not chances or any(first < second for first, second in itertools.pairwise(chances)):
-        raise InputError(f"ranks is {list(ranks)!r}; expected chances by rank, the largest first, at least one")
     _count("nodes", nodes, 0)
     _count("depth", depth, 1)
+    levels = _levels(ranks, depth)
+    for chances in levels:
+        if any(first < second for first, second in itertools.pairwise(chances)):
+            raise InputError(f"ranks is {list(ranks)!r}; expected chances by rank, the largest first, at least one")
     chosen: list[tuple[int, ...]] = []
-    frontier: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))]
+    frontier: list[tuple[float, tuple[int, ...]]] = [(-levels[0][0], (0,))]
     while frontier and len(chosen) < nodes:
         value, path = heapq.heappop(frontier)
         chosen.append(path)
-        last = path[-1]
-        if len(path) < depth:
-            heapq.heappush(frontier, (value * chances[0], (*path, 0)))
+        last, chances = path[-1], levels[len(path) - 1]
+        if len(path) < len(levels):
+            heapq.heappush(frontier, (value * levels[len(path)][0], (*path, 0)))
         if last + 1 < len(chances) and chances[last] > 0.0:
             heapq.heappush(frontier, (value * chances[last + 1] / chances[last], (*path[:-1], last + 1)))
     return chosen
 
 
-def expected_tree_tokens(ranks: Sequence[float], paths: Sequence[Sequence[int]]) -> float:
+def expected_tree_tokens(ranks: Sequence[float] | Sequence[Sequence[float]], paths: Sequence[Sequence[int]]) -> float:
     """Tokens per target pass of a tree, recovered or bonus token included: 1 + sum over nodes of its chance.
 
     Args:
-        ranks: chance that the first, second, ... child of a place is the one that is accepted.
+        ranks: as for ``best_tree``.
         paths: nodes as ``best_tree`` gives them; those above a node are nodes too.
     """
-    chances = [_fraction("ranks", chance) for chance in ranks]
-    return 1.0 + math.fsum(math.prod(chances[rank] for rank in path) for path in paths)
+    levels = _levels(ranks, max(map(len, paths), default=1))
+    return 1.0 + math.fsum(
+        math.prod(chances[rank] for chances, rank in zip(levels, path, strict=False)) for path in paths
+    )
+
+
+def _levels(ranks: Sequence[float] | Sequence[Sequence[float]], depth: int) -> list[list[float]]:
+    """Chances by rank of each level."""
+    given: list[Any] = list(ranks)
+    rows = given if given and not isinstance(given[0], int | float) else [given] * depth
+    levels = [[_fraction("ranks", chance) for chance in row] for row in rows[:depth]]
+    if not levels or not all(levels):
+        raise InputError(f"ranks is {given!r}; expected chances by rank, the largest first, at least one")
+    return levels
 
 
 def _geometric(ratio: float, terms: int) -> float:

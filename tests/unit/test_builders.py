@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from sakiyomi.builders import BUILDERS, BestFirst, Builder, Dynamic, Growth, Static
 from sakiyomi.errors import InputError
-from sakiyomi.params import TREES
+from sakiyomi.params import TREES, SamplingParams
 from sakiyomi.theory import best_tree, expected_tree_tokens
 
 Chances = Callable[[tuple[int, ...]], Sequence[float]]
@@ -77,10 +78,10 @@ def test_best_first_is_the_best_tree_node_by_node(seed: int, nodes: int, depth: 
     assert reads <= 1 + nodes * (depth - 1)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "choices"])
 @pytest.mark.parametrize(("nodes", "depth"), [(1, 1), (3, 5), (15, 4), (31, 16)])
 def test_every_builder_gives_a_tree_of_what_it_was_asked_for(name: str, nodes: int, depth: int) -> None:
-    builder = BUILDERS[name]([0.6, 0.2, 0.1, 0.05])
+    builder = BUILDERS[name](SamplingParams(), [0.6, 0.2, 0.1, 0.05])
     growth, _ = grow(builder, chances_of(3), nodes, depth)
     found = paths(growth, builder)
     assert len(found) == len(set(found)) <= nodes
@@ -90,11 +91,11 @@ def test_every_builder_gives_a_tree_of_what_it_was_asked_for(name: str, nodes: i
 
 
 def test_names_are_those_of_the_parameter() -> None:
-    assert {"auto", *BUILDERS} == set(TREES)
+    assert {"auto", *BUILDERS} == {*TREES, "choices"}, "choices are given as a list"
 
 
 def test_a_chain_has_one_path() -> None:
-    builder = BUILDERS["chain"]([])
+    builder = BUILDERS["chain"](SamplingParams(), [])
     growth, reads = grow(builder, chances_of(1), 4, 4)
     assert paths(growth, builder) == [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]
     assert reads == 4
@@ -173,3 +174,44 @@ def test_a_beginning_of_the_list_is_the_best_smaller_tree() -> None:
         best_tree([0.1, 0.5], 3, 3)
     with pytest.raises(InputError):
         best_tree([], 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ([1, 2, 3], [(0,), (1,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]),
+        ([[0, 0], [0], [1]], [(0,), (1,), (0, 0)]),
+        ([1, 1, 1], [(0,), (0, 0)]),
+    ],
+)
+def test_choices_are_the_nodes_that_were_given(tree: Any, expected: list[tuple[int, ...]]) -> None:
+    params = SamplingParams(tree=tree)
+    assert params.builder == "choices"
+    assert list(params.choices) == expected
+    builder = BUILDERS["choices"](params, [])
+    growth, _ = grow(builder, chances_of(3), len(expected), max(map(len, expected)))
+    assert sorted(paths(growth, builder)) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ([2, 3], "counts begin with 1"),
+        ([1], "counts begin with 1"),
+        ([1, 0], "counts begin with 1"),
+        ([], "expected counts such as"),
+        ([[0], "x"], "expected counts such as"),
+        ([[0], [1.5]], "expected counts such as"),
+        ([[0, 0]], r"not \[0\]"),
+        ([[1]], r"not \[0\]"),
+        ([[0], [0, 1]], r"not \[0, 0\]"),
+    ],
+)
+def test_choices_that_are_no_tree_are_refused(tree: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        SamplingParams(tree=tree)
+
+
+def test_choices_have_their_own_size() -> None:
+    with pytest.raises(InputError, match="leave them out"):
+        SamplingParams(tree=[1, 2], gamma=3)

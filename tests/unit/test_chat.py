@@ -152,7 +152,7 @@ def test_seeds_make_the_whole_conversation_reproducible(say: Callable[..., Resul
         ("/set stop 'a", "in quotes"),
         ("/set n 2", "n cannot be set here; a conversation has one reply"),
         ("/set logprobs 3", "logprobs cannot be set here"),
-        ("/set acceptance typical", "lossy"),
+        ("/set acceptance always", "available are"),
         ("/save", "name is missing"),
         ("/load /nowhere/chat.json", "/nowhere/chat.json"),
         ("/save /nowhere/chat.json", "/nowhere/chat.json"),

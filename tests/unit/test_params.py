@@ -78,7 +78,6 @@ def test_defaults() -> None:
         ("ignore_eos", 1),
         ("n", 0),
         ("n", -3),
-        ("acceptance", "typical"),
         ("acceptance", "always"),
         ("epsilon", -1.0),
         ("delta", math.inf),
@@ -102,7 +101,7 @@ def test_messages_tell_the_way_out() -> None:
     with pytest.raises(InputError, match='draft="none"'):
         SamplingParams(gamma=0)
     with pytest.raises(InputError, match='"auto", "ratio", "coupled"'):
-        SamplingParams(acceptance="typical")
+        SamplingParams(acceptance="always")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="0 is greedy"):
         SamplingParams(temperature=-1.0)
 

@@ -60,7 +60,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes | None, m
 
 
 def test_other_endings_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"neither \.jsonl nor \.txt"):
+    with pytest.raises(InputError, match=r"neither \.jsonl, \.json nor \.txt"):
         list(read_documents(tmp_path / "a.parquet"))
 
 

@@ -7,15 +7,21 @@ from collections.abc import Callable, Sequence
 from sakiyomi.builders.base import Builder, Growth
 from sakiyomi.builders.best_first import BestFirst
 from sakiyomi.builders.chain import Chain
+from sakiyomi.builders.choices import Choices
 from sakiyomi.builders.dynamic import Dynamic
 from sakiyomi.builders.static import Static
+from sakiyomi.params import SamplingParams
 
-__all__ = ["BUILDERS", "BestFirst", "Builder", "Chain", "Dynamic", "Growth", "Static"]
+__all__ = ["BUILDERS", "BestFirst", "Builder", "Chain", "Choices", "Dynamic", "Growth", "Static"]
 
-BUILDERS: dict[str, Callable[[Sequence[float]], Builder]] = {
-    "chain": lambda ranks: Chain(),
-    "best-first": lambda ranks: BestFirst(),
-    "dynamic": lambda ranks: Dynamic(),
-    "static": Static,
+Ranks = Sequence[float] | Sequence[Sequence[float]]
+
+BUILDERS: dict[str, Callable[[SamplingParams, Ranks], Builder]] = {
+    "chain": lambda params, ranks: Chain(),
+    "best-first": lambda params, ranks: BestFirst(),
+    "dynamic": lambda params, ranks: Dynamic(),
+    "static": lambda params, ranks: Static(ranks),
+    "choices": lambda params, ranks: Choices(params.choices),
 }
-"""Each is made from the acceptance by rank that was measured so far."""
+"""By the name in ``SamplingParams.builder``; made from the parameters and from the acceptance by rank measured so far,
+of every level where levels differ."""

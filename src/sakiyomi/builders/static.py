@@ -11,10 +11,11 @@ from sakiyomi.theory import best_tree
 __all__ = ["Static"]
 
 Ranks = tuple[int, ...]
+Chances = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
 @lru_cache(maxsize=64)
-def _children(ranks: tuple[float, ...], nodes: int, depth: int) -> dict[Ranks, int]:
+def _children(ranks: Chances, nodes: int, depth: int) -> dict[Ranks, int]:
     """Children of each place of the best tree that has any; a place is named by the ranks on the way to it."""
     children: dict[Ranks, int] = {}
     for path in best_tree(ranks, nodes, depth):
@@ -29,13 +30,14 @@ class Static:
     tree has to be known before.
 
     Args:
-        ranks: chance that the first, second, ... candidate of a place is the one that the target chooses.
+        ranks: chance that the first, second, ... candidate of a place is the one that the target chooses; a list of
+            such lists has one for each level.
     """
 
     picks = False
 
-    def __init__(self, ranks: Sequence[float]) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, ranks: Sequence[float] | Sequence[Sequence[float]]) -> None:
+        self.ranks: Chances = tuple(tuple(level) if isinstance(level, Sequence) else level for level in ranks)  # type: ignore[assignment]
 
     def wanted(self, growth: Growth, place: int) -> int:
         """See ``Builder.wanted``."""

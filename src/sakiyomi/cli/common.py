@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -256,6 +257,16 @@ def _biases(pairs: Sequence[str]) -> dict[int, float] | None:
     return found or None
 
 
+def _shape(text: str) -> Any:
+    """A name, or a list: 1,7,6 or [[0],[1],[0,0]]."""
+    if not text[:1].isdigit() and text[:1] != "[":
+        return text
+    try:
+        return json.loads(text if text.startswith("[") else f"[{text}]")
+    except ValueError:
+        raise InputError(f"tree is {text!r}; expected a name, counts such as 1,7,6, or [[0],[1],[0,0]]") from None
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -273,6 +284,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "bool | None": (bool | None, _same),
     "int | str": (str, _number_or_word),
     "Acceptance": (str, _same),
+    "Shape": (str, _shape),
     "Sequence[str]": (list[str], tuple),
     "Sequence[int]": (list[int], tuple),
     "Sequence[str | Sequence[int]]": (list[str], tuple),

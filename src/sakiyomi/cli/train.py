@@ -13,7 +13,15 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from sakiyomi.errors import SakiyomiError
-from sakiyomi.train.config import DraftConfig, EditsConfig, NgramConfig, TargetConfig, TonesConfig
+from sakiyomi.train.config import (
+    DistillDataConfig,
+    DraftConfig,
+    EditsConfig,
+    MedusaConfig,
+    NgramConfig,
+    TargetConfig,
+    TonesConfig,
+)
 
 app = typer.Typer(
     name="train",
@@ -50,9 +58,10 @@ def _command(name: str, config_class: type[Any], help: str) -> None:
 
 
 def _run(name: str, config: Any, command: str) -> dict[str, Any]:
-    """`train_NAME` of `sakiyomi.train.NAME`, which is not imported before it is wanted."""
+    """`train_NAME` of `sakiyomi.train.NAME`, with _ for -, which is not imported before it is wanted."""
     from sakiyomi.cli.output import quiet
 
+    name = name.replace("-", "_")
     train = getattr(importlib.import_module(f"sakiyomi.train.{name}"), f"train_{name}")
     quiet()
     summary: dict[str, Any] = train(config, command)
@@ -87,6 +96,16 @@ def _readable(summary: dict[str, Any]) -> str:
 
 _command("target", TargetConfig, "Train a Llama target and its tokenizer from text files.")
 _command("draft", DraftConfig, "Distil a small draft from a target, for speculative decoding.")
+_command(
+    "medusa",
+    MedusaConfig,
+    "Train Medusa heads on a target, which stays as it is, or together with it (--joint).",
+)
+_command(
+    "distill-data",
+    DistillDataConfig,
+    "Have a target write answers, from which its drafts and heads learn best.",
+)
 _command(
     "ngram",
     NgramConfig,

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sakiyomi.drafters.base import Context, Drafter, Rule
@@ -116,8 +117,23 @@ def _ngram(argument: str, around: Surroundings) -> Drafter:
     return NgramDrafter(around.vocab_size, tables)
 
 
+def _medusa(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.medusa import MedusaDrafter
+    from sakiyomi.embedded import embedded, is_embedded_name
+    from sakiyomi.medusa.formats import read_heads
+    from sakiyomi.medusa.guesser import Guesser
+    from sakiyomi.medusa.tuned import read_tuned
+
+    if not argument:
+        raise InputError('draft "medusa:" names no heads; write medusa:<folder>')
+    folder = embedded(argument) if is_embedded_name(argument) else Path(argument).expanduser()
+    guesser = Guesser(read_heads(folder).heads, around.packed, argument)
+    return MedusaDrafter(guesser, around.vocab_size, read_tuned(folder))
+
+
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
     "model": _model,
+    "medusa": _medusa,
     "self-int8": _self_int8,
     "early-exit": _early_exit,
     "oracle": _oracle,
@@ -128,6 +144,7 @@ DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
 
 FORMS = {
     "model": "model:<path or id>",
+    "medusa": "medusa:<heads>",
     "prompt-lookup": "prompt-lookup[:<longest match>]",
     "suffix": "suffix[:<file>]",
     "ngram": "ngram[:<file>]",

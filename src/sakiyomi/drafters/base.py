@@ -13,6 +13,8 @@ from sakiyomi.params import SamplingParams
 from sakiyomi.tree import Draft, DraftKind, Rule
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sakiyomi.cache.sources import Source
 
 __all__ = ["Context", "Drafter", "Rule", "tell"]
@@ -38,6 +40,9 @@ class Context:
             own proposals may then go less or more deep than he is asked to. None: the size is as asked for.
         slot: the request's place in the target's cache, for a drafter that runs part of the target; it holds the keys
             and values of all tokens but the last. Set before each round.
+        hidden: (hidden,) what the target's head over the vocabulary read at the last token that the target has
+            processed, the one before the last in ``tokens``; None before the prompt is through, and where the target
+            has an encoder.
         source: what the text is made from, where the target has an encoder; its ``tokens`` stand before the text for
             whoever looks things up. None: there is nothing but the text.
         memory: for the drafter's own use, one entry a drafter.
@@ -52,6 +57,7 @@ class Context:
     nodes: int = 1
     worth: Worth | None = None
     slot: int = -1
+    hidden: Tensor | None = None
     source: Source | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 

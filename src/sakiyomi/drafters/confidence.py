@@ -28,11 +28,12 @@ class Confidence:
 
     Args:
         sharpness: to begin with.
+        ranks: chances by rank to begin with.
     """
 
-    def __init__(self, sharpness: float) -> None:
+    def __init__(self, sharpness: float, ranks: Sequence[float] = RANKS) -> None:
         self.sharpness = sharpness
-        self._hits = [chance * _WEIGHT for chance in RANKS]
+        self._hits = [chance * _WEIGHT for chance in ranks]
         self._places, self._covered = _WEIGHT, sum(self._hits)
 
     def chances(self, scores: Sequence[float]) -> list[float]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels", "kind_of"]
 
+FIXED = ("static", "choices")  # shapes that are known before anything is drawn
 _FOLLOWED = 0.8  # of the nodes of a level that are accepted so many have a child that is, where the draft is good
 # How much surer than the draft's own softmax one may be of its choice, before anything was seen (docs/log.md).
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
@@ -36,7 +37,7 @@ SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 def kind_of(params: SamplingParams) -> DraftKind:
     """What is proposed to a request that is sampled by the ratio rule, by the shape that it asked for."""
-    return {"chain": "chain", "static": "without_replacement"}.get(params.builder, "point_mass")  # type: ignore[return-value]
+    return {"chain": "chain"}.get(params.builder, "without_replacement" if params.builder in FIXED else "point_mass")  # type: ignore[return-value]
 
 
 class Levels:
@@ -78,11 +79,11 @@ class Levels:
         if room < 1:
             return None
         shape = context.params.builder
-        drawn = context.rule == "ratio" and shape in ("chain", "static")
+        drawn = context.rule == "ratio" and shape in ("chain", *FIXED)
         depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
         growth = Growth(depth, depth if shape == "chain" else context.nodes)
         confidence = self.confidence[context.rule]
-        builder = BUILDERS[shape](confidence.ranks)
+        builder = BUILDERS[shape](context.params, confidence.ranks)
         if builder.picks and context.worth is not None:
             # A pass grows by steps: a node may pay that is worth less than its share of the largest one.
             growth.floor = context.worth.price(growth.nodes) / 2

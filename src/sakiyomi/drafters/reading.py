@@ -104,7 +104,7 @@ class Reading:
                 break
             start, listed, scores = self.listed[place]
             rank = listed.index(tokens[position]) if tokens[position] in listed else None
-            self.confidence.learn(scores, rank)
+            self.sureness(position - first).learn(scores, rank)
             place = start + rank if rank is not None else len(self.growth.tokens)
             if place in rows and len(path) == position - first and position < len(tokens) - 1:
                 path.append(rows[place])
@@ -157,9 +157,17 @@ class Reading:
             probs: list[float | None] = [math.exp(score) for score in scores]
         else:
             tokens, probs, scores = self._candidates(place, logits, count, len(context.tokens) + len(path))
-        chances = self.confidence.chances(scores) if len(scores) > 1 else [0.5 if probs[0] is None else probs[0]]
+        chances = (
+            self.sureness(growth.levels - 1).chances(scores)
+            if len(scores) > 1
+            else [0.5 if probs[0] is None else probs[0]]
+        )
         self.listed[place] = (len(growth.tokens), tokens, scores)
         self._probs.extend(probs[: growth.offer(place, tokens, chances)])
+
+    def sureness(self, level: int) -> Confidence:
+        """What makes chances of the scores of a level's candidates; 0 is the first level."""
+        return self.confidence
 
     def draft(self) -> Draft:
         """What is proposed."""

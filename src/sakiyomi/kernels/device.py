@@ -46,7 +46,7 @@ class _Frame:
         row: (slots * rows of a slot,) the row at each place; any row where there is none.
         masks: by sliding window, query heads that share a key head, and dtype: (slots, 1, these heads * rows of a slot,
             columns), 0 where a row may look and -inf elsewhere.
-        captured: the graph, its ids and positions, its logits.
+        captured: the graph, its ids and positions, and what it gives.
     """
 
     rows: int
@@ -55,7 +55,7 @@ class _Frame:
     columns: int
     device: torch.device
     masks: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict)
-    captured: tuple[Any, Tensor, Tensor, Tensor] | None = None
+    captured: tuple[Any, Tensor, Tensor, Any] | None = None
 
     def __post_init__(self) -> None:
         sizes = (self.rows, self.rows, self.rows, self.slots * self.depth)
@@ -200,11 +200,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap:
     return _active.state.attend(q, k, v, layer, scaling, softcap, window)
 
 
+_Given = tuple[Tensor, Tensor | None]
+
+
 class CudaGraphs:
     """Captured passes, by the shape of their plan.
 
     Args:
-        forward: (ids, positions) -> logits (1, N, V), eager.
+        forward: (ids, positions) -> logits (1, N, V) and what the head has read, eager.
         state: its static tensors are what the captured kernels read; what is captured is kept with them.
 
     Attributes:
@@ -212,7 +215,7 @@ class CudaGraphs:
         failed: a pass could not be captured; they all run eagerly since then.
     """
 
-    def __init__(self, forward: Callable[[Tensor, Tensor], Tensor], state: DevicePass) -> None:
+    def __init__(self, forward: Callable[[Tensor, Tensor], _Given], state: DevicePass) -> None:
         self._forward, self._state = forward, state
         self.fresh = self.failed = False
 
@@ -220,8 +223,8 @@ class CudaGraphs:
         """Forget all captures: the cache's tensors have moved."""
         self._state.frames.clear()
 
-    def run(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The pass that `state.begin` described; logits (1, N, V), to be read before the next pass of any shape."""
+    def run(self, ids: Tensor, positions: Tensor) -> _Given:
+        """The pass that `state.begin` described; what it gives is to be read before the next pass of any shape."""
         frame = self._state.frame
         self.fresh = frame.captured is None and not self.failed
         if self.fresh:
@@ -236,19 +239,20 @@ class CudaGraphs:
         if frame.captured is None:
             self._state.count = 0
             return self._forward(ids, positions)
-        graph, own_ids, own_positions, logits = frame.captured
+        given: _Given
+        graph, own_ids, own_positions, given = frame.captured
         own_ids.copy_(ids)
         own_positions.copy_(positions)
         with torch.cuda.device(ids.device):
             graph.replay()
-        return logits
+        return given
 
     def _pool(self) -> Any:
         """Memory that the captured passes share: that of those which are there. One whose graphs are gone is gone."""
         captured = (frame.captured for frame in self._state.frames.values())
         return next((found[0].pool() for found in captured if found is not None), None)
 
-    def _capture(self, ids: Tensor, positions: Tensor) -> tuple[Any, Tensor, Tensor, Tensor]:
+    def _capture(self, ids: Tensor, positions: Tensor) -> tuple[Any, Tensor, Tensor, _Given]:
         ids, positions = ids.clone(), positions.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -260,5 +264,5 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating on the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
-            logits = self._forward(ids, positions)
-        return graph, ids, positions, logits
+            given = self._forward(ids, positions)
+        return graph, ids, positions, given

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from sakiyomi.kernels.build import cache_folder, compiler
 from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.tap import Tap
 from sakiyomi.process import TORCH_STATE
 
 logger = logging.getLogger("sakiyomi")
-Graph = Callable[[Tensor, Tensor], Tensor]
+Graph = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""From token ids and positions, (1, N) each, to logits (1, N, V) and what the head has read, (1, N, hidden)."""
 
 
 class State(Protocol):
@@ -60,7 +62,7 @@ def _keep_on_disk() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
 
 
-def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
+def _compiled(model: Any, tap: Tap, ids: Tensor, positions: Tensor) -> Graph:
     """Compile a forward pass for inputs of these shapes, and run it once.
 
     What inductor made is called directly from then on. Dynamo would look at every module again before each call (0.4 ms
@@ -80,8 +82,9 @@ def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
         return first
 
     # A code object of its own: dynamo keeps graphs by code object.
-    def step(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits  # type: ignore[no-any-return]
+    def step(ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = model(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits
+        return logits, tap.traced
 
     name = f"pass_of_{ids.shape[1]}_rows"
     own = types.FunctionType(step.__code__.replace(co_name=name), step.__globals__, name, None, step.__closure__)
@@ -94,15 +97,14 @@ def _compiled(model: Any, ids: Tensor, positions: Tensor) -> Graph:
     for i in first + second:
         inputs[i] = None
 
-    def graph(ids: Tensor, positions: Tensor) -> Tensor:
+    def graph(ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         given = inputs.copy()
         for i in first:
             given[i] = ids
         for i in second:
             given[i] = positions
-        logits: Tensor
-        (logits,) = run(*given)
-        return logits
+        found = run(*given)
+        return found[0], found[1] if len(found) > 1 else None
 
     return graph
 
@@ -139,6 +141,7 @@ class Graphs:
 
     Args:
         model: switched to our attention.
+        tap: on its head.
         state: what its attention operator reads.
         device: of the model.
         sizes: row counts that may be asked for.
@@ -147,9 +150,9 @@ class Graphs:
     """
 
     def __init__(
-        self, model: Any, state: State, device: torch.device, sizes: Sequence[int], first: Sequence[int] = ()
+        self, model: Any, tap: Tap, state: State, device: torch.device, sizes: Sequence[int], first: Sequence[int] = ()
     ) -> None:
-        self._model, self._state, self._device = model, state, device
+        self._model, self._tap, self._state, self._device = model, tap, state, device
         self._sizes, self._first = tuple(sizes), tuple(first)
         self._ready: dict[int, Graph] = {}
         self._wanted: deque[int] = deque()
@@ -219,7 +222,7 @@ class Graphs:
             with TORCH_STATE, torch.no_grad():
                 ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
                 self._state.begin(Plan([]), size)
-                self._ready[size] = _compiled(self._model, ids, torch.zeros_like(ids))
+                self._ready[size] = _compiled(self._model, self._tap, ids, torch.zeros_like(ids))
         except Exception as error:  # whatever the compiler throws, the eager path is there
             self.failed = True
             if _stopped.is_set():  # it broke because it was stopped

@@ -36,22 +36,16 @@ def _field(
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What every training run shares: data, budget, schedule, optimizer, checkpoints.
+    """What every training run shares: budget, schedule, checkpoints.
 
     Raises:
         InputError: a value is outside its range; the message names the field.
     """
 
-    REQUIRED: ClassVar[dict[str, str]] = {
-        "out": "a folder for the model",
-        "text": "training text, a .jsonl or .txt file (.gz allowed)",
-    }
+    REQUIRED: ClassVar[dict[str, str]] = {"out": "a folder for the model"}
 
     out: str = _field("", "Folder of the finished model; checkpoints and logs go below it.", resume=True)
     name: str = _field("", "Name of the model on its card; empty: the last part of OUT.", resume=True)
-    text: tuple[str, ...] = _field(
-        (), "Training file FILE@STABLE:DECAY: its share of the rows before and during the decay. Repeat for more files."
-    )
     valid: tuple[str, ...] = _field((), "Held-out file, NAME=FILE; losses are reported under the name. Repeatable.")
     minutes: float = _field(
         75.0, "Training time in minutes of wall clock; the learning rate reaches 0 at its end.", above=0
@@ -70,9 +64,6 @@ class LoopConfig:
         (256, 256, 512, 1024), "Row lengths in tokens; step s uses the (s mod n)-th.", least=1
     )
     step_tokens: int = _field(8192, "Tokens of one optimizer step; a multiple of every row length.", least=1)
-    muon_lr: float = _field(0.02, "Peak learning rate of Muon (2-D matrices of the layers).", least=0)
-    adam_lr: float = _field(0.004, "Peak learning rate of AdamW (embeddings and norms).", least=0)
-    weight_decay: float = _field(0.05, "Weight decay of the 2-D matrices of the layers.", least=0)
     clip: float = _field(1.0, "Largest norm of the gradient.", above=0)
     note: tuple[str, ...] = _field(
         (), "Line for the card, such as a data set with its licence. Repeatable.", resume=True
@@ -102,7 +93,23 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetConfig(LoopConfig):
+class TextConfig(LoopConfig):
+    """A whole model trained on text."""
+
+    REQUIRED: ClassVar[dict[str, str]] = LoopConfig.REQUIRED | {
+        "text": "training text, a .jsonl or .txt file (.gz allowed)"
+    }
+
+    text: tuple[str, ...] = _field(
+        (), "Training file FILE@STABLE:DECAY: its share of the rows before and during the decay. Repeat for more files."
+    )
+    muon_lr: float = _field(0.02, "Peak learning rate of Muon (2-D matrices of the layers).", least=0)
+    adam_lr: float = _field(0.004, "Peak learning rate of AdamW (embeddings and norms).", least=0)
+    weight_decay: float = _field(0.05, "Weight decay of the 2-D matrices of the layers.", least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(TextConfig):
     """A Llama target trained from random weights on text."""
 
     tokenizer: str = _field("", "Folder of an existing tokenizer; empty: train one on the training text.")
@@ -133,10 +140,10 @@ class TargetConfig(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(LoopConfig):
+class DraftConfig(TextConfig):
     """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
 
-    REQUIRED: ClassVar[dict[str, str]] = {"target": "the model to draft for"} | LoopConfig.REQUIRED
+    REQUIRED: ClassVar[dict[str, str]] = {"target": "the model to draft for"} | TextConfig.REQUIRED
 
     target: str = _field(
         "", "The target: embedded name (tales), folder in Hugging Face format, or hub id; any causal LM."
@@ -209,7 +216,112 @@ class DraftConfig(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairConfig(LoopConfig):
+class MedusaConfig(LoopConfig):
+    """Medusa heads on a frozen target, or trained together with it."""
+
+    REQUIRED: ClassVar[dict[str, str]] = (
+        {"target": "the model to guess ahead for"}
+        | LoopConfig.REQUIRED
+        | {"data": "training text or chats, a .jsonl, .json or .txt file (.gz allowed)"}
+    )
+
+    target: str = _field("", "The target: embedded name (tales), folder in Hugging Face format, or hub id.")
+    data: tuple[str, ...] = _field(
+        (),
+        "Training file FILE@STABLE:DECAY: its share of the rows before and during the decay. Texts, chats in "
+        "ShareGPT's form, of which what the assistant says is learnt, or what `train distill-data` wrote. "
+        "Repeat for more files.",
+    )
+    valid: tuple[str, ...] = _field(
+        (),
+        "Held-out file, NAME=FILE; the target answers its prompts, and heads are measured on that. Repeatable; without "
+        "it some of the training data is held back.",
+    )
+    minutes: float = _field(20.0, "Training time in minutes of wall clock.", above=0)
+    decay_share: float = _field(
+        0.6, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
+    )
+    row_tokens: tuple[int, ...] = _field((512,), "Row length in tokens; one only, rows come again.", least=8)
+    heads: int = _field(4, "Heads: tokens that are guessed behind the target's own.", least=1, most=16)
+    layers: int = _field(1, "Residual blocks of each head.", least=1, most=8)
+    own_head: bool = _field(
+        False, "Give each head a head over the vocabulary of its own (version 1) instead of the target's (version 2)."
+    )
+    head_decay: float = _field(
+        0.8,
+        "Weight of a head's loss to that of the head before: 0.8 is the paper's, 1.0 the first release's.",
+        above=0,
+        most=1,
+    )
+    positions: float = _field(
+        1.0, "Share of a batch's positions from which heads learn, drawn anew for each batch.", above=0, most=1
+    )
+    lr: float = _field(0.001, "Peak learning rate of the heads, or of the target where both are trained.", least=0)
+    weight_decay: float = _field(0.0, "Weight decay.", least=0)
+    joint: bool = _field(
+        False, "Medusa-2: train the target too, by low-rank adapters that are merged into a copy of it at the end."
+    )
+    lora_rank: int = _field(16, "Rank of the adapters.", least=1)
+    lora_alpha: float = _field(32.0, "Scale of the adapters: alpha / rank.", above=0)
+    heads_first: float = _field(
+        0.3, "Share of the budget in which heads are trained alone before both are.", least=0, most=1
+    )
+    head_lr_times: float = _field(
+        4.0, "Learning rate of the heads to that of the target, where both are trained.", above=0
+    )
+    heads_weight: float = _field(0.2, "Weight of the heads' loss where both are trained.", above=0)
+    cache_gib: float = _field(
+        0.0,
+        "Disk space in GiB below OUT for hidden states of rows that come again; 0: none are kept.",
+        least=0,
+        resume=True,
+    )
+    device: str = _field("auto", "Where to train: auto, cpu, cuda or cuda:N.", resume=True)
+    precision: str = _field("bf16", "Precision of the passes: bf16, fp16 or no (float32).", resume=True)
+    eval_prompts: int = _field(24, "Held-out prompts of each file, continued by up to 128 tokens.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(len(self.row_tokens) == 1, "row_tokens", self.row_tokens, "one length")
+        _require(self.row_tokens[0] > self.heads + 1, "row_tokens", self.row_tokens, f"more than {self.heads + 1}")
+        _require(self.precision in ("bf16", "fp16", "no"), "precision", self.precision, "bf16, fp16 or no")
+        _require(not self.joint or not self.cache_gib, "cache_gib", self.cache_gib, "0 where the target changes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillDataConfig:
+    """What a target itself answers, as training data of its drafts and heads.
+
+    Raises:
+        InputError: a value is outside its range; the message names the field.
+    """
+
+    out: str = _field("", "The .jsonl file; the same command goes on with it where it was stopped.")
+    target: str = _field("", "The target: embedded name (tales), folder in Hugging Face format, or hub id.")
+    data: tuple[str, ...] = _field(
+        (), "Prompts FILE@SHARE: beginnings of texts, or the users' turns of chats in ShareGPT's form. Repeatable."
+    )
+    samples: int = _field(4096, "Answers to have written.", least=1)
+    minutes: float = _field(60.0, "At most so many minutes of writing.", above=0)
+    tokens: int = _field(160, "New tokens of each at most.", least=1)
+    batch: int = _field(128, "Answers written at a time.", least=1)
+    temperatures: tuple[float, ...] = _field(
+        (0.0, 0.0, 1.0), "Temperatures of the batches in turn; 0 is greedy.", least=0
+    )
+    device: str = _field("auto", "Where to run: auto, cpu, cuda or cuda:N.")
+    seed: int = _field(1, "Seed of prompts and samples.", least=0)
+
+    def __post_init__(self) -> None:
+        for name, what in (("out", "a .jsonl file"), ("target", "the model that writes"), ("data", "files of prompts")):
+            _require(bool(getattr(self, name)), name, getattr(self, name), what)
+        _require(self.out.endswith(".jsonl"), "out", self.out, "a file that ends in .jsonl")
+        _require(bool(self.temperatures), "temperatures", self.temperatures, "at least one")
+        for field in dataclasses.fields(self):
+            _check_range(field, getattr(self, field.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TextConfig):
     """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task."""
 
     valid: tuple[str, ...] = _field(

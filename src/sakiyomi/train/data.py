@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,50 +32,73 @@ class Encoder(Protocol):
 
 
 def read_documents(path: Path) -> Generator[str | list[int]]:
-    """Documents of a `.jsonl(.gz)` file (`text`, or `tokens`, a list of ids) or of a `.txt(.gz)` file (one document).
+    """Documents of a `.jsonl(.gz)` file (`text`, or `tokens`, a list of ids), or the one of a `.txt(.gz)` file.
 
     Text is stripped and its line ends are unified; documents left empty are passed over.
 
     Raises:
         LoadError: the file is missing, unreadable, or holds no document; a bad JSON line is named by its number.
-        InputError: the ending is none of the four.
+        InputError: the ending is of another kind.
     """
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
-    if plain.suffix not in (".jsonl", ".txt"):
-        raise InputError(f"{path} is neither .jsonl nor .txt (.gz allowed); convert it first")
     found = 0
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            lines = _json_documents(file, path) if plain.suffix == ".jsonl" else iter([file.read()])
-            for item in lines:
-                document = _normalise(item) if isinstance(item, str) else item
-                if document:
-                    found += 1
-                    yield document
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise LoadError(f"cannot read training text {path}: {error}; expected UTF-8 text, plain or gzip") from error
+    for number, record in read_records(path):
+        document = _document(record, f"{path} line {number}")
+        if document:
+            found += 1
+            yield document
     if not found:
         raise LoadError(f"{path} holds no document; expected at least one non-empty text")
 
 
-def _json_documents(lines: Iterator[str] | Any, path: Path) -> Iterator[str | list[int]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise LoadError(f"{path} line {number} is not JSON ({error.msg}); expected one object a line") from error
-        record = record if isinstance(record, dict) else {}
-        text, tokens = record.get("text"), record.get("tokens")
-        if isinstance(text, str):
-            yield text
-        elif isinstance(tokens, list) and all(type(token) is int for token in tokens):
-            yield tokens
-        else:
-            raise LoadError(
-                f'{path} line {number} has no "text" string and no "tokens" list of ids; expected one of them'
-            )
+def read_records(path: Path) -> Generator[tuple[int, Any]]:
+    """The objects of a `.jsonl(.gz)` file with the numbers of their lines, or of a list in a `.json(.gz)` file.
+
+    Of a `.txt(.gz)` file it is the text, as number 1.
+
+    Raises:
+        LoadError: the file is missing or unreadable, or a line is not JSON.
+        InputError: the ending is none of these.
+    """
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    if plain.suffix not in (".jsonl", ".json", ".txt"):
+        raise InputError(f"{path} is neither .jsonl, .json nor .txt (.gz allowed); convert it first")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            if plain.suffix == ".txt":
+                yield 1, {"text": file.read()}
+                return
+            if plain.suffix == ".json":
+                found = _parsed(file.read(), path)
+                if not isinstance(found, list):
+                    raise LoadError(f"{path} holds a {type(found).__name__}; expected a list of objects")
+                yield from enumerate(found, start=1)
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, _parsed(line, path, number)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise LoadError(f"cannot read training text {path}: {error}; expected UTF-8 text, plain or gzip") from error
+
+
+def _parsed(text: str, path: Path, number: int | None = None) -> Any:
+    """The value of one line, or of the whole file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        expected = "one object a line" if number else "a list of objects"
+        raise LoadError(
+            f"{path} line {number or error.lineno} is not JSON ({error.msg}); expected {expected}"
+        ) from error
+
+
+def _document(record: Any, place: str) -> str | list[int]:
+    record = record if isinstance(record, dict) else {}
+    text, tokens = record.get("text"), record.get("tokens")
+    if isinstance(text, str):
+        return _normalise(text)
+    if isinstance(tokens, list) and all(type(token) is int for token in tokens):
+        return tokens
+    raise LoadError(f'{place} has no "text" string and no "tokens" list of ids; expected one of them')
 
 
 def _normalise(text: str) -> str:

@@ -25,10 +25,11 @@ from sakiyomi.train.labels import SoftLabels, vocabulary
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.loop import Loop, Progress, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
+from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import FixedRows, Mixture
-from sakiyomi.train.samples import LONGEST_PROMPT, Samples
+from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
 
 # Where a target's configuration knows no limit, its positions are relative; the draft's need one all the same.
 POSITIONS = 2048
@@ -99,7 +100,7 @@ def _distil(config: DraftConfig) -> _Distilled:
     texts = [library.documents(spec.path) for spec in specs]
 
     reporter = Reporter(config.log_seconds)
-    samples = Samples(config, target, tokenizer, prompts, held_back) if config.samples else None
+    samples = Samples(_plan(config), target, tokenizer, prompts, held_back) if config.samples else None
     # Batches of this size have no graph.
     llm = LLM((target, tokenizer), "none", compile=False, max_batch=config.sample_batch)
     if samples is not None:
@@ -129,13 +130,26 @@ def _distil(config: DraftConfig) -> _Distilled:
         model.train()
         return measures
 
-    loop = Loop(config, draft, batch_loss, mixture, evaluate)
+    loop = Loop(config, draft, batch_loss, mixture, evaluate, optimizers=text_optimizers(config))
     finished = loop.run()
     measures: dict[str, dict[str, Any]] = evaluate(loop.model) if finished else {}
     for name, values in measures.items():
         values["target_distinct_4grams"] = distinct_ngrams(held_out[name].greedy)
     epochs = loop.epochs(names)
     return _Distilled(finished, loop.model, tokenizer, loop.progress, measures, epochs, held_back, origin)
+
+
+def _plan(config: DraftConfig) -> Plan:
+    return Plan(
+        Path(config.out) / "samples.jsonl",
+        config.samples,
+        config.sample_minutes,
+        config.sample_tokens,
+        config.sample_batch,
+        config.temperatures,
+        config.seed,
+        keep=config.resume,
+    )
 
 
 def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

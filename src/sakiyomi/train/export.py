@@ -11,6 +11,7 @@ from typing import Any
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.medusa.heads import MedusaHeads
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.llama import save_model
 from sakiyomi.train.loop import Progress
@@ -34,7 +35,7 @@ def save(config: LoopConfig, model: LlamaForCausalLM, tokenizer: PreTrainedToken
 
 def write_card(
     config: LoopConfig,
-    model: PreTrainedModel,
+    model: PreTrainedModel | MedusaHeads,
     progress: Progress,
     measures: dict[str, Any],
     command: str,
@@ -53,9 +54,11 @@ def write_card(
         command: the command line that rebuilds it.
         epochs: how often each source was read.
         folder: which becomes OUT/model, where it is not yet there.
-        more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source` and `init`.
+        more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source`, `init`, `trees`,
+            `memory` and `about`.
     """
     folder = folder or model_folder(config)
+    layers = model.shape.layers if isinstance(model, MedusaHeads) else int(model.config.num_hidden_layers)
     last = [loss for _, _, _, loss in progress.losses[-LAST_STEPS:]]
     with writing(folder):
         drawn = plot_losses(progress, folder / "loss.png")
@@ -65,7 +68,7 @@ def write_card(
             "model": str(model_folder(config)),
             "architecture": type(model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "layers": model.config.num_hidden_layers,
+            "layers": layers,
             "steps": progress.step,
             "tokens": progress.tokens,
             "minutes": round(progress.seconds / 60, 2),
@@ -100,10 +103,8 @@ def card(summary: dict[str, Any]) -> str:
     lines = [
         f"# {summary['name']}",
         "",
-        f"A {summary['architecture']} model of {summary['parameters'] / 1e6:.2f}M parameters and {summary['layers']} "
-        f"layers, trained by sakiyomi: {_extent(summary)}. Mean loss of the last {LAST_STEPS} steps: "
-        f"{summary['final_loss']} nats a token "
-        f"({curve}).",
+        f"{_what(summary)}, trained by sakiyomi: {_extent(summary)}. Mean loss of the last {LAST_STEPS} steps: "
+        f"{summary['final_loss']} nats ({curve}).",
         "",
         "## Data",
         "",
@@ -111,11 +112,18 @@ def card(summary: dict[str, Any]) -> str:
     ]
     if summary.get("held_back"):
         lines.append(f"- {summary['held_back']} documents of the training text, held back for the measures below")
-    lines += ["", "## Held-out measures", ""]
+    lines += ["", "## Held-out measures", "", *([summary["measured_on"], ""] if "measured_on" in summary else [])]
     for name, values in summary["held_out"].items():
         lines += [f"**{name}**", "", "| measure | value |", "|---|---|"]
         lines += [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in values.items()]
         lines.append("")
+    for name, trees in summary.get("trees", {}).items():
+        lines += [f"**{name}**: the best tree of each budget", "", "| nodes | expected tau | tau on these texts |"]
+        lines += ["|---|---|---|"]
+        lines += [f"| {tree['nodes']} | {tree['expected_tau']:.3f} | {tree['replayed_tau']:.3f} |" for tree in trees]
+        lines.append("")
+    if "memory" in summary:
+        lines += [summary["memory"]["explained"], ""]
     if "cost" in summary:
         cost = "unknown" if summary["cost"] is None else f"{summary['cost']:.3g}"
         lines += [f"Draft step / target step (c): {cost}, {summary['cost_source']}.", ""]
@@ -125,6 +133,13 @@ def card(summary: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     lines += [f"Made with {versions}. All settings are in `card.json`.", ""]
     return "\n".join(lines)
+
+
+def _what(summary: dict[str, Any]) -> str:
+    size = f"{summary['parameters'] / 1e6:.2f}M parameters"
+    if "about" in summary:
+        return f"{summary['about']}, {size}"
+    return f"A {summary['architecture']} model of {size} and {summary['layers']} layers"
 
 
 def _extent(summary: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The training loop: batches, optimizer steps, schedule, held-out losses, checkpoints and an early finish.
 
-It knows neither what is trained nor by which loss: `target.py` and `draft.py` bring the model, the loss and the data.
+It knows neither what is trained nor by which loss: `target.py`, `draft.py` and others bring model, loss and data.
+Devices and precision are accelerate's.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.growth import grow
-from sakiyomi.train.optim import LAYER, build_optimizers, copy_state, set_scale
+from sakiyomi.train.optim import LAYER, copy_state, set_scale
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
@@ -57,15 +61,18 @@ class Growth:
 
 
 class Loop:
-    """One training run of a transformers model.
+    """One training run. What of the model needs no gradient is neither trained nor kept in checkpoints.
 
     Args:
-        config: budget, schedule, optimizer and checkpoint settings.
+        config: budget, schedule and checkpoint settings.
         model: trained in place (replaced when it grows: read `self.model` at the end).
         batch_loss: loss of a batch.
         mixture: where the batches come from.
         evaluate: held-out measures, called every `eval_minutes` and at the end.
+        optimizers: makes them for the model.
         growth: when to grow in depth, if at all; Llama models do.
+        device: where the model is, as accelerate takes it.
+        precision: of the passes: "bf16", "fp16" or "no".
     """
 
     def __init__(
@@ -75,7 +82,11 @@ class Loop:
         batch_loss: BatchLoss,
         mixture: Batches,
         evaluate: Evaluate,
+        *,
+        optimizers: Callable[[nn.Module], list[Optimizer]],
         growth: Growth | None = None,
+        device: str = "cpu",
+        precision: str = "bf16",
     ) -> None:
         self.config, self.model, self.mixture = config, model, mixture
         self._batch_loss, self._evaluate, self._growth = batch_loss, evaluate, growth
@@ -84,7 +95,9 @@ class Loop:
         self.schedule = Schedule(config.warmup_steps, self._budget * (1 - config.decay_share), self._budget)
         self.progress = Progress()
         self._stop_asked = self._finish_asked = False
-        self._optimizers = self._new_optimizers()
+        self._new_optimizers = optimizers
+        self._accelerator = accelerator(device, precision)
+        self._optimizers = self._made_optimizers()
 
     def run(self) -> bool:
         """Train to the end of the budget.
@@ -118,6 +131,11 @@ class Loop:
             self.save()
             return not self._stop_asked
 
+    @property
+    def share(self) -> float:
+        """Of the budget that is spent."""
+        return self._clock() / self._budget
+
     def epochs(self, names: Sequence[str]) -> dict[str, float]:
         """How often each source of the mixture was read."""
         assert isinstance(self.mixture, Mixture), "only streams have epochs"
@@ -129,8 +147,8 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint."""
         state = {
-            "model": self.model.state_dict(),
-            "layers": self.model.config.num_hidden_layers,
+            "model": _trained(self.model),
+            "layers": _depth(self.model),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "mixture": self.mixture.state(),
             "progress": dataclasses.asdict(self.progress),
@@ -141,10 +159,12 @@ class Loop:
         save_checkpoint(self._out / "checkpoints", self.progress.step, state)
 
     def _restore(self, state: dict[str, Any]) -> None:
-        if state["layers"] != self.model.config.num_hidden_layers:
+        if state["layers"] != _depth(self.model):
             self.model, _ = grow(self.model, state["layers"])
-            self._optimizers = self._new_optimizers()
-        self.model.load_state_dict(state["model"])
+            self._optimizers = self._made_optimizers()
+        with torch.no_grad():
+            for name, weight in _trained(self.model).items():
+                weight.copy_(state["model"][name])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.mixture.restore(state["mixture"])
@@ -165,10 +185,10 @@ class Loop:
         )
         scale = self.schedule.scale(progress.step, self._clock())
         set_scale(self._optimizers, scale)
-        with torch.autocast(self.model.device.type, dtype=torch.bfloat16):
-            loss = self._batch_loss(self.model, on_device(batch, self.model.device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        with self._accelerator.autocast():
+            loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
         for optimizer in self._optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -190,14 +210,14 @@ class Loop:
 
     def _maybe_grow(self, reporter: Reporter) -> None:
         growth = self._growth
-        if growth is None or self.model.config.num_hidden_layers >= growth.layers:
+        if growth is None or _depth(self.model) >= growth.layers:
             return
         # An early finish grows at once: the finished model always has the depth that was asked for.
         if self._clock() < growth.at * self._budget and not self.schedule.decaying(self._clock()):
             return
         old_model, old_optimizers = self.model, self._optimizers
         self.model, source = grow(old_model, growth.layers)
-        self._optimizers = self._new_optimizers()
+        self._optimizers = self._made_optimizers()
         copy_state(old_optimizers, old_model, self._optimizers, self.model, source)
         compile_layers(self.model, self.config.compile)
         self.model.train()
@@ -216,11 +236,8 @@ class Loop:
         self.schedule.finish(self._clock(), length)
         reporter.note(f"step {self.progress.step}: early finish, decay ends in {minutes:g} minutes")
 
-    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        config = self.config
-        return build_optimizers(
-            self.model, muon_lr=config.muon_lr, adam_lr=config.adam_lr, weight_decay=config.weight_decay
-        )
+    def _made_optimizers(self) -> list[Optimizer]:
+        return [self._accelerator.prepare_optimizer(made) for made in self._new_optimizers(self.model)]
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -239,6 +256,25 @@ class Loop:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+def accelerator(device: str, precision: str) -> Accelerator:
+    """Accelerate's view of a device: "auto", "cpu", "cuda" or "cuda:N". Each run has its own settings."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    return Accelerator(cpu=device == "cpu", mixed_precision=precision)
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """What is trained of a model, by name."""
+    return {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _depth(model: nn.Module) -> int:
+    """Layers of a transformers model; 0 for other modules, which do not grow."""
+    config: Any = getattr(model, "config", None)
+    return int(getattr(config, "num_hidden_layers", 0))
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

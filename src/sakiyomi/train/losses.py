@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Logits that `heads_loss` holds at a time, in numbers: 4 MiB in float32, which stays in the caches of a CPU.
+LOGITS_AT_ONCE = 1 << 20
 # Mass below this is noise of float32 sums; its logarithm must not reach the loss.
 SMALLEST_MASS = 1e-6
 
@@ -46,3 +50,66 @@ def distillation_loss(
     outside = target_rest * (target_rest.clamp_min(SMALLEST_MASS).log() - draft_rest.log())
     greedy = -log_draft[..., 0]
     return (inside + outside + greedy_weight * greedy).mean()
+
+
+def heads_loss(features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of several heads, without ever holding the logits of more than a piece of the positions.
+
+    Their gradient is computed with the loss, piece by piece, as there is no second use for them: the memory is that of
+    the features, whatever the vocabulary.
+
+    Args:
+        features: (K, n, H) what each head's head over the vocabulary reads.
+        head: (V, H), one for all, or (K, V, H).
+        labels: (K, n) token ids.
+        weights: (K, n) float32, 0 where a position does not count.
+
+    Returns:
+        The sum over heads of each one's weighted mean, and the plain means of each, (K), without gradient.
+    """
+    loss, means = _HeadsLoss.apply(features, head, labels, weights)  # type: ignore[no-untyped-call]
+    return loss, means
+
+
+class _HeadsLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        heads, count, _ = features.shape
+        dtype = features.dtype
+        wide = head.to(dtype).expand(heads, *head.shape[-2:])
+        grad_features = torch.empty_like(features)
+        grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        total, means = features.new_zeros((), dtype=torch.float32), features.new_zeros(heads, dtype=torch.float32)
+        scale = weights / (weights > 0).sum(1, keepdim=True).clamp_min(1)
+        piece = max(1, LOGITS_AT_ONCE // wide.shape[1])
+        with torch.autocast(features.device.type, enabled=False):
+            for k in range(heads):
+                for at in range(0, count, piece):
+                    some = slice(at, at + piece)
+                    chances = (features[k, some] @ wide[k].T).float()
+                    each = _cross_entropy(chances, labels[k, some], scale[k, some])
+                    total += (each * scale[k, some]).sum()
+                    means[k] += (each * (scale[k, some] > 0)).sum()
+                    grad = chances.to(dtype)
+                    grad_features[k, some] = grad @ wide[k]
+                    if grad_head is not None:
+                        (grad_head[k] if head.dim() == 3 else grad_head).add_((grad.T @ features[k, some]).float())
+        means /= (weights > 0).sum(1).clamp_min(1)
+        ctx.save_for_backward(grad_features, grad_head)
+        ctx.mark_non_differentiable(means)
+        return total, means
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        grad_features, grad_head = ctx.saved_tensors
+        return grad_features * grad.to(grad_features.dtype), None if grad_head is None else grad_head * grad, None, None
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
+    """Cross-entropy of (n, V) float32 logits, which become its gradient times the scale of each row."""
+    right = logits.gather(1, labels[:, None])
+    total = logits.logsumexp(1, keepdim=True)
+    torch.sub(logits, total, out=logits).exp_()
+    logits.scatter_add_(1, labels[:, None], torch.full_like(right, -1.0))
+    logits.mul_(scale[:, None])
+    return (total - right)[:, 0]

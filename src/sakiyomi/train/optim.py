@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from sakiyomi.train.config import TextConfig
+
 LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
 """Ends the name of a layer: Llama and Whisper have ``layers``, T5 has ``block``."""
+
+
+def text_optimizers(config: TextConfig) -> Callable[[nn.Module], list[Optimizer]]:
+    """What makes the optimizers of a whole model."""
+    return partial(build_optimizers, muon_lr=config.muon_lr, adam_lr=config.adam_lr, weight_decay=config.weight_decay)
 
 
 def build_optimizers(model: nn.Module, *, muon_lr: float, adam_lr: float, weight_decay: float) -> list[Optimizer]:
@@ -28,6 +36,11 @@ def build_optimizers(model: nn.Module, *, muon_lr: float, adam_lr: float, weight
         optimizers.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=0.95))
     if others:
         optimizers.append(torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+    return with_peaks(optimizers)
+
+
+def with_peaks(optimizers: list[Optimizer]) -> list[Optimizer]:
+    """Each group's learning rate kept as its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]

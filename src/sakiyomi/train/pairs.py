@@ -25,6 +25,7 @@ from sakiyomi.train.export import model_folder, write_card
 from sakiyomi.train.held_out import Example, write_examples
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
+from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.texts import read_texts, text_files
 from sakiyomi.train.writing import writing
@@ -89,7 +90,12 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
         folder = model_folder(part)
         if not (config.resume and (folder / "card.json").exists()):
             loop = Loop(
-                part, _new(config, task, name), _loss(config, target), task.rows, lambda m: _losses(m, task, None)
+                part,
+                _new(config, task, name),
+                _loss(config, target),
+                task.rows,
+                lambda m: _losses(m, task, None),
+                optimizers=text_optimizers(part),
             )
             if not loop.run():
                 progress = loop.progress

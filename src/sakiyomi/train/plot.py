@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sakiyomi.train.loop import Progress
 
@@ -12,19 +14,62 @@ HELD_OUT_COLOURS = ("#c2452d", "#2d8c5a", "#8c5a2d", "#6a3d9a")
 WINDOW = 25
 
 
+def _figure() -> Any:
+    """An empty picture; None where matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plot_heads(
+    losses: Sequence[tuple[int, Sequence[float]]], accuracies: Mapping[str, Sequence[Sequence[float]]], path: Path
+) -> bool:
+    """Draw the loss of each head over the steps, and how often its first guesses hold the token that came.
+
+    Args:
+        losses: steps, and the loss of each head in nats.
+        accuracies: by held-out file, of each head by rank.
+        path: of the picture.
+
+    Returns:
+        False where matplotlib is not installed; nothing is written then.
+    """
+    figure = _figure()
+    if figure is None:
+        return False
+    left, right = figure.subplots(1, 2)
+    heads = len(losses[0][1]) if losses else 0
+    for head in range(heads):
+        colour = (STEP_COLOUR, MEAN_COLOUR, *HELD_OUT_COLOURS)[(head + 1) % 6]
+        left.plot([step for step, _ in losses], [each[head] for _, each in losses], color=colour, linewidth=1.2)
+    left.set(xlabel="step", ylabel="loss (nats)", title="training loss of each head")
+    left.grid(alpha=0.3)
+    for style, (name, levels) in zip(("-", "--", ":", "-."), accuracies.items(), strict=False):
+        for head, chances in enumerate(levels):
+            colour = (STEP_COLOUR, MEAN_COLOUR, *HELD_OUT_COLOURS)[(head + 1) % 6]
+            tops = [sum(chances[:top]) for top in range(1, 9)]
+            right.plot(range(1, 9), tops, style, color=colour, label=f"head {head + 1}, {name}", linewidth=1.4)
+    right.set(xlabel="first guesses", ylabel="hold the token that came", ylim=(0, 1), title="held-out answers")
+    right.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+    return True
+
+
 def plot_losses(progress: Progress, path: Path) -> bool:
     """Draw training loss and held-out bits per character or acceptance over the tokens seen.
 
     Returns:
         False where matplotlib is not installed; nothing is written then.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = _figure()
+    if figure is None:
         return False
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     tokens = [entry[1] / 1e6 for entry in progress.losses]
     losses = [entry[3] for entry in progress.losses]
@@ -36,7 +81,12 @@ def plot_losses(progress: Progress, path: Path) -> bool:
     other = None
     for name, colour in zip(names, HELD_OUT_COLOURS * len(names), strict=False):
         points = [(entry["tokens"] / 1e6, entry["measures"][name]) for entry in progress.held_out]
-        if "nats_per_token" in points[0][1]:
+        if "tau_16_nodes" in points[0][1]:
+            other = other or axes.twinx()
+            values = [measures["tau_16_nodes"] for _, measures in points]
+            other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"tau, 16 nodes, {name}")
+            other.set(ylabel="tokens per target pass on held-out answers")
+        elif "nats_per_token" in points[0][1]:
             values = [measures["nats_per_token"] for _, measures in points]
             axes.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"held-out {name}")
         else:
@@ -45,7 +95,7 @@ def plot_losses(progress: Progress, path: Path) -> bool:
             other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"acceptance {name}")
     axes.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
-    if other is not None:
+    if other is not None and not other.get_ylabel():
         other.set(ylabel="acceptance rate on held-out prompts", ylim=(0, 1))
     # Below the picture: inside it, a legend of two axes always lies on one of the curves.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from sakiyomi.errors import InputError, LoadError
 from sakiyomi.llm import LLM
 from sakiyomi.loading.checkpoint import read_json
 from sakiyomi.params import SamplingParams
-from sakiyomi.train.config import DraftConfig
+from sakiyomi.train.counted import token_ids
 from sakiyomi.train.data import Ids, TextSpec
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.schedule import LONGEST_STEP_SECONDS
@@ -48,14 +49,42 @@ def sample_continuations(
     return [done.token_ids for done in llm.generate([list(prompt) for prompt in prompts], params)]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What to have written, and into which file.
+
+    Attributes:
+        path: the ``.jsonl`` file; a ``.json`` beside it says what wrote it.
+        count: answers wanted.
+        minutes: at most so many minutes of writing.
+        tokens: new tokens of each.
+        batch: written at a time.
+        temperatures: of the batches in turn.
+        seed: of prompts and samples.
+        keep: take the file as it is: what was trained on it goes on.
+    """
+
+    path: Path
+    count: int
+    minutes: float
+    tokens: int
+    batch: int
+    temperatures: tuple[float, ...]
+    seed: int
+    keep: bool = False
+
+
 class Samples:
-    """The file `samples.jsonl` of a run, and `samples.json` beside it, which says what wrote it and how.
+    """A file of what a target writes, and the record beside it of what wrote it and how.
 
     Args:
-        config: of the run.
+        plan: see there.
         target: for the record.
         tokenizer: of the target.
         prompts: files that the prompts come from, for the record; `held_back` documents of theirs are left out.
+
+    Attributes:
+        count: answers that the file holds.
 
     Raises:
         InputError: the file is another target's, or was written with other settings.
@@ -64,31 +93,30 @@ class Samples:
 
     def __init__(
         self,
-        config: DraftConfig,
+        plan: Plan,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[TextSpec],
         held_back: int = 0,
     ) -> None:
-        self.path = Path(config.out) / "samples.jsonl"
-        self._config = config
+        self.plan, self.path = plan, plan.path
         self._shares = np.array([spec.decay for spec in prompts], dtype=float)
         self._origin = {
             "target": weights_digest(target),
             "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode()),
             "prompts": [f"{spec.path.name}@{spec.decay:g}" for spec in prompts],
             "held_back": held_back,
-            "sample_tokens": config.sample_tokens,
-            "sample_batch": config.sample_batch,
-            "temperatures": list(config.temperatures),
-            "seed": config.seed,
+            "sample_tokens": plan.tokens,
+            "sample_batch": plan.batch,
+            "temperatures": list(plan.temperatures),
+            "seed": plan.seed,
         }
         self.count = self._open()
 
     def _open(self) -> int:
         """Rows that the file holds, when it is this run's."""
         record = self.path.with_suffix(".json")
-        if self._config.resume and not self.path.exists():
+        if self.plan.keep and not self.path.exists():
             raise LoadError(f"{self.path} is gone, and the run to resume was trained on it; put it back, or begin anew")
         with writing(self.path):
             count = _whole_lines(self.path)
@@ -109,7 +137,7 @@ class Samples:
         return count
 
     def extend(self, llm: LLM, pools: Sequence[Sequence[Ids]], reporter: Reporter) -> None:
-        """Have the target write until the file holds `samples`, or `sample_minutes` are spent.
+        """Have the target write until the file holds as many as were wanted, or the time is spent.
 
         Each line holds `tokens` (prompt and continuation), `prompt` (its length) and `temperature`. Batch b depends on
         the seed and b alone, so that a run that was stopped goes on where it was. A run that is resumed has its rows:
@@ -117,30 +145,29 @@ class Samples:
 
         Args:
             llm: the target, which writes.
-            pools: documents whose beginnings are the prompts, of each file.
+            pools: documents whose beginnings are the prompts, of each file; of one with tokens that do not count
+                (``train.counted``) these are the prompt.
             reporter: told after each batch.
         """
-        config = self._config
-        if config.resume:
+        plan = self.plan
+        if plan.keep:
             return
         spent = 0.0
         with writing(self.path), self.path.open("a", encoding="utf-8") as file:
-            while self.count < config.samples and spent < config.sample_minutes * 60:
+            while self.count < plan.count and spent < plan.minutes * 60:
                 began = time.monotonic()
-                batch = self.count // config.sample_batch
-                rng = np.random.default_rng((config.seed, batch))
-                chosen = draw_prompts(pools, self._shares / self._shares.sum(), config.sample_batch, rng)
-                temperature = config.temperatures[batch % len(config.temperatures)]
-                texts = sample_continuations(
-                    llm, chosen, new_tokens=config.sample_tokens, temperature=temperature, seed=batch
-                )
+                batch = self.count // plan.batch
+                rng = np.random.default_rng((plan.seed, batch))
+                chosen = draw_prompts(pools, self._shares / self._shares.sum(), plan.batch, rng)
+                temperature = plan.temperatures[batch % len(plan.temperatures)]
+                texts = sample_continuations(llm, chosen, new_tokens=plan.tokens, temperature=temperature, seed=batch)
                 for prompt, text in zip(chosen, texts, strict=True):
                     record = {"tokens": prompt + text, "prompt": len(prompt), "temperature": temperature}
                     file.write(json.dumps(record) + "\n")
                 file.flush()
                 self.count += len(texts)
                 spent += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
-                reporter.note(f"samples: {self.count} of {config.samples}, {spent / 60:.1f} min")
+                reporter.note(f"samples: {self.count} of {plan.count}, {spent / 60:.1f} min")
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -163,17 +190,26 @@ def _digest(content: bytes) -> str:
 def draw_prompts(
     pools: Sequence[Sequence[Ids]], shares: np.ndarray, count: int, rng: np.random.Generator
 ) -> list[list[int]]:
-    """Beginnings of documents, all of one length from 8 to `LONGEST_PROMPT` so that a batch needs no padding."""
+    """Beginnings of documents, all of one length from 8 to `LONGEST_PROMPT`; of a chat its whole prompt."""
     length = int(rng.integers(8, LONGEST_PROMPT + 1))
     found: list[list[int]] = []
     for pool in rng.choice(len(pools), size=count, p=shares):
         documents = pools[pool]
         document = documents[int(rng.integers(len(documents)))]
         for _ in range(100):
-            if len(document) > length:
+            if len(document) > length or document[0] < 0:
                 break
             document = documents[int(rng.integers(len(documents)))]
-        found.append(document[:length].tolist())
+        found.append(prompt_of(document, length))
+    return found
+
+
+def prompt_of(document: Ids, length: int) -> list[int]:
+    """The first tokens of a text; of a document that begins with tokens that do not count, these."""
+    if document[0] < 0:
+        counted = np.flatnonzero(document >= 0)
+        length = int(counted[0]) if len(counted) else len(document)
+    found: list[int] = token_ids(document[:length]).tolist()
     return found
 
 

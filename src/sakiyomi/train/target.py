@@ -18,6 +18,7 @@ from sakiyomi.train.export import save, write_card
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.loop import Growth, Loop, compiled_loss
 from sakiyomi.train.losses import next_token_loss
+from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.rows import load_mixture
 from sakiyomi.train.tokenizer import train_tokenizer
@@ -60,7 +61,7 @@ def train_target(config: TargetConfig, command: str = "") -> dict[str, Any]:
     def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
         return {item.name: bits_per_character(model, item, config.eval_tokens) for item in held_out}
 
-    loop = Loop(config, model, batch_loss, mixture, evaluate, growth)
+    loop = Loop(config, model, batch_loss, mixture, evaluate, optimizers=text_optimizers(config), growth=growth)
     finished = loop.run()
     if not finished:
         return {"finished": False, "out": config.out, "step": loop.progress.step, "tokens": loop.progress.tokens}

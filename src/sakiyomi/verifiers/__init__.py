@@ -11,6 +11,7 @@ from sakiyomi.verifiers.coupled import CoupledVerifier
 from sakiyomi.verifiers.greedy import GreedyVerifier
 from sakiyomi.verifiers.ratio import RatioVerifier, residual
 from sakiyomi.verifiers.traversal import TraversalVerifier
+from sakiyomi.verifiers.typical import TypicalVerifier
 
 __all__ = [
     "VERIFIERS",
@@ -20,6 +21,7 @@ __all__ = [
     "RatioVerifier",
     "Rows",
     "TraversalVerifier",
+    "TypicalVerifier",
     "Verifier",
     "check_fits",
     "choose_verifier",
@@ -32,6 +34,7 @@ VERIFIERS: dict[str, Verifier] = {
     "coupled": CoupledVerifier(),
     "block": BlockVerifier(),
     "traversal": TraversalVerifier(),
+    "typical": TypicalVerifier(),
 }
 
 AUTOMATIC: dict[DraftKind | None, str] = {"chain": "block", "point_mass": "ratio", None: "ratio"}
@@ -74,7 +77,7 @@ def check_fits(kind: DraftKind, verifier: Verifier) -> None:
     """
     if kind in verifier.takes:
         return
-    able = ", ".join(f'"{name}"' for name, other in VERIFIERS.items() if kind in other.takes)
+    able = ", ".join(f'"{name}"' for name, other in VERIFIERS.items() if kind in other.takes and other.lossless)
     raise InputError(
         f'acceptance "{verifier.name}" does not take a draft of kind "{kind}"; '
         + (f"available for it are {able}" if able else "no rule does")

@@ -12,6 +12,7 @@ from torch import Tensor
 from sakiyomi.errors import InputError
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, Tokens, as_row
+from sakiyomi.params import SamplingParams
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind, Rule, TokenTree, Verdict, VerdictKind
 from sakiyomi.warping import best, chance, require_number
@@ -85,6 +86,11 @@ class Rows:
 
     def __len__(self) -> int:
         return int(self._logits.shape[0])
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the user asked for; the defaults where distributions came from elsewhere."""
+        return self.sampler.params if self.sampler is not None else SamplingParams()
 
     @property
     def on_cpu(self) -> bool:

@@ -1,0 +1,153 @@
+"""Medusa heads read ahead: one small pass on the target's last hidden state guesses several tokens at once.
+
+Cai et al. 2024, arXiv 2401.10774. The hidden state is that of the last token that the target has processed, which the
+pass that scored the last draft left behind: nothing of the target runs again. Head k guesses the token k + 1 places
+behind the one that the target has chosen there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sakiyomi.builders import BUILDERS, Growth
+from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.confidence import RANKS, Confidence
+from sakiyomi.drafters.levels import FIXED, SHARPNESS, kind_of
+from sakiyomi.drafters.reading import Reading
+from sakiyomi.sampling import Sampler
+from sakiyomi.tree import Draft, DraftKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sakiyomi.medusa.guesser import Guesser
+    from sakiyomi.medusa.tuned import Tuned
+    from sakiyomi.params import SamplingParams
+
+__all__ = ["MedusaDrafter"]
+
+_Found = tuple[list[int], list[float | None], list[float]]
+
+
+@dataclass(eq=False)
+class _Guesses(Reading):
+    """A tree of guesses: the candidates of a place depend on its level, not on what leads to it."""
+
+    def begin(self, levels: Sequence[Confidence], width: int) -> None:
+        """How sure each head may be, and how many of its first guesses are considered."""
+        self._levels, self._width = levels, width
+        self._known: dict[int, _Found] = {}
+
+    def sureness(self, level: int) -> Confidence:
+        """See ``Reading.sureness``."""
+        return self._levels[level]
+
+    def grow(self, logits: Tensor) -> Draft:
+        """The draft, from the logits of all heads, (heads, V)."""
+        places = [-1]
+        for row in logits[: self.growth.depth]:
+            self.rows += [place for place in places if place >= 0]
+            self.advance(places, row.expand(len(places), -1))
+            places = self.fresh
+            if not places:
+                break
+        return self.draft()
+
+    def _ranked(self, places: Sequence[int], logits: Tensor) -> Sequence[None]:
+        return [None] * len(places)
+
+    def _candidates(self, place: int, logits: Tensor, count: int, position: int) -> _Found:
+        if self.drawn or self.sampler.edits:
+            return super()._candidates(place, logits, count, position)
+        found = self._known.get(position)
+        if found is None or len(found[0]) < count:
+            found = self._known[position] = super()._candidates(place, logits, max(count, self._width), position)
+        tokens, probs, scores = found
+        return tokens[:count], probs[:count], scores[:count]
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """What is kept of a request: its sampler, and the tree that was guessed last, to learn from."""
+
+    sampler: Sampler
+    guesses: _Guesses | None = None
+
+
+class MedusaDrafter:
+    """Drafts a tree, or a chain, with Medusa heads.
+
+    Args:
+        guesser: the heads beside the target.
+        vocab_size: of the target.
+        tuned: sizes for this machine; None: as many heads and guesses as pay, by the measured costs alone.
+    """
+
+    name = "medusa"
+    kind: DraftKind = "chain"
+
+    def __init__(self, guesser: Guesser, vocab_size: int, tuned: Tuned | None = None) -> None:
+        self.guesser, self.tuned = guesser, tuned
+        self._vocab_size = vocab_size
+        ranks = tuned.accuracies if tuned is not None else [RANKS] * guesser.heads
+        self.confidence = {
+            rule: [Confidence(sharpness, level[: len(RANKS)]) for level in ranks]
+            for rule, sharpness in SHARPNESS.items()
+        }
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``levels.kind_of``."""
+        return kind_of(params)
+
+    @property
+    def passes(self) -> int:
+        """Passes so far, one a round."""
+        return self.guesser.passes
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds inside the heads so far."""
+        return self.guesser.seconds
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; the heads of all requests are one pass."""
+        hidden = [context.hidden for context in contexts]
+        if not all(state is not None for state in hidden):
+            raise ValueError("the target gives no hidden states")
+        logits = self.guesser(torch.stack(hidden))  # type: ignore[arg-type]
+        return [
+            self._guesses(context, gamma).grow(logits[:, row])
+            for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True))
+        ]
+
+    def end(self, context: Context) -> None:
+        """Forget the request."""
+        context.memory.pop(self.name, None)
+
+    def _guesses(self, context: Context, gamma: int) -> _Guesses:
+        request: _Request | None = context.memory.get(self.name)
+        if request is None:
+            request = context.memory[self.name] = _Request(Sampler(context.params, self._vocab_size))
+        if request.guesses is not None:
+            request.guesses.settle(context.tokens)
+        shape, worth = context.params.builder, context.worth
+        drawn = context.rule == "ratio" and shape in ("chain", *FIXED)
+        depth, nodes, width = min(gamma, self.guesser.heads), context.nodes, len(RANKS)
+        if worth is not None:  # the size is a matter of what pays
+            depth = min(self.guesser.heads if not drawn else depth, worth.depth)
+            if self.tuned is not None:
+                depth, nodes = min(depth, self.tuned.heads), min(nodes, self.tuned.nodes)
+                width = self.tuned.top_k
+        growth = Growth(depth, depth if shape == "chain" else nodes)
+        levels = self.confidence[context.rule]
+        builder = BUILDERS[shape](context.params, [level.ranks for level in levels[:depth]])
+        if builder.picks and worth is not None:
+            growth.floor = worth.price(growth.nodes) / 2
+        guesses = _Guesses(context, request.sampler, self.name, growth, builder, levels[0], drawn, context.slot, 0)
+        guesses.begin(levels, width)
+        request.guesses = guesses
+        return guesses

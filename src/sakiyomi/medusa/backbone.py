@@ -1,0 +1,77 @@
+"""The hidden states that a target's own head over the vocabulary reads, of a model that is left as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from sakiyomi.errors import UnsupportedError
+from sakiyomi.medusa.heads import MedusaHeads
+
+__all__ = ["Backbone", "check_heads"]
+
+
+class _Reached(Exception):
+    """The pass has come to the head: nothing behind it is wanted."""
+
+
+class Backbone:
+    """A causal LM of any class, as far as its head over the vocabulary.
+
+    The head's own input is taken, so that whatever a class does before it (a norm, a projection) has happened.
+
+    Args:
+        model: a transformers causal LM.
+
+    Attributes:
+        head: its head over the vocabulary.
+        weight: of that, (vocab, hidden).
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.head: nn.Module | None = model.get_output_embeddings()
+        weight = getattr(self.head, "weight", None)
+        if self.head is None or not isinstance(weight, Tensor):
+            raise UnsupportedError(
+                f"{type(model).__name__} has no head over the vocabulary; heads cannot read beside it"
+            )
+        self.weight: Tensor = weight
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Hidden states of (B, T) token ids, (B, T, hidden); the head itself is not computed."""
+        taken: list[Tensor] = []
+
+        def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            taken.append(inputs[0])
+            raise _Reached
+
+        assert self.head is not None
+        hook = self.head.register_forward_pre_hook(stop)
+        try:
+            self.model(input_ids=ids, use_cache=False)
+        except _Reached:
+            pass
+        finally:
+            hook.remove()
+        return taken[0]
+
+
+def check_heads(heads: MedusaHeads, hidden_size: int, vocab_size: int, name: str) -> None:
+    """Refuse heads of another model.
+
+    Raises:
+        UnsupportedError: their sizes differ from the target's.
+    """
+    shape = heads.shape
+    own = shape.vocab_size if heads.token_map is None else int(heads.token_map.max()) + 1
+    if shape.hidden_size != hidden_size or (shape.own and own is not None and own > vocab_size):
+        raise UnsupportedError(
+            f"the heads in {name} read {shape.hidden_size} values"
+            + (f" and guess {shape.vocab_size} tokens" if shape.own else "")
+            + f"; the target has hidden states of {hidden_size} and {vocab_size} tokens: they belong to another model"
+        )

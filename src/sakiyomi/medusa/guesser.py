@@ -1,0 +1,122 @@
+"""Medusa heads as they run beside a packed target: one pass over the hidden states of all requests."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sakiyomi.errors import UnsupportedError
+from sakiyomi.kernels.native import NativeModel, can_pack
+from sakiyomi.kernels.plan import Plan
+from sakiyomi.medusa.backbone import check_heads
+from sakiyomi.medusa.heads import MedusaHeads
+
+if TYPE_CHECKING:
+    from sakiyomi.kernels.graphs import State
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Guesser"]
+
+
+class Guesser:
+    """Logits of the guesses, with the target's own kernels where these serve.
+
+    The first block of all heads reads the same hidden state, so that it is one multiplication for all of them; further
+    blocks are one batched multiplication each.
+
+    Args:
+        heads: as they were read.
+        target: whose hidden states they read, and whose head over the vocabulary they may use.
+        name: of the heads, for messages.
+
+    Attributes:
+        heads: how many.
+        seconds: spent in passes so far.
+        passes: made so far.
+        bytes: of weights that are the heads' own.
+
+    Raises:
+        UnsupportedError: they belong to another model, or the target has an encoder.
+    """
+
+    def __init__(self, heads: MedusaHeads, target: PackedModel, name: str) -> None:
+        if target.sources is not None:
+            raise UnsupportedError(
+                f"draft medusa:{name}: heads read beside the head of a decoder, and the target has an encoder"
+            )
+        width: Any = getattr(target.head, "in_features", None)
+        if width is None:
+            width = next(target.head.parameters()).shape[1]
+        check_heads(heads, int(width), target.vocab_size, name)
+        self._target, self._shape = target, heads.shape
+        self.heads = heads.shape.heads
+        self.seconds, self.passes = 0.0, 0
+        self.bytes = sum(weight.nbytes for weight in heads.parameters())
+        heads = heads.to(target.device, target.dtype)
+        self._weights, self._biases = heads.weights.detach(), None if heads.biases is None else heads.biases.detach()
+        self._map = heads.token_map
+        own = None if heads.own is None else heads.own.detach()
+        self._given = own
+        self._state: State | None = None
+        self._pack()
+
+    def _pack(self) -> None:
+        """Put the weights where the target's kernels find them; again when it has taken others into use."""
+        state = self._state = self._target.state
+        tables = state if isinstance(state, NativeModel) else None
+        bits = 16 if self._target.rounding is None else 8
+        bias = None if self._biases is None else self._biases[0].flatten()
+        self._first = _linear(tables, self._weights[0].flatten(0, 1), bias, bits)
+        self._own = None if self._given is None else [_linear(tables, weight, None, bits) for weight in self._given]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits (heads, rows, V) behind hidden states (rows, hidden)."""
+        began = time.perf_counter()
+        target = self._target
+        with torch.no_grad(), target.lock:
+            if self._state is not target.state:
+                self._pack()
+            target.state.begin(Plan([]), len(hidden))  # other models may have had a pass meanwhile
+            logits = self._logits(hidden.to(self._weights.dtype))
+            if logits.device.type == "cuda":
+                torch.cuda.synchronize(logits.device)
+        self.seconds += time.perf_counter() - began
+        self.passes += 1
+        return logits
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        rows, width = hidden.shape
+        y = self._first(hidden).view(rows, self.heads, width)
+        x = (hidden[:, None] + F.silu(y)).transpose(0, 1).contiguous()
+        for layer in range(1, self._shape.layers):
+            y = x @ self._weights[layer].mT
+            if self._biases is not None:
+                y = y + self._biases[layer][:, None]
+            x = x + F.silu(y)
+        if self._own is None:
+            said: Tensor = self._target.head(x.flatten(0, 1))
+            return said.view(self.heads, rows, -1)
+        if len(self._own) == 1:
+            logits = self._own[0](x.flatten(0, 1)).view(self.heads, rows, -1)
+        else:
+            logits = torch.stack([head(part) for head, part in zip(self._own, x, strict=True)])
+        missing = self._target.vocab_size - logits.shape[-1]
+        if self._map is not None:
+            wide: Tensor = logits.new_full((*logits.shape[:-1], self._target.vocab_size), -torch.inf)
+            wide[..., self._map] = logits
+            return wide
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+
+
+def _linear(tables: NativeModel | None, weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module:
+    if tables is not None and can_pack(weight.shape, weight.dtype, bits):
+        return tables.add_linear(weight, bias, bits=bits)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer

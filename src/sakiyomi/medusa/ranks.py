@@ -1,0 +1,130 @@
+"""How good heads are: the rank at which each guessed the token that came, and what trees make of that.
+
+Ranks are taken along texts that the target wrote itself, where the token that came is the one that it chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sakiyomi.medusa.heads import MedusaHeads
+from sakiyomi.theory import best_tree
+
+__all__ = ["LISTED", "Ranks", "rank_texts"]
+
+LISTED = 16
+"""Ranks from which on a guess counts as none."""
+
+Paths = Sequence[tuple[int, ...]]
+"""Nodes of a tree as the ranks on the way to them."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks of what came, at all places of some texts.
+
+    Attributes:
+        texts: of each text (places, heads) int16: at a place whose last token the target has read, the rank that head
+            k gave to the token k + 2 places on; ``LISTED`` where it was further behind, -1 where the text has ended.
+    """
+
+    texts: list[NDArray[np.int16]]
+
+    @property
+    def heads(self) -> int:
+        """Columns."""
+        return int(self.texts[0].shape[1]) if self.texts else 0
+
+    @property
+    def places(self) -> int:
+        """Rows of all texts."""
+        return sum(len(text) for text in self.texts)
+
+    def accuracies(self) -> list[list[float]]:
+        """Of each head the chance that the first, second, ... guess is right, ``LISTED`` of them, not growing."""
+        found = []
+        for head in range(self.heads):
+            ranks = np.concatenate([text[:, head] for text in self.texts])
+            ranks = ranks[ranks >= 0]
+            counts = np.bincount(ranks, minlength=LISTED + 1)[:LISTED] / max(len(ranks), 1)
+            found.append(np.minimum.accumulate(counts).tolist())
+        return found
+
+    def replay(self, paths: Paths) -> float:
+        """Tokens per target pass of a fixed tree on these texts, counted round by round: the tau that is measured.
+
+        Args:
+            paths: nodes of the tree; those above a node are nodes too.
+        """
+        nodes = set(paths)
+        deepest = max(map(len, nodes), default=0)
+        rounds = 0
+        for text in self.texts:
+            place = 0
+            while place < len(text):
+                path = tuple(text[place, :deepest].tolist())
+                taken = 0
+                while taken < deepest and path[: taken + 1] in nodes:
+                    taken += 1
+                place += taken + 1
+                rounds += 1
+        return self.places / max(rounds, 1)
+
+    def best(self, nodes: int, heads: int | None = None, width: int = LISTED) -> list[tuple[int, ...]]:
+        """The tree of so many nodes with the most expected tokens, by the heads' accuracies and their product.
+
+        Args:
+            nodes: at most.
+            heads: levels at most; None: all.
+            width: first guesses of each head that may be in it.
+        """
+        levels = [chances[:width] for chances in self.accuracies()[: heads or self.heads]]
+        return best_tree(levels, nodes, len(levels))
+
+
+@torch.inference_mode()
+def rank_texts(
+    heads: MedusaHeads,
+    hidden_of: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> Ranks:
+    """Ranks along texts.
+
+    Args:
+        heads: to be judged.
+        hidden_of: (1, T) token ids to (1, T, hidden) of the target.
+        weight: of the target's head, (vocab, hidden).
+        prompts, texts: token ids of each prompt and of what the target wrote behind it.
+    """
+    found = []
+    count = heads.shape.heads
+    for prompt, text in zip(prompts, texts, strict=True):
+        if len(text) < 2:
+            continue
+        ids = torch.tensor([[*prompt, *text]], device=weight.device)
+        # The first place is the prompt's end: the text's first token is the target's own there, and heads go on.
+        hidden = hidden_of(ids)[0, len(prompt) - 1 : ids.shape[1] - 2]
+        logits = heads(hidden.to(heads.weights.dtype), weight.to(heads.weights.dtype))
+        ranks = np.full((hidden.shape[0], count), -1, np.int16)
+        for head in range(count):
+            coming = ids[0, len(prompt) + 1 + head :]
+            if not len(coming):
+                break
+            found_at = logits[head, : len(coming)].float()
+            if heads.token_map is not None:
+                wide = found_at.new_full((len(found_at), weight.shape[0]), -torch.inf)
+                wide[:, heads.token_map] = found_at
+                found_at = wide
+            right = found_at.gather(1, coming[:, None])
+            above = (found_at > right).sum(1).clamp_max(LISTED)
+            ranks[: len(coming), head] = above.cpu().numpy()
+        found.append(ranks)
+    return Ranks(found)

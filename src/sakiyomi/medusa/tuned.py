@@ -1,0 +1,71 @@
+"""What `sakiyomi tune medusa` found, kept beside the heads as ``tuned.json`` and used from then on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.errors import LoadError
+from sakiyomi.loading.checkpoint import read_json
+
+__all__ = ["FILE", "Tuned", "read_tuned", "write_tuned"]
+
+FILE = "tuned.json"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The size that was fastest on a machine.
+
+    Attributes:
+        heads: levels that are guessed.
+        top_k: first guesses of each head that are considered.
+        nodes: largest tree.
+        accuracies: of each head by rank, on held-out text.
+        conditions: machine, target and settings under which it was found.
+        table: everything that was compared.
+    """
+
+    heads: int
+    top_k: int
+    nodes: int
+    accuracies: list[list[float]]
+    conditions: dict[str, Any]
+    table: list[dict[str, Any]]
+
+
+def read_tuned(folder: Path) -> Tuned | None:
+    """What is beside the heads; None: nothing.
+
+    Raises:
+        LoadError: it is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        found = Tuned(**read_json(path))
+        sizes = (found.heads, found.top_k, found.nodes)
+        if not all(type(size) is int and size > 0 for size in sizes) or not all(found.accuracies):
+            raise ValueError(f"sizes {sizes}")
+    except (TypeError, ValueError) as error:
+        raise LoadError(
+            f"{path} is damaged ({error}); delete it, or have it made again: sakiyomi tune medusa"
+        ) from None
+    return found
+
+
+def write_tuned(folder: Path, tuned: Tuned) -> None:
+    """Write it, whole or not at all."""
+    path = folder / FILE
+    fresh = path.with_suffix(".partial")
+    try:
+        fresh.write_text(json.dumps(dataclasses.asdict(tuned), indent=1) + "\n", encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error.strerror}; give a folder that can be written") from None
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""Have a target write the answers that its drafts and heads then learn from."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sakiyomi.errors import InputError
+from sakiyomi.llm import LLM
+from sakiyomi.train.config import DistillDataConfig
+from sakiyomi.train.counted import read_prompts
+from sakiyomi.train.data import Ids, check_shares, encode_file, parse_text
+from sakiyomi.train.draft import load_target
+from sakiyomi.train.labels import vocabulary
+from sakiyomi.train.report import Reporter
+from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
+from sakiyomi.train.writing import writing
+
+__all__ = ["train_distill_data"]
+
+
+def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str, Any]:
+    """Run `sakiyomi train distill-data`.
+
+    Args:
+        config: the settings.
+        command: not kept: what wrote the file stands in the record beside it.
+
+    Returns:
+        The summary that `--json` prints; `finished` is False after Ctrl-C, and the same command goes on.
+    """
+    began = time.monotonic()
+    specs = [parse_text(spec) for spec in config.data]
+    check_shares("--data", specs)
+    target, tokenizer = load_target(config.target)
+    moved: Any = target
+    moved = moved.to(_device(config.device))
+    llm = LLM((moved, tokenizer), "none", compile=False, max_batch=config.batch)
+    room = llm.max_context - config.tokens
+    reporter = Reporter(20.0)
+    pools: list[list[Ids]] = []
+    for spec in specs:
+        chats = read_prompts(spec.path, tokenizer)
+        fitting = [~np.array(prompt, dtype=np.int64) for prompt in chats if 0 < len(prompt) <= room]
+        if len(fitting) < len(chats):
+            reporter.note(f"{spec.path.name}: {len(chats) - len(fitting)} prompts of more than {room} tokens left out")
+        pools.append(fitting if chats else encode_file(spec.path, tokenizer, vocabulary(target)))
+        if not pools[-1] or (not chats and room < LONGEST_PROMPT):
+            raise InputError(
+                f"tokens is {config.tokens}, and {config.target} has {llm.max_context} positions for them and the "
+                f"prompts of {spec.path}; set --tokens lower"
+            )
+    out = Path(config.out).expanduser()
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    plan = Plan(out, config.samples, config.minutes, config.tokens, config.batch, config.temperatures, config.seed)
+    samples = Samples(plan, target, tokenizer, specs)
+    before, finished = samples.count, True
+    try:
+        samples.extend(llm, pools, reporter)
+    except KeyboardInterrupt:
+        finished = False
+    return {
+        "finished": finished,
+        "out": str(out),
+        "samples": samples.count,
+        "written": samples.count - before,
+        "seconds": time.monotonic() - began,
+    }
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
