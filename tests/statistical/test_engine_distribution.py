@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from medusa_toys import new_heads
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.medusa.formats import write_heads
 from sakiyomi.model import PackedModel
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft
@@ -127,6 +130,48 @@ def test_early_exit_tells_what_it_draws_from(values: SamplingParams) -> None:
     p, distance = p_value(seen, exact(values, target))
     print(f"early exit: p = {p:.3g}, TV = {distance:.4f}")
     assert p > LEVEL
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        params(acceptance="ratio"),
+        params(acceptance="block"),
+        params(acceptance="ratio", tree="static", nodes=6),
+        params(acceptance="traversal", tree=[1, 3, 2], gamma="auto"),
+        params(acceptance="ratio", tree="best-first", nodes=5, **WARPS["top-p"]),
+        params(acceptance="ratio", tree="static", nodes=6, **WARPS["penalty"]),
+        params(acceptance="coupled", tree="best-first", nodes=6),
+    ],
+    ids=lambda values: f"{values.acceptance} {values.tree} {values.top_p} {values.repetition_penalty}",
+)
+def test_medusa_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path: Path) -> None:
+    """Chains and trees drawn from the heads' distributions, which are the same behind every guess of a level."""
+    write_heads(new_heads(model(0), heads=2, scale=0.3), tmp_path)
+    llm = LLM((model(0), TOKENIZER), f"medusa:{tmp_path}", compile=False, max_batch=50, strict=True)
+    done = llm.generate([PROMPT], values)[0]
+    assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
+    assert sum(out.stats.drafted for out in done) > 1.5 * SAMPLES
+    seen = np.zeros(V**LENGTH, dtype=np.int64)
+    for out in done:
+        seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
+    p, distance = p_value(seen, exact(values))
+    print(f"medusa: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
+
+
+def test_typical_acceptance_is_found_out(tmp_path: Path) -> None:
+    """The lossy rule fails the test that the others pass: the test can fail, and the mark "lossy" is deserved."""
+    write_heads(new_heads(model(0), heads=2, scale=0.3), tmp_path)
+    values = params(acceptance="typical", tree="best-first", nodes=5)
+    llm = LLM((model(0), TOKENIZER), f"medusa:{tmp_path}", compile=False, max_batch=50, strict=True)
+    seen = np.zeros(V**LENGTH, dtype=np.int64)
+    for out in llm.generate([PROMPT], values)[0]:
+        seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
+    p, distance = p_value(seen, exact(values))
+    print(f"typical: p = {p:.3g}, TV = {distance:.4f}")
+    assert p < LEVEL
+    assert distance > 0.1
 
 
 def test_coupled_with_a_draft_model() -> None:

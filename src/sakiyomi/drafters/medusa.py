@@ -63,9 +63,10 @@ class _Guesses(Reading):
     def _candidates(self, place: int, logits: Tensor, count: int, position: int) -> _Found:
         if self.drawn or self.sampler.edits:
             return super()._candidates(place, logits, count, position)
-        found = self._known.get(position)
+        level = self.growth.levels
+        found = self._known.get(level)
         if found is None or len(found[0]) < count:
-            found = self._known[position] = super()._candidates(place, logits, max(count, self._width), position)
+            found = self._known[level] = super()._candidates(place, logits, max(count, self._width), position)
         tokens, probs, scores = found
         return tokens[:count], probs[:count], scores[:count]
 

@@ -35,6 +35,7 @@ class Guesser:
 
     Attributes:
         heads: how many.
+        width: of the hidden states.
         seconds: spent in passes so far.
         passes: made so far.
         bytes: of weights that are the heads' own.
@@ -53,7 +54,7 @@ class Guesser:
             width = next(target.head.parameters()).shape[1]
         check_heads(heads, int(width), target.vocab_size, name)
         self._target, self._shape = target, heads.shape
-        self.heads = heads.shape.heads
+        self.heads, self.width = heads.shape.heads, heads.shape.hidden_size
         self.seconds, self.passes = 0.0, 0
         self.bytes = sum(weight.nbytes for weight in heads.parameters())
         heads = heads.to(target.device, target.dtype)

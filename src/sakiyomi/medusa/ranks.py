@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sakiyomi.medusa.heads import MedusaHeads
 from sakiyomi.theory import best_tree
 
 __all__ = ["LISTED", "Ranks", "rank_texts"]
@@ -21,6 +20,7 @@ __all__ = ["LISTED", "Ranks", "rank_texts"]
 LISTED = 16
 """Ranks from which on a guess counts as none."""
 
+Guess = Callable[[Sequence[int]], Tensor]
 Paths = Sequence[tuple[int, ...]]
 """Nodes of a tree as the ranks on the way to them."""
 
@@ -89,42 +89,27 @@ class Ranks:
 
 
 @torch.inference_mode()
-def rank_texts(
-    heads: MedusaHeads,
-    hidden_of: Callable[[Tensor], Tensor],
-    weight: Tensor,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-) -> Ranks:
+def rank_texts(guess: Guess, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Ranks:
     """Ranks along texts.
 
     Args:
-        heads: to be judged.
-        hidden_of: (1, T) token ids to (1, T, hidden) of the target.
-        weight: of the target's head, (vocab, hidden).
+        guess: from the token ids of a text to the guesses behind each of them, (heads, T, V).
         prompts, texts: token ids of each prompt and of what the target wrote behind it.
     """
     found = []
-    count = heads.shape.heads
     for prompt, text in zip(prompts, texts, strict=True):
         if len(text) < 2:
             continue
-        ids = torch.tensor([[*prompt, *text]], device=weight.device)
+        ids = [*prompt, *text]
         # The first place is the prompt's end: the text's first token is the target's own there, and heads go on.
-        hidden = hidden_of(ids)[0, len(prompt) - 1 : ids.shape[1] - 2]
-        logits = heads(hidden.to(heads.weights.dtype), weight.to(heads.weights.dtype))
-        ranks = np.full((hidden.shape[0], count), -1, np.int16)
-        for head in range(count):
-            coming = ids[0, len(prompt) + 1 + head :]
+        logits = guess(ids)[:, len(prompt) - 1 : len(ids) - 2]
+        ranks = np.full((logits.shape[1], logits.shape[0]), -1, np.int16)
+        for head, rows in enumerate(logits):
+            coming = torch.tensor(ids[len(prompt) + 1 + head :], device=rows.device)
             if not len(coming):
                 break
-            found_at = logits[head, : len(coming)].float()
-            if heads.token_map is not None:
-                wide = found_at.new_full((len(found_at), weight.shape[0]), -torch.inf)
-                wide[:, heads.token_map] = found_at
-                found_at = wide
-            right = found_at.gather(1, coming[:, None])
-            above = (found_at > right).sum(1).clamp_max(LISTED)
+            rows = rows[: len(coming)].float()
+            above = (rows > rows.gather(1, coming[:, None])).sum(1).clamp_max(LISTED)
             ranks[: len(coming), head] = above.cpu().numpy()
         found.append(ranks)
     return Ranks(found)

@@ -363,7 +363,15 @@ def _optimizers(config: MedusaConfig, heads: MedusaHeads) -> Callable[[nn.Module
 
 
 def _ranks(heads: MedusaHeads, backbone: Backbone, texts: _Answered) -> Ranks:
-    return rank_texts(heads, backbone, backbone.weight, texts.prompts, texts.texts)
+    weight = backbone.weight
+    dtype = heads.weights.dtype
+
+    def guess(ids: Sequence[int]) -> Tensor:
+        hidden = backbone(torch.tensor([list(ids)], device=weight.device))[0]
+        logits: Tensor = heads(hidden.to(dtype), weight.to(dtype))
+        return logits
+
+    return rank_texts(guess, texts.prompts, texts.texts)
 
 
 def _measures(heads: MedusaHeads, backbone: Backbone, texts: _Answered) -> dict[str, float]:

@@ -1,0 +1,242 @@
+"""Which size of a Medusa tree is fastest here: heads x first guesses x nodes, by accuracies and measured passes.
+
+The tau of every tree is counted on texts that the target wrote to held-out prompts, the time of a round is that of a
+pass over so many rows, of the heads and of what lies between, as they are on this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sakiyomi import machine
+from sakiyomi.drafters.medusa import MedusaDrafter
+from sakiyomi.embedded import embedded, is_embedded_name
+from sakiyomi.errors import InputError
+from sakiyomi.generate import Engine
+from sakiyomi.kernels.plan import Segment
+from sakiyomi.medusa.ranks import Ranks, rank_texts
+from sakiyomi.medusa.tuned import TuneConfig, Tuned, write_tuned
+from sakiyomi.outputs import Stats
+from sakiyomi.params import SamplingParams
+from sakiyomi.theory import expected_tree_tokens
+from sakiyomi.train.counted import read_counted
+from sakiyomi.train.samples import prompt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sakiyomi.llm import LLM
+
+__all__ = ["search", "tune"]
+
+PROMPT_TOKENS = 64
+WIDTHS = (1, 2, 3, 4, 6, 8)
+LAPS = 5
+ROUNDS = 48  # tokens of a lap that times rounds
+
+
+def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Find the fastest size, write it beside the heads, and measure it against plain decoding.
+
+    Args:
+        config: the settings.
+        note: told what is being done.
+
+    Returns:
+        ``best``, ``table``, ``accuracies``, ``measured`` and ``conditions``, as JSON values.
+
+    Raises:
+        InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
+    """
+    from sakiyomi.llm import LLM
+
+    for name in ("prompts", "new_tokens", "max_nodes"):
+        if getattr(config, name) < 1:
+            raise InputError(f"{name} is {getattr(config, name)}; expected at least 1")
+    if not config.valid:
+        raise InputError("valid is not given; give held-out text with --valid FILE")
+    folder = embedded(config.heads) if is_embedded_name(config.heads) else Path(config.heads).expanduser()
+    note(f"loading {config.target}")
+    llm = LLM(
+        config.target,
+        f"medusa:{config.heads}",
+        dtype=config.dtype,
+        device=config.device,
+        quantize=config.quantize,
+        compile=True,
+        max_batch=8,
+        strict=True,
+    )
+    llm.wait()
+    drafter = llm.draft
+    assert isinstance(drafter, MedusaDrafter)
+    prompts = _prompts(config, llm)
+    note(f"{config.target} answers {len(prompts)} prompts")
+    answer = SamplingParams(max_new_tokens=config.new_tokens, gamma=1)
+    texts = [done.token_ids for done in llm.generate(prompts, answer)]
+    ranks = _ranks(llm, drafter, prompts, texts)
+    note("timing rounds")
+    rounds = _rounds(llm, drafter, prompts, ranks, config.max_nodes)
+    table = search(ranks, rounds)
+    best = max(table, key=lambda row: row["tokens_per_second"])
+    conditions = machine.conditions(
+        target=llm.name, dtype=str(llm.target.dtype).removeprefix("torch."), quantize=config.quantize
+    )
+    conditions |= {"round_ms": {nodes: 1000 * spent for nodes, spent in rounds.items()}}
+    conditions |= {"heads_ms": 1000 * _heads_seconds(llm, drafter)}
+    conditions |= {"texts": len(ranks.texts), "places": ranks.places}
+    tuned = Tuned(
+        max(1, best["heads"]), max(1, best["top_k"]), max(1, best["nodes"]), ranks.accuracies(), conditions, table
+    )
+    write_tuned(folder, tuned)
+    note("measuring the best one")
+    drafter.tuned = tuned
+    paths = ranks.best(best["nodes"], best["heads"] or None, best["top_k"] or 1) if best["nodes"] else [(0,)]
+    measured = _measured(llm, drafter, prompts, paths, config.new_tokens)
+    return dataclasses.asdict(tuned) | {"best": best, "measured": measured, "file": str(folder / "tuned.json")}
+
+
+def search(ranks: Ranks, rounds: dict[int, float]) -> list[dict[str, Any]]:
+    """Every size with its tau and its tokens per second; the first row is plain decoding.
+
+    Args:
+        ranks: of the heads on held-out answers.
+        rounds: seconds of a round by the nodes of its tree, 0 for plain decoding; no other sizes are considered.
+    """
+    levels = ranks.accuracies()
+    plain = 1.0 / rounds[0]
+    table = [_row(0, 0, 0, 1.0, 1.0, plain, plain)]
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for heads in range(1, ranks.heads + 1):
+        for width in WIDTHS:
+            for nodes in rounds.keys() - {0}:
+                paths = ranks.best(nodes, heads, width)
+                key = tuple(sorted(paths))
+                if key in seen or len(paths) < nodes:  # the same tree again, or no tree of this size
+                    continue
+                seen.add(key)
+                tau = ranks.replay(paths)
+                table.append(
+                    _row(heads, width, nodes, expected_tree_tokens(levels, paths), tau, tau / rounds[nodes], plain)
+                )
+    return sorted(table, key=lambda row: (row["heads"], row["top_k"], row["nodes"]))
+
+
+def _row(heads: int, width: int, nodes: int, expected: float, tau: float, rate: float, plain: float) -> dict[str, Any]:
+    return {
+        "heads": heads,
+        "top_k": width,
+        "nodes": nodes,
+        "expected_tau": expected,
+        "tau": tau,
+        "tokens_per_second": rate,
+        "speedup": rate / plain,
+    }
+
+
+def _prompts(config: TuneConfig, llm: LLM) -> list[list[int]]:
+    documents = read_counted(Path(config.valid), llm.tokenizer, llm.vocab_size)
+    found = [prompt_of(document, PROMPT_TOKENS) for document in documents]
+    room = llm.max_context - config.new_tokens
+    found = [prompt for prompt in found if 8 <= len(prompt) <= room][: config.prompts]
+    if not found:
+        raise InputError(
+            f"{config.valid} has no prompt of 8 to {room} tokens; give longer texts, or fewer --new-tokens"
+        )
+    return found
+
+
+def _ranks(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Ranks:
+    target = llm.target
+
+    def guess(ids: Sequence[int]) -> torch.Tensor:
+        with target.cache.lent(len(ids)) as slot:
+            target.score([Segment(slot, 0, list(ids), prompt=True)])
+            assert target.hidden is not None
+            return drafter.guesser(target.hidden)
+
+    return rank_texts(guess, prompts, texts)
+
+
+def _rounds(
+    llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], ranks: Ranks, most: int
+) -> dict[int, float]:
+    """Median seconds of a whole round by the nodes of its tree, 0 for plain decoding; sizes take turns.
+
+    A pass has one of few numbers of rows, so that trees that fill one up are all that is worth a look.
+    """
+    nodes = [rows - 1 for rows in llm.target.sizes if rows - 1 <= most]
+    ways = {count: _way(llm, drafter, ranks.best(count)) for count in nodes}
+    found: dict[int, list[float]] = {count: [] for count in nodes}
+    for lap in range(LAPS + 1):
+        prompt = prompts[lap % len(prompts)]
+        for count, (engine, params) in ways.items():
+            params = replace(params, max_new_tokens=ROUNDS, ignore_eos=True)
+            stats = engine.complete([engine.submit(prompt, params, live=False)])[0].stats
+            if lap:  # the first one warms up
+                found[count].append((stats.seconds - stats.prefill_seconds) / max(stats.rounds, 1))
+    return {count: statistics.median(spent) for count, spent in found.items()}
+
+
+def _way(llm: LLM, drafter: MedusaDrafter, paths: Sequence[tuple[int, ...]]) -> tuple[Engine, SamplingParams]:
+    """An engine on the same target, and what asks it for this tree; none for plain decoding."""
+    own = llm.engine
+    engine = Engine(
+        llm.target,
+        drafter if paths else None,
+        llm.tokenizer,
+        stop_ids=tuple(own.stop_ids),
+        max_context=own.max_context,
+        chunk_size=own.chunk_size,
+        strict=True,
+    )
+    return engine, SamplingParams(tree=[list(path) for path in paths] or "auto")
+
+
+def _heads_seconds(llm: LLM, drafter: MedusaDrafter) -> float:
+    """Median seconds of the heads for one request."""
+    hidden = torch.zeros(1, drafter.guesser.width, dtype=llm.target.dtype, device=llm.target.device)
+    times = []
+    for _ in range(21):
+        began = time.perf_counter()
+        drafter.guesser(hidden)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _measured(
+    llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], paths: Sequence[tuple[int, ...]], new_tokens: int
+) -> dict[str, Any]:
+    """Plain decoding, the best fixed tree and what is used by default, by turns on some of the prompts."""
+    plain, fixed = _way(llm, drafter, []), _way(llm, drafter, paths)
+    ways = {"plain": plain, "fixed": fixed, "default": (fixed[0], SamplingParams())}
+    found: dict[str, list[Stats]] = {name: [] for name in ways}
+    texts: dict[int, list[int]] = {}
+    different: set[int] = set()
+    for lap, prompt in enumerate(prompts[: LAPS + 1]):
+        for name, (engine, params) in ways.items():
+            params = replace(params, max_new_tokens=new_tokens)
+            (done,) = engine.complete([engine.submit(prompt, params, live=False)])
+            if texts.setdefault(lap, done.token_ids) != done.token_ids:
+                different.add(lap)
+            if lap or len(prompts) == 1:  # the first lap warms up
+                found[name].append(done.stats)
+    rates = {
+        name: [part.committed / max(part.seconds - part.prefill_seconds, 1e-9) for part in parts]
+        for name, parts in found.items()
+    }
+    measured: dict[str, Any] = {"texts": len(texts), "equal": len(texts) - len(different)}
+    for name, parts in found.items():
+        measured[name] = {
+            "tokens_per_second": statistics.median(rates[name]),
+            "speedup": statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True)),
+            "tau": Stats.total(parts).tau,
+        }
+    return measured
