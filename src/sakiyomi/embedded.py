@@ -12,9 +12,12 @@ from sakiyomi.errors import InputError, LoadError
 __all__ = ["EMBEDDED", "embedded"]
 
 EMBEDDED = ("tales", "tales-draft")
-"""Names whose files are part of this version."""
+"""Names of models whose files are part of this version."""
 
-_ANNOUNCED = ("tales-medusa", "tales-retaining", "retriever", "retriever-retaining")
+HEADS = ("tales-medusa",)
+"""Names of heads that belong to one of them."""
+
+_ANNOUNCED = ("tales-retaining", "retriever", "retriever-retaining")
 
 _ROOT = Path(__file__).resolve().parent / "models"
 
@@ -23,10 +26,11 @@ def embedded(name: str) -> Path:
     """Folder of an embedded model, usable with transformers as it is.
 
     Args:
-        name: one of ``EMBEDDED``.
+        name: one of ``EMBEDDED``, or of ``HEADS``.
 
     Returns:
-        The folder: config.json, model.safetensors, the tokenizer, a card.
+        The folder: config.json, model.safetensors, the tokenizer, a card; of heads their weights in the place of model
+        and tokenizer.
 
     Raises:
         InputError: the name is not known, or its model is not part of this version.
@@ -34,7 +38,7 @@ def embedded(name: str) -> Path:
     """
     if name in _ANNOUNCED:
         raise InputError(f"the embedded model {name!r} is not in this version; available are {', '.join(EMBEDDED)}")
-    if name not in EMBEDDED:
+    if name not in (*EMBEDDED, *HEADS):
         raise InputError(f"no embedded model is called {name!r}; available are {', '.join(EMBEDDED)}")
     folder = _ROOT / name
     if not (folder / "config.json").is_file():
@@ -47,4 +51,4 @@ def embedded(name: str) -> Path:
 
 def is_embedded_name(name: str) -> bool:
     """Whether the name belongs to an embedded model, of this version or an announced one."""
-    return name in EMBEDDED or name in _ANNOUNCED
+    return name in (*EMBEDDED, *HEADS, *_ANNOUNCED)

@@ -522,7 +522,9 @@ def test_readable(count: float, text: str) -> None:
 
 
 def test_embedded_names() -> None:
-    refused(InputError, "tales-medusa", "not in this version", "tales", target="tales-medusa")
+    refused(InputError, "tales-retaining", "not in this version", "tales", target="tales-retaining")
+    refused(InputError, "tales-medusa", "holds Medusa heads", "medusa:tales-medusa", target="tales-medusa")
+    assert (embedded("tales-medusa") / "medusa_lm_head.safetensors").is_file()
     with pytest.raises(InputError, match="no embedded model"):
         embedded("tails")
 

@@ -19,9 +19,11 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
-            offload, exact, compiling, peers; and grounded if it is named, for a pair of `train edits` or `train tones`.
+            offload, exact, compiling, peers, medusa, typical; and grounded if it is named, for a pair of `train
+            edits` or `train tones`.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
+        heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
@@ -44,6 +46,7 @@ class BenchConfig:
     rows: tuple[str, ...] = ()
     target: str = "tales"
     draft: str = "auto"
+    heads: str | None = None
     cross: str | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -107,6 +110,17 @@ class BenchConfig:
             read_text(self.quality)
 
     @property
+    def medusa_heads(self) -> str:
+        """Name of the heads.
+
+        Raises:
+            InputError: none are known for this target.
+        """
+        if self.heads is None and self.target != "tales":
+            raise InputError(f"rows medusa and typical need heads of {self.target}; give their folder with --heads")
+        return self.heads or "tales-medusa"
+
+    @property
     def draft_model(self) -> str:
         """Name of the draft model, which transformers has to load too.
 
@@ -130,11 +144,13 @@ class InflateConfig:
         params: about so many parameters: 134M, 500M, 1.5B.
         target: the model to start from: a Llama (embedded name, folder or hub id), or the folder of a Pegasus or
             Whisper, as train edits and train tones make them. Its vocabulary stays as it is.
+        heads: Medusa heads of a Llama, a folder or tales-medusa, which become as wide: OUT_FOLDER/medusa.
     """
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})
     params: str
     target: str = "tales"
+    heads: str | None = None
 
 
 class Note:

@@ -15,6 +15,7 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,12 @@ from sakiyomi.bench.inflating import (
     writer,
 )
 from sakiyomi.bench.peers import Transformers
+from sakiyomi.embedded import embedded, is_embedded_name
 from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.loading import load_model
+from sakiyomi.medusa.backbone import check_heads
+from sakiyomi.medusa.formats import read_heads, write_heads
+from sakiyomi.medusa.heads import MedusaHeads
 from sakiyomi.memory import available_bytes, require_bytes
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import STORIES
@@ -70,9 +75,12 @@ def inflate(config: InflateConfig, note: Note) -> dict[str, Any]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists and is not an empty folder; name a new one")
     if is_encoder_decoder(config.target):
+        if config.heads is not None:
+            raise InputError(f"heads is {config.heads!r}; heads are those of a Llama, and the target has an encoder")
         return _encoder_decoder(config, wanted, out, note, began)
     loaded = load_model(config.target, dtype="bfloat16", device="cpu")
     _check_kind(loaded.model)
+    heads = None if config.heads is None else _heads(config.heads, loaded.model.config)
     shape = wider(loaded.model.config, wanted)
     parameters = _count(shape)
     shape.sakiyomi_inflated = {"from": loaded.name, "params": parameters}
@@ -85,6 +93,8 @@ def inflate(config: InflateConfig, note: Note) -> dict[str, Any]:
         loaded.tokenizer.save_pretrained(folder)
         note("checking the files")
         found = _check(loaded.model, folder, text)
+        if heads is not None:
+            write_heads(wider_heads(heads, shape.hidden_size), folder / "medusa", base=out)
         size = _size(folder)
     return (
         _written(config, parameters, size, began)
@@ -134,7 +144,7 @@ def _require_memory(config: InflateConfig, small: int, parameters: int) -> None:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _written(config: InflateConfig, parameters: int, size: int, began: float) -> dict[str, Any]:
@@ -163,6 +173,37 @@ def parse_count(text: str) -> int:
     if not match or not float(match[1]):
         raise InputError(f"params is {text!r}; expected a number of parameters such as 134M, 500M or 1.5B")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _heads(name: str, config: Any) -> MedusaHeads:
+    heads = read_heads(embedded(name) if is_embedded_name(name) else Path(name).expanduser()).heads
+    check_heads(heads, config.hidden_size, config.vocab_size, name)
+    return heads
+
+
+@torch.no_grad()
+def wider_heads(heads: MedusaHeads, width: int) -> MedusaHeads:
+    """Heads that guess the same behind a wider target.
+
+    Its head over the vocabulary reads the old hidden state in the first columns, and zeros in the others: what stands
+    beside the old weights there is random. The new rows of a block write nothing: the target's head would read it.
+    """
+    shape, old = replace(heads.shape, hidden_size=width), heads.shape.hidden_size
+    made = MedusaHeads(shape, heads.weights.dtype)
+    generator = torch.Generator().manual_seed(width)
+    scale = heads.weights.float().std()
+    beside = torch.randn(shape.layers, shape.heads, old, width - old, generator=generator) * scale
+    made.weights[:, :, :old, :old] = heads.weights
+    made.weights[:, :, :old, old:] = beside.to(heads.weights.dtype)
+    if made.biases is not None and heads.biases is not None:
+        made.biases[..., :old] = heads.biases
+    if made.own is not None and heads.own is not None:
+        made.own[..., :old] = heads.own
+        made.own[..., old:] = (
+            torch.randn(*made.own.shape[:2], width - old, generator=generator) * heads.own.float().std()
+        )
+    made.token_map = heads.token_map
+    return made
 
 
 # ---------------------------------------------------------------- the shape

@@ -14,6 +14,7 @@ from sakiyomi.bench.cross import cross
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.grounded import grounded
 from sakiyomi.bench.lookup import lookup
+from sakiyomi.bench.medusa import medusa, typical
 from sakiyomi.bench.merged import merged
 from sakiyomi.bench.offload import offload
 from sakiyomi.bench.oracle import oracle
@@ -52,6 +53,8 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "peers": peers,
     "cross": cross,
     "selfdraft": selfdraft,
+    "medusa": medusa,
+    "typical": typical,
     "grounded": grounded,
 }
 
@@ -71,8 +74,10 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     unknown = [name for name in config.rows if name not in ROWS]
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
-    # Row cross needs a further model, which only who knows of it can name, and row grounded another kind of pair.
+    # Row cross needs a further model, which only who knows of it can name, row grounded another kind of pair, and the
+    # rows of heads some that belong to the target.
     absent = {"grounded"} | ({"cross"} if config.cross is None else set())
+    absent |= {"medusa", "typical"} if config.heads is None and config.target != "tales" else set()
     wanted = config.rows or tuple(name for name in ROWS if name not in absent)
     if "compiling" in config.rows and not config.compile:
         raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
@@ -80,6 +85,8 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
     if set(wanted) - RANDOM:
         config.check_pair()
+    if {"medusa", "typical"} & set(wanted):
+        config.medusa_heads  # noqa: B018
 
     def rows() -> Iterator[Row]:
         for name in wanted:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "load_model"]
 
+HEADS_FILE = "medusa_lm_head.safetensors"  # of a folder that holds Medusa heads
 logger = logging.getLogger("sakiyomi")
 DTYPES = ("float32", "bfloat16", "float16")
 _NOT_ROUNDED = (
@@ -365,10 +366,10 @@ def _from_pair(
 
 def _local_folder(name: str) -> Path | None:
     """The folder that a name stands for, None if it can only be a hub id."""
-    if is_embedded_name(name):
-        return embedded(name)
-    path = Path(name).expanduser()
+    path = embedded(name) if is_embedded_name(name) else Path(name).expanduser()
     if name and path.is_dir():
+        if (path / HEADS_FILE).is_file() and not any(path.glob("model*.safetensors")):
+            raise InputError(f"{name!r} holds Medusa heads and no model; pass them as draft='medusa:{name}'")
         return path
     if path.is_file():
         raise LoadError(

@@ -327,4 +327,5 @@ def _write(folder: Path, name: str, tensors: Mapping[str, Tensor], config: Mappi
         save_file({key: tensor.detach().contiguous().clone() for key, tensor in tensors.items()}, Path(fresh) / name)
         (Path(fresh) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         for file in (name, "config.json"):
+            (Path(fresh) / file).chmod(0o644)  # made private; heads are there to be read by others
             (Path(fresh) / file).replace(folder / file)

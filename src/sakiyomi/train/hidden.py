@@ -53,6 +53,12 @@ class HiddenStates:
         like = fresh[0] if fresh is not None else None
         return torch.stack([row if row is not None else self._read(keys[i], ids, like) for i, row in enumerate(rows)])
 
+    def close(self) -> None:
+        """Give the disk space back."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._places = None, {}
+
     def _compute(self, ids: Tensor) -> Tensor:
         padded = torch.cat([ids, ids.new_zeros(-len(ids) % CHUNK_ROWS, ids.shape[1])])
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import resource
 import sys
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +129,9 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
         device=config.device,
         precision=config.precision,
     )
-    if not loop.run():
+    with closing(hidden):
+        finished = loop.run()
+    if not finished:
         progress = loop.progress
         return {"finished": False, "out": config.out, "step": progress.step, "tokens": progress.tokens}
     if isinstance(learner, _Joint):
@@ -295,7 +299,9 @@ class _Joint(nn.Module):
         settings = peft.LoraConfig(
             r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
         )
-        self.model = peft.get_peft_model(target, settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that it will lose
+            self.model = peft.get_peft_model(target, settings)
         self._backbone = Backbone(target)
 
     def loss(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:

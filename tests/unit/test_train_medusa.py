@@ -1,0 +1,446 @@
+"""Training of Medusa heads: what counts, what is learnt, what a run leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from sakiyomi import LLM, InputError, LoadError, SamplingParams
+from sakiyomi.loading import load_model
+from sakiyomi.medusa.backbone import Backbone
+from sakiyomi.medusa.formats import read_heads
+from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
+from sakiyomi.medusa.ranks import LISTED, Ranks, rank_texts
+from sakiyomi.theory import best_tree, expected_tree_tokens
+from sakiyomi.train.checkpoint import checkpoints
+from sakiyomi.train.config import DistillDataConfig, MedusaConfig
+from sakiyomi.train.counted import chat_prompts, encode_chat, read_counted, token_ids
+from sakiyomi.train.distill_data import train_distill_data
+from sakiyomi.train.hidden import HiddenStates
+from sakiyomi.train.losses import heads_loss
+from sakiyomi.train.medusa import guess_loss, train_medusa
+from toys import tiny_llama, tiny_tokenizer
+from train_toys import losses, stop_at, stories, story_file, tiny_gpt2, tiny_target
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"from": "human", "value": "Say one."},
+    {"from": "gpt", "value": "One."},
+    {"from": "human", "value": "Say two."},
+    {"from": "gpt", "value": "Two."},
+]
+
+
+def medusa_config(folder: Path, target: Path, **changes: Any) -> MedusaConfig:
+    """Two heads and a budget of a few steps."""
+    data = story_file(folder / "train.jsonl")
+    valid = story_file(folder / "valid.jsonl", count=6, seed=1)
+    settings: dict[str, Any] = {
+        "out": str(folder / "medusa"),
+        "target": str(target),
+        "data": (str(data),),
+        "valid": (f"stories={valid}",),
+        "heads": 2,
+        "tokens": 8 * 64,
+        "row_tokens": (32,),
+        "step_tokens": 64,
+        "warmup_steps": 2,
+        "eval_prompts": 2,
+        "lr": 0.01,
+        "compile": False,
+        "threads": 1,
+        "device": "cpu",
+    }
+    return MedusaConfig(**(settings | changes))
+
+
+def chat_file(path: Path, *chats: Any) -> Path:
+    path.write_text("".join(json.dumps({"conversations": chat}) + "\n" for chat in chats), encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------- a run
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
+    """Heads get better, the target stays as it is, and what is left behind can be used at once."""
+    target = tiny_target(tmp_path)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    config = medusa_config(tmp_path, target, own_head=own, layers=2, tokens=60 * 64)
+    summary = train_medusa(config, "the command")
+    assert summary["finished"]
+    assert before == {path.name: path.read_bytes() for path in target.iterdir()}
+    folder = Path(summary["model"])
+    found = read_heads(folder)
+    assert (found.format, found.heads.shape.heads, found.heads.shape.layers) == ("medusa", 2, 2)
+    assert found.heads.shape.own == (2 if own else 0)
+    assert json.loads((folder / "config.json").read_text())["base_model_name_or_path"] == str(target)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    for words in ("2 Medusa heads of 2 residual blocks", "the command", "head 2 top 5", "expected tau", "memory:"):
+        assert words in card, words
+    assert {"loss.png", "accuracy.png", "card.json"} <= {path.name for path in folder.iterdir()}
+    steps = losses(config.out)
+    assert sum(steps[-10:]) < 0.9 * sum(steps[:10])
+    measures = summary["held_out"]["stories"]
+    assert measures["head_1_top_1"] <= measures["head_1_top_5"] <= 1.0
+    assert [tree["nodes"] for tree in summary["trees"]["stories"]] == [4, 8, 16, 32, 64]
+    assert 1.0 <= summary["trees"]["stories"][0]["replayed_tau"] <= 3.0
+    assert summary["memory"]["peak"] > summary["memory"]["parts"]["target"] > 0
+    texts = [
+        LLM(str(target), draft, compile=False, strict=True, dtype="float32")
+        .generate("Once upon a time", SamplingParams(max_new_tokens=20, gamma=2))
+        .token_ids
+        for draft in ("none", f"medusa:{folder}")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_target_of_another_architecture(tmp_path: Path) -> None:
+    summary = train_medusa(medusa_config(tmp_path, tiny_gpt2(tmp_path)))
+    assert summary["finished"]
+    assert summary["held_out"]["stories"]["tokens"] > 0
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path)
+    whole = medusa_config(tmp_path, target, out=str(tmp_path / "whole"), positions=0.5)
+    train_medusa(whole)
+    config = medusa_config(tmp_path, target, out=str(tmp_path / "parts"), positions=0.5)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGINT)
+        assert not train_medusa(config)["finished"]
+    summary = train_medusa(medusa_config(tmp_path, target, out=str(tmp_path / "parts"), positions=0.5, resume=True))
+    assert summary["finished"]
+    assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
+    one, other = (read_heads(tmp_path / name / "model").heads.weights for name in ("whole", "parts"))
+    assert torch.equal(one, other)
+    with pytest.raises(InputError, match="heads is 3"):
+        train_medusa(medusa_config(tmp_path, target, out=str(tmp_path / "parts"), heads=3, resume=True))
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path)
+    config = medusa_config(tmp_path, target, save_minutes=0.0)
+    real, written = torch.save, []
+
+    def full(state: Any, file: Any) -> None:
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(state["progress"]["step"])
+        real(state, file)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(LoadError, match=r"No space left on device.*--resume"):
+        train_medusa(config)
+    monkeypatch.undo()
+    kept = checkpoints(Path(config.out) / "checkpoints")
+    assert [int(path.stem.split("-")[1]) for path in kept] == [2, 3]
+    assert not list((Path(config.out) / "checkpoints").glob("*.partial"))
+    assert train_medusa(medusa_config(tmp_path, target, resume=True))["finished"]
+
+
+def test_joint_training_tunes_a_copy_of_the_target(tmp_path: Path) -> None:
+    """Two stages; the target's own files stay, and the heads belong to the tuned copy."""
+    pytest.importorskip("peft", reason="joint training needs peft")
+    target = tiny_target(tmp_path)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    config = medusa_config(tmp_path, target, joint=True, lora_rank=2, tokens=20 * 64, heads_first=0.5, lr=0.02)
+    summary = train_medusa(config)
+    assert before == {path.name: path.read_bytes() for path in target.iterdir()}
+    tuned = tmp_path / "medusa" / "target"
+    assert summary["base"] == str(tuned)
+    old, new = (load_model(str(place), dtype="float32", device="cpu").model.state_dict() for place in (target, tuned))
+    assert old.keys() == new.keys()
+    changed = [name for name in old if not torch.equal(old[name], new[name])]
+    assert any("q_proj" in name for name in changed)
+    assert not any("embed" in name or "norm" in name for name in changed)
+    llm = LLM(str(tuned), f"medusa:{summary['model']}", compile=False, strict=True, dtype="float32")
+    plain = LLM(str(tuned), "none", compile=False, dtype="float32")
+    values = SamplingParams(max_new_tokens=20, gamma=2)
+    texts = [one.generate("Once upon a time", values).token_ids for one in (llm, plain)]
+    assert texts[0] == texts[1]
+    stopped = medusa_config(tmp_path, target, out=str(tmp_path / "again"), joint=True, lora_rank=2)
+    assert train_medusa(stopped)["finished"], "adapters of the run before are not in the way"
+
+
+def test_without_held_out_data_some_is_held_back(tmp_path: Path) -> None:
+    data = tmp_path / "long.jsonl"
+    text = [" ".join(stories(4, seed=i)) for i in range(40)]
+    data.write_text("".join(json.dumps({"text": one}) + "\n" for one in text), encoding="utf-8")
+    target = tiny_target(tmp_path)
+    summary = train_medusa(medusa_config(tmp_path, target, data=(str(data),), valid=()))
+    assert summary["held_back"] == 2
+    assert "held_back" in summary["held_out"]
+
+
+# ---------------------------------------------------------------- what is learnt
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_loss_is_the_slow_sum(own: bool) -> None:
+    """Head k learns the token k + 2 places on, tokens that do not count teach nothing, later heads weigh less."""
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsShape(3, 1, 8, 11, 3 * own))
+    with torch.no_grad():
+        heads.weights.normal_()
+        if heads.own is not None:
+            heads.own.normal_()
+    weight, hidden = torch.randn(11, 8), torch.randn(2, 9, 8)
+    rows = torch.randint(0, 11, (2, 10))
+    rows[0, :6] = ~rows[0, :6]
+    config = MedusaConfig(target="x", out="x", data=("x",), heads=3, head_decay=0.5)
+    loss, means = guess_loss(config, heads, hidden, rows, weight, 0)
+    logits = heads(hidden.flatten(0, 1), weight).view(3, 2, 9, 11)
+    expected, each = torch.zeros(()), []
+    for k in range(3):
+        terms = [
+            F.cross_entropy(logits[k, b, t], rows[b, t + k + 2])
+            for b in range(2)
+            for t in range(9 - 3)
+            if rows[b, t + k + 2] >= 0
+        ]
+        each.append(float(torch.stack(terms).mean().detach()))
+        expected = expected + 0.5**k * torch.stack(terms).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert means.tolist() == pytest.approx(each, rel=1e-5)
+    loss.backward()
+    mine = [parameter.grad.clone() for parameter in heads.parameters() if parameter.grad is not None]
+    heads.zero_grad()
+    expected.backward()
+    for one, other in zip(mine, [p.grad for p in heads.parameters() if p.grad is not None], strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_pieces_of_logits_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, head = torch.randn(2, 50, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
+    labels, weights = torch.randint(0, 30, (2, 50)), torch.rand(2, 50).round()
+    found = []
+    for size in (1 << 20, 60):
+        monkeypatch.setattr("sakiyomi.train.losses.LOGITS_AT_ONCE", size)
+        loss, _ = heads_loss(features, head, labels, weights)
+        found.append((loss, *torch.autograd.grad(loss, (features, head))))
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_the_hidden_states_are_what_the_head_reads_and_come_from_disk(tmp_path: Path) -> None:
+    model = tiny_llama().bfloat16()
+    backbone = Backbone(model)
+    ids = torch.randint(0, 320, (5, 16))
+    with torch.no_grad():
+        expected = model(input_ids=ids, output_hidden_states=True).hidden_states[-1]
+    kept = HiddenStates(backbone, tmp_path, limit_bytes=3 * 16 * 32 * 2)
+    for _ in range(2):
+        assert torch.equal(kept(ids), expected)
+    kept.close()
+    assert (kept.computed, kept.found) == (5 + 2, 3), "what is beyond the limit is computed each time"
+    assert not list(tmp_path.iterdir()), "the file goes with the process"
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_of_a_chat_the_assistants_tokens_count() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    messages = [("user", "Say one."), ("assistant", "One."), ("user", "Say two."), ("assistant", "Two.")]
+    chat = encode_chat(tokenizer, messages)
+    assert chat is not None
+    counted = tokenizer.decode([token for token in chat.tolist() if token >= 0])
+    assert counted == "One.</assistant>Two.</assistant>"
+    text = tokenizer.decode(token_ids(chat).tolist())
+    assert text == "<user>Say one.</user><assistant>One.</assistant><user>Say two.</user><assistant>Two.</assistant>"
+    prompts = chat_prompts(tokenizer, messages)
+    assert [tokenizer.decode(prompt) for prompt in prompts] == [
+        "<user>Say one.</user><assistant>",
+        "<user>Say one.</user><assistant>One.</assistant><user>Say two.</user><assistant>",
+    ]
+    # What stands before a reply is what the model is asked with.
+    assert token_ids(chat)[: len(prompts[0])].tolist() == prompts[0]
+
+
+def test_chats_without_a_template() -> None:
+    tokenizer = tiny_tokenizer()
+    chat = encode_chat(tokenizer, [("user", "Hello."), ("assistant", "Hi.")])
+    assert chat is not None
+    assert tokenizer.decode(token_ids(chat).tolist()) == "USER: Hello.\nASSISTANT: Hi.\n<|end|>"
+    assert tokenizer.decode([token for token in chat.tolist() if token >= 0]) == " Hi.\n<|end|>"
+
+
+def test_the_kinds_of_records_and_files(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    path = tmp_path / "all.jsonl.gz"
+    records: list[Any] = [
+        {"text": "A tale."},
+        {"tokens": [5, 6, 7], "prompt": 2},
+        {"conversations": CHAT},
+        {"messages": [{"role": "user", "content": "Hi."}]},
+    ]
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+    found = read_counted(path, tokenizer, 320)
+    assert len(found) == 3, "a chat in which the assistant says nothing is passed over"
+    assert [~5, ~6, 7] in [document.tolist() for document in found]
+    (tmp_path / "list.json").write_text(json.dumps([{"conversations": CHAT}]), encoding="utf-8")
+    assert len(read_counted(tmp_path / "list.json", tokenizer, 320)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', "line 2 is not JSON"),
+        ("a.json", '[{"text": "x"},\n\n}', "line 3 is not JSON"),
+        ("a.json", '{"text": "x"}', "expected a list of objects"),
+        ("a.jsonl", '["x"]\n', "line 1 holds a list"),
+        ("a.jsonl", '{"conversations": [{"from": "cat", "value": "x"}]}\n', "line 1 has a message from 'cat'"),
+        ("a.jsonl", '{"conversations": [{"from": "gpt", "value": 3}]}\n', "line 1 .* int content"),
+        ("a.jsonl", '{"tokens": [1, 999]}\n', "line 1 .* the model knows 320"),
+        ("a.jsonl", '{"tokens": [1, 2], "prompt": 3}\n', "line 1 has no"),
+        ("a.jsonl", '{"conversations": [{"from": "human", "value": "x"}]}\n', "no assistant says anything"),
+        ("a.jsonl", "\n", "holds no document"),
+    ],
+)
+def test_wrong_data_is_named_by_its_line(name: str, content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises((LoadError, InputError), match=words):
+        read_counted(tmp_path / name, tiny_tokenizer(), 320)
+
+
+def test_data_that_is_too_short_or_without_turns_is_refused(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    short = tmp_path / "short.jsonl"
+    short.write_text('{"tokens": [1, 2]}\n', encoding="utf-8")
+    with pytest.raises(InputError, match="2 tokens that count"):
+        train_medusa(medusa_config(tmp_path, target, data=(str(short),)))
+    silent = chat_file(tmp_path / "silent.jsonl", CHAT[:1])
+    with pytest.raises(InputError, match="no assistant says anything"):
+        train_medusa(medusa_config(tmp_path, target, data=(str(silent),)))
+    with pytest.raises(InputError, match="no held-out prompt"):
+        train_medusa(
+            medusa_config(tmp_path, target, data=(str(story_file(tmp_path / "few.jsonl", count=5)),), valid=())
+        )
+
+
+def test_heads_learn_from_chats(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    chats = chat_file(tmp_path / "chats.jsonl", *[CHAT] * 20)
+    summary = train_medusa(medusa_config(tmp_path, target, data=(str(chats),), valid=(f"chats={chats}",)))
+    assert summary["finished"]
+    assert summary["held_out"]["chats"]["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": 0}, "heads is 0"),
+        ({"head_decay": 1.5}, "head_decay is 1.5"),
+        ({"row_tokens": (32, 64)}, "one length"),
+        ({"row_tokens": (8,), "heads": 8}, "more than 9"),
+        ({"precision": "int8"}, "precision is 'int8'"),
+        ({"data": ()}, "data not given"),
+        ({"joint": True, "cache_gib": 1.0}, "cache_gib is 1.0"),
+    ],
+)
+def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        medusa_config(tmp_path, tmp_path, **changes)
+
+
+# ---------------------------------------------------------------- answers of the target
+
+
+def distill_config(folder: Path, target: Path, **changes: Any) -> DistillDataConfig:
+    settings: dict[str, Any] = {
+        "out": str(folder / "made" / "answers.jsonl"),
+        "target": str(target),
+        "data": (str(story_file(folder / "train.jsonl")),),
+        "samples": 8,
+        "batch": 4,
+        "tokens": 8,
+        "device": "cpu",
+    }
+    return DistillDataConfig(**(settings | changes))
+
+
+def test_answers_are_the_targets_and_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path)
+    config = distill_config(tmp_path, target)
+    assert train_distill_data(config)["written"] == 8
+    whole = Path(config.out).read_text(encoding="utf-8")
+    lines = whole.splitlines(keepends=True)
+    Path(config.out).write_text("".join(lines[:4]) + lines[4][:9], encoding="utf-8")  # killed within a line
+    assert train_distill_data(config)["written"] == 4
+    assert Path(config.out).read_text(encoding="utf-8") == whole
+    record = json.loads(lines[0])
+    llm = LLM(str(target), "none", compile=False)
+    text = llm.generate([record["tokens"][: record["prompt"]]], SamplingParams(max_new_tokens=8))[0].token_ids
+    assert record["tokens"][record["prompt"] :] == text, "the first batches are greedy"
+    monkeypatch.setattr(
+        "sakiyomi.train.samples.sample_continuations", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    done = train_distill_data(distill_config(tmp_path, target, samples=12))
+    assert (done["finished"], done["samples"]) == (False, 8)
+    with pytest.raises(InputError, match="was written with seed 1"):
+        train_distill_data(distill_config(tmp_path, target, seed=2))
+
+
+def test_answers_to_chats_are_training_data(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path)
+    chats = chat_file(tmp_path / "chats.jsonl", CHAT, CHAT[:3])
+    config = distill_config(tmp_path, target, data=(str(chats),))
+    train_distill_data(config)
+    tokenizer = load_model(str(target), dtype="float32", device="cpu").tokenizer
+    for line in Path(config.out).read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        assert tokenizer.decode(record["tokens"][: record["prompt"]]).endswith("ASSISTANT:")
+    found = read_counted(Path(config.out), tokenizer, 300)
+    assert all((document < 0).any() and (document >= 0).any() for document in found)
+
+
+# ---------------------------------------------------------------- ranks and trees
+
+
+def test_ranks_are_those_of_the_tokens_that_came() -> None:
+    """Place p is behind token p of prompt and text; head k guesses the token k + 2 places on."""
+    ids = [3, 4, 5, 6, 7, 8]
+    logits = torch.zeros(2, len(ids), 20)
+    logits[0, 1, [6, 2]] = torch.tensor([2.0, 3.0])  # behind token 4: head 1 ranks the coming 6 second
+    logits[1, 1, 7] = 1.0  # head 2 has the coming 7 first
+    logits[0, 2, 9] = 1.0  # behind token 5: the coming 7 is one of the rest
+    logits[0, 3, 8] = 5.0
+    ranks = rank_texts(lambda text: logits[:, : len(text)], [ids[:2]], [ids[2:]])
+    assert ranks.texts[0].tolist() == [[1, 0], [1, 0], [0, -1]]
+    far = torch.arange(20.0).flip(0)
+    worst = rank_texts(lambda text: far.expand(2, len(text), 20), [[19, 19]], [[19] * 4])
+    assert worst.texts[0].tolist()[0] == [LISTED, LISTED]
+
+
+def test_the_best_tree_is_that_of_all_levels() -> None:
+    levels = [[0.6, 0.2, 0.1], [0.5, 0.3], [0.4]]
+    paths = best_tree(levels, 6, 3)
+    assert paths == [(0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,)]
+    assert expected_tree_tokens(levels, paths) == pytest.approx(1 + 0.6 + 0.3 + 0.2 + 0.18 + 0.12 + 0.1)
+    assert best_tree([[0.5]], 5, 1) == [(0,)]
+    with pytest.raises(InputError, match="largest first"):
+        best_tree([[0.5], [0.1, 0.2]], 3, 2)
+
+
+def test_a_replay_counts_rounds() -> None:
+    text = np.array([[0, 0], [5, 0], [1, 0], [0, -1]], np.int16)
+    ranks = Ranks([text])
+    assert ranks.replay([]) == 1.0
+    assert ranks.replay([(0,), (0, 0)]) == pytest.approx(4 / 2)  # three tokens, then place 3: two rounds
+    assert ranks.replay([(0,)]) == pytest.approx(4 / 3)
+    assert ranks.accuracies()[0][:3] == [0.5, 0.25, 0.0]
