@@ -39,10 +39,11 @@ class LLM:
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair; of a model that hears (whisper) ``(model, processor)``.
-        draft: "none", "auto", "model:<path or id>", "self-int8" (the target once more, with weights of 8 bits),
-            "early-exit:<layers>" (its own first layers), "oracle" or "oracle:<rate>" (the known answer, to measure what
-            a draft could bring), a Drafter object, or several: joined by "+", or in a list. "auto" uses ``tales-draft``
-            for ``tales``.
+        draft: "none", "auto", "model:<path or id>", "medusa:<heads>" (a folder, or ``tales-medusa``), "self-int8" (the
+            target once more, with weights of 8 bits), "early-exit:<layers>" (its own first layers), "oracle" or
+            "oracle:<rate>" (the known answer, to measure what a draft could bring), drafts from text
+            ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
+            ``tales-draft`` for ``tales``.
         cache: only "full" in this version.
         kv_budget: only None in this version.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -121,6 +122,7 @@ class LLM:
             self.target,
             functools.partial(self._rounded, target),
             self._answer,
+            allow_pickle,
         )
         self.draft: Drafter | None = make_drafter(drafters, around, strict=strict)
         given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too

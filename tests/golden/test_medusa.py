@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from architectures import ALL, VOCAB, greedy, model_of
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
 from sakiyomi.builders import BUILDERS, Growth
 from sakiyomi.drafters.medusa import MedusaDrafter
+from sakiyomi.kernels.build import native
 from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.medusa.formats import read_heads, write_heads
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
@@ -21,7 +23,7 @@ from sakiyomi.medusa.ranks import Ranks
 from sakiyomi.medusa.search import _ranks
 from sakiyomi.medusa.tuned import FILE
 from sakiyomi.tree import TokenTree
-from toys import character_tokenizer
+from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 NEW = 24
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -237,6 +239,21 @@ def test_other_kernels_taken_into_use_later(folders: dict[str, Path], monkeypatc
     assert unsettled or llm.target.state.attention != "sakiyomi_cpu"
 
 
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_rounded_targets(kind: str, tmp_path: Path) -> None:
+    """Heads are rounded with the target; the text is that of the rounded target alone."""
+    model = tiny_llama(dim=64).bfloat16()
+    target = save_model(tmp_path / "target", model, tiny_tokenizer())
+    write_heads(new_heads(model, heads=2, layers=2), tmp_path / "heads")
+    prompts = [[5, 6, 7, 8], [40, 41, 9]]
+    texts = []
+    for draft in (f"medusa:{tmp_path / 'heads'}", "none"):
+        llm = LLM(str(target), draft, quantize=kind, compile=False, exact=True, strict=True)
+        texts.append([out.token_ids for out in llm.generate(prompts, params(gamma=2, nodes=6))])
+    assert texts[0] == texts[1]
+
+
 def test_exact_with_heads(folders: dict[str, Path]) -> None:
     """Bit-equal logits with and without them, in a batch."""
     values = params(gamma=3, nodes=9, logprobs=1)
@@ -281,6 +298,17 @@ def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
         llm_of("medusa:")
     with pytest.raises(LoadError, match="no folder"):
         llm_of(f"medusa:{tmp_path / 'nowhere'}")
+
+
+def test_heads_stored_as_pickle_are_asked_for(tmp_path: Path) -> None:
+    folder = heads_folder(tmp_path, fitted=False)
+    weights = folder / "medusa_lm_head.safetensors"
+    torch.save(load_file(weights), folder / "medusa_lm_head.pt")
+    weights.unlink()
+    with pytest.raises(LoadError, match="allow_pickle"):
+        llm_of(f"medusa:{folder}")
+    out = llm_of(f"medusa:{folder}", allow_pickle=True).generate(PROMPTS, params(gamma=2))
+    assert [one.token_ids for one in out] == [greedy(model_of("llama"), tokens, NEW) for tokens in PROMPTS]
 
 
 def test_a_target_with_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from medusa_toys import new_heads
 from sakiyomi import memory
 from sakiyomi.bench import inflate as module
 from sakiyomi.bench.config import InflateConfig, Note
@@ -19,6 +20,8 @@ from sakiyomi.bench.inflate import inflate, inflated, parse_count, wider
 from sakiyomi.cli import app
 from sakiyomi.embedded import embedded
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.medusa.backbone import Backbone
+from sakiyomi.medusa.formats import read_heads, write_heads
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PARAMS = {True: "200K", False: "220K"}  # the tiny model has 29K or 39K
@@ -168,3 +171,28 @@ def test_flags_before_the_name_of_the_command_are_refused() -> None:
     result = CliRunner().invoke(app, ["bench", "--gamma", "3", "inflate", "x", "--params", "1M"])
     assert result.exit_code == 2
     assert "--gamma stands before 'inflate'" in result.output
+
+
+@pytest.mark.usefixtures("deep")
+@pytest.mark.parametrize("own", [False, True])
+def test_heads_become_as_wide(folders: dict[bool, Path], tmp_path: Path, own: bool) -> None:
+    """The large target's heads guess what the small one's do, block behind block."""
+    small = AutoModelForCausalLM.from_pretrained(folders[True], dtype="float32")
+    heads = new_heads(small, heads=2, layers=2, own=own)
+    write_heads(heads, tmp_path / "heads")
+    out = tmp_path / "large"
+    inflate(InflateConfig(str(out), PARAMS[True], str(folders[True]), str(tmp_path / "heads")), Note())
+    large = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
+    wide = read_heads(out / "medusa").heads
+    assert wide.shape.hidden_size == large.config.hidden_size
+    ids = torch.randint(320, (1, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        backbones = [Backbone(model) for model in (small, large)]
+        guesses = [
+            each(backbone(ids)[0], backbone.weight) for each, backbone in zip((heads, wide), backbones, strict=True)
+        ]
+    assert (guesses[0] - guesses[1]).abs().max() < 1e-3 * guesses[0].abs().max()
+    assert wide.weights[0, 0, : heads.shape.hidden_size, heads.shape.hidden_size :].std() > 0, "random, not zero"
+    with pytest.raises(UnsupportedError, match="another model"):
+        inflate(InflateConfig(str(tmp_path / "x"), "220K", str(folders[True]), str(out / "medusa")), Note())
+    assert not (tmp_path / "x").exists()

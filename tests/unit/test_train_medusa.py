@@ -124,6 +124,8 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path: Path, monkeypatch:
     summary = train_medusa(medusa_config(tmp_path, target, out=str(tmp_path / "parts"), positions=0.5, resume=True))
     assert summary["finished"]
     assert losses(str(tmp_path / "parts")) == losses(str(tmp_path / "whole"))
+    logs = [(tmp_path / name / "heads.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    assert {json.loads(line)["step"]: line for line in logs[1]} == dict(enumerate(logs[0]))
     one, other = (read_heads(tmp_path / name / "model").heads.weights for name in ("whole", "parts"))
     assert torch.equal(one, other)
     with pytest.raises(InputError, match="heads is 3"):
@@ -331,6 +333,19 @@ def test_data_that_is_too_short_or_without_turns_is_refused(tmp_path: Path) -> N
         train_medusa(
             medusa_config(tmp_path, target, data=(str(story_file(tmp_path / "few.jsonl", count=5)),), valid=())
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "gpu"}, "device is 'gpu'"),
+        ({"device": "cuda:77"}, "torch sees"),
+        ({"precision": "fp16"}, "precision is 'fp16'"),
+    ],
+)
+def test_a_device_or_precision_that_is_not_there(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        train_medusa(medusa_config(tmp_path, tiny_target(tmp_path), **changes))
 
 
 def test_heads_learn_from_chats(tmp_path: Path) -> None:

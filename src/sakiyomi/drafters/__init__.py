@@ -28,6 +28,7 @@ class Surroundings:
         packed: the target as it runs (``sakiyomi.model.PackedModel``).
         rounded: makes the target once more, with weights of fewer bits, ready to run beside it.
         answer: what the target says to a request by itself (``drafters.oracle.Answer``).
+        allow_pickle: weights may be stored as pickle.
     """
 
     target: Any
@@ -37,6 +38,7 @@ class Surroundings:
     packed: Any
     rounded: Callable[[str], Any]
     answer: Callable[[Context], Any]
+    allow_pickle: bool = False
 
 
 def _model(argument: str, around: Surroundings) -> Drafter:
@@ -127,7 +129,7 @@ def _medusa(argument: str, around: Surroundings) -> Drafter:
     if not argument:
         raise InputError('draft "medusa:" names no heads; write medusa:<folder>')
     folder = embedded(argument) if is_embedded_name(argument) else Path(argument).expanduser()
-    guesser = Guesser(read_heads(folder).heads, around.packed, argument)
+    guesser = Guesser(read_heads(folder, allow_pickle=around.allow_pickle).heads, around.packed, argument)
     return MedusaDrafter(guesser, around.vocab_size, read_tuned(folder))
 
 

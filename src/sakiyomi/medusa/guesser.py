@@ -25,8 +25,8 @@ __all__ = ["Guesser"]
 class Guesser:
     """Logits of the guesses, with the target's own kernels where these serve.
 
-    The first block of all heads reads the same hidden state, so that it is one multiplication for all of them; further
-    blocks are one batched multiplication each.
+    The first block of all heads reads the same hidden state, so that it is one multiplication for all of them, as is
+    that of all features with the target's head over the vocabulary. Further blocks read what is each head's own.
 
     Args:
         heads: as they were read.
@@ -72,6 +72,13 @@ class Guesser:
         bits = 16 if self._target.rounding is None else 8
         bias = None if self._biases is None else self._biases[0].flatten()
         self._first = _linear(tables, self._weights[0].flatten(0, 1), bias, bits)
+        self._further = [
+            [
+                _linear(tables, weight, None if self._biases is None else self._biases[layer][head], bits)
+                for head, weight in enumerate(self._weights[layer])
+            ]
+            for layer in range(1, self._shape.layers)
+        ]
         self._own = None if self._given is None else [_linear(tables, weight, None, bits) for weight in self._given]
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -81,7 +88,8 @@ class Guesser:
         with torch.no_grad(), target.lock:
             if self._state is not target.state:
                 self._pack()
-            target.state.begin(Plan([]), len(hidden))  # other models may have had a pass meanwhile
+            if isinstance(target.state, NativeModel):  # its tables; other models may have had a pass meanwhile
+                target.state.begin(Plan([]), len(hidden))
             logits = self._logits(hidden.to(self._weights.dtype))
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)
@@ -93,11 +101,8 @@ class Guesser:
         rows, width = hidden.shape
         y = self._first(hidden).view(rows, self.heads, width)
         x = (hidden[:, None] + F.silu(y)).transpose(0, 1).contiguous()
-        for layer in range(1, self._shape.layers):
-            y = x @ self._weights[layer].mT
-            if self._biases is not None:
-                y = y + self._biases[layer][:, None]
-            x = x + F.silu(y)
+        for block in self._further:
+            x = x + F.silu(torch.stack([linear(part) for linear, part in zip(block, x, strict=True)]))
         if self._own is None:
             said: Tensor = self._target.head(x.flatten(0, 1))
             return said.view(self.heads, rows, -1)

@@ -88,7 +88,7 @@ class MedusaHeads(nn.Module):
         for layer, weight in enumerate(self.weights):
             y = x @ weight.mT
             if self.biases is not None:
-                y = y + self.biases[layer][:, None]
+                y = y + self.biases[layer][:, None].to(y.dtype)  # in the precision of the pass
             x = x + F.silu(y)
         return x
 

@@ -47,13 +47,12 @@ class Ranks:
         return sum(len(text) for text in self.texts)
 
     def accuracies(self) -> list[list[float]]:
-        """Of each head the chance that the first, second, ... guess is right, ``LISTED`` of them, not growing."""
+        """Of each head the chance that the first, second, ... guess is right, ``LISTED`` of them."""
         found = []
         for head in range(self.heads):
             ranks = np.concatenate([text[:, head] for text in self.texts])
             ranks = ranks[ranks >= 0]
-            counts = np.bincount(ranks, minlength=LISTED + 1)[:LISTED] / max(len(ranks), 1)
-            found.append(np.minimum.accumulate(counts).tolist())
+            found.append((np.bincount(ranks, minlength=LISTED + 1)[:LISTED] / max(len(ranks), 1)).tolist())
         return found
 
     def replay(self, paths: Paths) -> float:
@@ -84,7 +83,9 @@ class Ranks:
             heads: levels at most; None: all.
             width: first guesses of each head that may be in it.
         """
-        levels = [chances[:width] for chances in self.accuracies()[: heads or self.heads]]
+        # A guess behind others is not worth more than they are, whatever some hundred places say.
+        levels = [np.minimum.accumulate(chances[:width]).tolist() for chances in self.accuracies()]
+        levels = levels[: heads or self.heads]
         return best_tree(levels, nodes, len(levels))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from sakiyomi.errors import InputError
 from sakiyomi.llm import LLM
+from sakiyomi.loading.model import parse_device
 from sakiyomi.train.config import DistillDataConfig
 from sakiyomi.train.counted import read_prompts
 from sakiyomi.train.data import Ids, check_shares, encode_file, parse_text
@@ -37,7 +38,7 @@ def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str
     check_shares("--data", specs)
     target, tokenizer = load_target(config.target)
     moved: Any = target
-    moved = moved.to(_device(config.device))
+    moved = moved.to(parse_device(config.device))
     llm = LLM((moved, tokenizer), "none", compile=False, max_batch=config.batch)
     room = llm.max_context - config.tokens
     reporter = Reporter(20.0)
@@ -70,11 +71,3 @@ def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str
         "written": samples.count - before,
         "seconds": time.monotonic() - began,
     }
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -124,6 +124,13 @@ def card(summary: dict[str, Any]) -> str:
         lines.append("")
     if "memory" in summary:
         lines += [summary["memory"]["explained"], ""]
+    if summary.get("throughput"):
+        found = summary["throughput"]
+        lines += [
+            f"A step took {found['step_ms']:.0f} ms, {found['ratio']:.2f} times the frozen target's pass over its rows "
+            f"({found['forward_ms']:.0f} ms).",
+            "",
+        ]
     if "cost" in summary:
         cost = "unknown" if summary["cost"] is None else f"{summary['cost']:.3g}"
         lines += [f"Draft step / target step (c): {cost}, {summary['cost_source']}.", ""]

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -27,6 +28,10 @@ class HiddenStates:
         backbone: the target.
         folder: for a file of what is kept; it goes with the process.
         limit_bytes: of that file; 0: none is made. Where the disk is full before, what fits is kept.
+
+    Attributes:
+        computed, found: rows so far, by the target and on disk.
+        calls: of each call the rows that were computed, and the seconds of that.
     """
 
     def __init__(self, backbone: Backbone, folder: Path, limit_bytes: int = 0) -> None:
@@ -35,16 +40,16 @@ class HiddenStates:
         self._file = tempfile.TemporaryFile(dir=folder) if limit_bytes else None  # noqa: SIM115
         self._places: dict[bytes, int] = {}
         self.computed = self.found = 0
+        self.calls: list[tuple[int, float]] = []
 
     def __call__(self, ids: Tensor) -> Tensor:
         """(B, T) ids to (B, T, hidden), on the device of the ids."""
         if self._file is None:
-            self.computed += len(ids)
             return self._compute(ids)
         keys = [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
         missing = [index for index, key in enumerate(keys) if key not in self._places]
         fresh = self._compute(ids[missing]) if missing else None
-        self.computed, self.found = self.computed + len(missing), self.found + len(ids) - len(missing)
+        self.found += len(ids) - len(missing)
         rows: list[Tensor | None] = [None] * len(ids)
         if fresh is not None:
             for index, row in zip(missing, fresh, strict=True):
@@ -60,9 +65,15 @@ class HiddenStates:
         self._file, self._places = None, {}
 
     def _compute(self, ids: Tensor) -> Tensor:
+        began = time.perf_counter()
         padded = torch.cat([ids, ids.new_zeros(-len(ids) % CHUNK_ROWS, ids.shape[1])])
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-            return torch.cat([self._backbone(rows) for rows in padded.split(CHUNK_ROWS)])[: len(ids)]
+            hidden = torch.cat([self._backbone(rows) for rows in padded.split(CHUNK_ROWS)])[: len(ids)]
+        if hidden.device.type == "cuda":
+            torch.cuda.synchronize(hidden.device)
+        self.computed += len(ids)
+        self.calls.append((len(ids), time.perf_counter() - began))
+        return hidden
 
     def _keep(self, key: bytes, row: Tensor) -> None:
         size = row.numel() * 2

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sakiyomi.errors import InputError
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.growth import grow
@@ -263,7 +264,13 @@ def accelerator(device: str, precision: str) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    return Accelerator(cpu=device == "cpu", mixed_precision=precision)
+    found = Accelerator(cpu=device == "cpu", mixed_precision=precision)
+    if found.num_processes > 1:
+        raise InputError(
+            f"this is one of {found.num_processes} processes of a run, which is one process in this version: start it "
+            "without a launcher"
+        )
+    return found
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

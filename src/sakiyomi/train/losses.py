@@ -10,6 +10,7 @@ from torch import Tensor
 
 # Logits that `heads_loss` holds at a time, in numbers: 4 MiB in float32, which stays in the caches of a CPU.
 LOGITS_AT_ONCE = 1 << 20
+SMALLEST_NUMBER = 1e-37  # of float32, about: a probability that is 0 would have an infinite loss
 # Mass below this is noise of float32 sums; its logarithm must not reach the loss.
 SMALLEST_MASS = 1e-6
 
@@ -67,6 +68,9 @@ def heads_loss(features: Tensor, head: Tensor, labels: Tensor, weights: Tensor) 
     Returns:
         The sum over heads of each one's weighted mean, and the plain means of each, (K), without gradient.
     """
+    device = features.device.type
+    if torch.is_autocast_enabled(device):
+        features = features.to(torch.get_autocast_dtype(device))
     loss, means = _HeadsLoss.apply(features, head, labels, weights)  # type: ignore[no-untyped-call]
     return loss, means
 
@@ -86,14 +90,18 @@ class _HeadsLoss(torch.autograd.Function):
             for k in range(heads):
                 for at in range(0, count, piece):
                     some = slice(at, at + piece)
-                    chances = (features[k, some] @ wide[k].T).float()
-                    each = _cross_entropy(chances, labels[k, some], scale[k, some])
-                    total += (each * scale[k, some]).sum()
-                    means[k] += (each * (scale[k, some] > 0)).sum()
-                    grad = chances.to(dtype)
-                    grad_features[k, some] = grad @ wide[k]
+                    right, share = labels[k, some, None], scale[k, some, None]
+                    read = features[k, some]
+                    grad = torch.softmax(read @ wide[k].T, 1, dtype=torch.float32)
+                    each = -grad.gather(1, right).clamp_min(SMALLEST_NUMBER).log()
+                    total += (each * share).sum()
+                    means[k] += (each * (share > 0)).sum()
+                    # The gradient of the logits, but for the scale of each row, which is cheaper behind the product.
+                    grad = grad.scatter_add_(1, right, torch.full_like(each, -1.0)).to(dtype)
+                    grad_features[k, some] = (grad @ wide[k]) * share.to(dtype)
                     if grad_head is not None:
-                        (grad_head[k] if head.dim() == 3 else grad_head).add_((grad.T @ features[k, some]).float())
+                        into = grad_head[k] if head.dim() == 3 else grad_head
+                        into.add_((grad.T @ (read * share.to(dtype))).float())
         means /= (weights > 0).sum(1).clamp_min(1)
         ctx.save_for_backward(grad_features, grad_head)
         ctx.mark_non_differentiable(means)
@@ -103,13 +111,3 @@ class _HeadsLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         grad_features, grad_head = ctx.saved_tensors
         return grad_features * grad.to(grad_features.dtype), None if grad_head is None else grad_head * grad, None, None
-
-
-def _cross_entropy(logits: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    """Cross-entropy of (n, V) float32 logits, which become its gradient times the scale of each row."""
-    right = logits.gather(1, labels[:, None])
-    total = logits.logsumexp(1, keepdim=True)
-    torch.sub(logits, total, out=logits).exp_()
-    logits.scatter_add_(1, labels[:, None], torch.full_like(right, -1.0))
-    logits.mul_(scale[:, None])
-    return (total - right)[:, 0]

@@ -6,7 +6,10 @@ token t + k + 2; the one in between is the target's own.
 
 from __future__ import annotations
 
+import itertools
+import json
 import resource
+import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.llm import LLM
+from sakiyomi.loading.model import parse_device
 from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.medusa.formats import write_heads
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
@@ -38,7 +42,7 @@ from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import model_folder, write_card
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.labels import vocabulary
-from sakiyomi.train.loop import Loop, accelerator, compile_layers
+from sakiyomi.train.loop import Loop, Progress, accelerator, compile_layers
 from sakiyomi.train.losses import heads_loss
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_heads
@@ -74,7 +78,7 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
     specs, valid = [parse_text(spec) for spec in config.data], parse_valid(config.valid)
     check_shares("--data", specs)
     check_run(config, [])
-    device = accelerator(config.device, config.precision).device
+    device = _device(config)
     target, tokenizer = load_target(config.target)
     vocab = vocabulary(target)
     files = {spec.path: read_counted(spec.path, tokenizer, vocab) for spec in specs}
@@ -104,7 +108,7 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
     )
     learner = _Joint(config, target, heads) if config.joint else heads
     hidden = HiddenStates(backbone, Path(config.out), int(config.cache_gib * 2**30))
-    means: list[tuple[int, list[float]]] = []
+    log = _HeadLog(Path(config.out) / "heads.jsonl", config.resume)
 
     def batch_loss(model: nn.Module, rows: Tensor) -> Tensor:
         if isinstance(model, _Joint) and loop.share >= config.heads_first:
@@ -113,11 +117,12 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
             ids = torch.where(rows < 0, ~rows, rows)
             states = hidden(ids[:, :-1])
             loss, each = guess_loss(config, heads, states, rows, backbone.weight, loop.progress.step)
-        means.append((loop.progress.step, each.tolist()))
+        log.add(loop.progress.step, each)
         return loss
 
     def evaluate(model: nn.Module) -> dict[str, dict[str, float]]:
-        return {name: _measures(heads, backbone, some) for name, some in texts.items()}
+        losses = {f"head_{head}_loss": loss for head, loss in enumerate(log.recent(), start=1)}
+        return {name: losses | _measures(heads, backbone, some) for name, some in texts.items()}
 
     loop = Loop(
         config,
@@ -126,10 +131,12 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
         mixture,
         evaluate,
         optimizers=_optimizers(config, heads),
-        device=config.device,
+        device=str(device),
         precision=config.precision,
     )
-    with closing(hidden):
+    adapters = sum(4 * weight.numel() for weight in learner.parameters() if weight.requires_grad)
+    adapters -= sum(4 * weight.numel() for weight in heads.parameters())
+    with closing(hidden), log:
         finished = loop.run()
     if not finished:
         progress = loop.progress
@@ -148,8 +155,8 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
         write_heads(heads.bfloat16(), folder, base=base)
         ranks = {name: _ranks(heads, backbone, some) for name, some in texts.items()}
         accuracies = {name: found.accuracies() for name, found in ranks.items()}
-        drawn = plot_heads(_thinned(means), accuracies, folder / "accuracy.png")
-    memory = _memory(config, target, heads, device)
+        drawn = plot_heads(log.curve(), accuracies, folder / "accuracy.png")
+    memory = _memory(config, target, heads, adapters, device)
     reporter.note(memory["explained"])
     return write_card(
         config,
@@ -168,7 +175,22 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
         accuracy_curve="accuracy.png" if drawn else None,
         memory=memory,
         rows_from_disk=hidden.found,
+        throughput=_throughput(config, loop.progress, hidden),
     )
+
+
+def _device(config: MedusaConfig) -> torch.device:
+    """Where the run takes place.
+
+    Raises:
+        InputError: there is no such device, or the precision is none of its own.
+    """
+    device = parse_device(config.device)
+    try:
+        found: torch.device = accelerator(str(device), config.precision).device
+    except ValueError as error:
+        raise InputError(f"precision is {config.precision!r}, which {config.device} does not have: {error}") from error
+    return found
 
 
 def _about(config: MedusaConfig, base: str) -> str:
@@ -177,11 +199,48 @@ def _about(config: MedusaConfig, base: str) -> str:
     return f"{config.heads} Medusa heads of {config.layers} {blocks} {kind}, for {base}"
 
 
-def _thinned(means: Sequence[tuple[int, list[float]]], most: int = 200) -> list[tuple[int, list[float]]]:
-    """Means over so many steps that a curve has few points."""
-    size = max(1, -(-len(means) // most))
-    pieces = [means[at : at + size] for at in range(0, len(means), size)]
-    return [(piece[-1][0] + 1, np.mean([each for _, each in piece], axis=0).tolist()) for piece in pieces]
+class _HeadLog:
+    """The loss of each head at every step, in nats, a line each in a file that a resumed run goes on with.
+
+    Args:
+        path: of the file.
+        resume: go on with it.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self._path = path
+        self._fresh: list[list[float]] = []
+        with writing(path):
+            self._file = path.open("a" if resume else "w", encoding="utf-8")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, step: int, means: Tensor) -> None:
+        """The next step's."""
+        self._fresh.append([round(loss, 5) for loss in means.tolist()])
+        with writing(self._path):
+            self._file.write(json.dumps({"step": step, "loss": self._fresh[-1]}) + "\n")
+            self._file.flush()
+
+    def recent(self) -> list[float]:
+        """Means over the steps since this was asked last."""
+        found = np.mean(self._fresh, axis=0).tolist() if self._fresh else []
+        self._fresh = []
+        return list(found)
+
+    def curve(self, most: int = 200) -> list[tuple[int, list[float]]]:
+        """Means over so many steps that a curve has few points."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        # Steps behind the checkpoint that a run was resumed from were made again: the later line counts.
+        steps = {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
+        means = sorted(steps.items())
+        size = max(1, -(-len(means) // most))
+        pieces = [means[at : at + size] for at in range(0, len(means), size)]
+        return [(piece[-1][0] + 1, np.mean([each for _, each in piece], axis=0).tolist()) for piece in pieces]
 
 
 # ---------------------------------------------------------------- data
@@ -412,7 +471,20 @@ def _trees(ranks: Ranks) -> list[dict[str, Any]]:
     return found
 
 
-def _memory(config: MedusaConfig, target: nn.Module, heads: MedusaHeads, device: torch.device) -> dict[str, Any]:
+def _throughput(config: MedusaConfig, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
+    """Median milliseconds of a step and of the frozen target's part of it, where no row came from disk."""
+    times = [after[2] - before[2] for before, after in itertools.pairwise(progress.losses)]
+    rows = config.step_tokens // config.row_tokens[0]
+    whole = [seconds for count, seconds in hidden.calls if count == rows]
+    if config.joint or hidden.found or not times or not whole:
+        return None
+    step, forward = statistics.median(times), statistics.median(whole)
+    return {"step_ms": 1000 * step, "forward_ms": 1000 * forward, "ratio": step / forward}
+
+
+def _memory(
+    config: MedusaConfig, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
+) -> dict[str, Any]:
     """What the run held at most, and what of it must be."""
     frozen = sum(weight.nbytes for weight in target.parameters())
     trained = sum(weight.numel() * 4 for weight in heads.parameters())
@@ -426,15 +498,22 @@ def _memory(config: MedusaConfig, target: nn.Module, heads: MedusaHeads, device:
     parts = {
         "target": frozen,
         "heads": trained,
-        "gradients": trained,
-        "optimizer": 2 * trained,
+        "adapters": adapters,
+        "gradients": trained + adapters,
+        "optimizer": 2 * (trained + adapters),
         "hidden_states": states,
         "head_activations": 4 * kept,
     }
     where = "on the device" if device.type == "cuda" else "of the process, torch itself and its compiler included"
     explained = (
         f"memory: {readable(peak)} at most {where}; of these the target {readable(frozen)}, without gradients or "
-        f"optimizer state, heads with both {readable(4 * trained)}, a batch's hidden states {readable(states)} and "
+        f"optimizer state, heads with both {readable(4 * trained)}, "
+        + (
+            f"adapters with both {readable(4 * adapters)} beside what their passes keep for gradients, "
+            if adapters
+            else ""
+        )
+        + f"a batch's hidden states {readable(states)} and "
         f"what heads make of them about {readable(4 * kept)}"
     )
     return {"peak": peak, "parts": parts, "explained": explained}

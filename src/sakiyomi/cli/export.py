@@ -1,0 +1,90 @@
+"""``sakiyomi export``: what was trained here, as other tools have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.errors import InputError
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Which heads, and as what.
+
+    Attributes:
+        heads: folder of the heads in any of the formats, or tales-medusa.
+        out: folder that is made.
+        format: medusa (FasterDecoding's, which TGI reads), vllm (its release 0.11 and earlier), or merged (one
+            checkpoint with the target).
+        target: the model that they belong to; needed for merged, and for vllm where heads use the target's own head.
+        allow_pickle: read heads that are stored as pickle.
+    """
+
+    heads: str = field(metadata={"argument": "HEADS"})
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+    format: str = "vllm"
+    target: str | None = None
+    allow_pickle: bool = False
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    own = typer.Typer(help="Write what was trained for other tools.", no_args_is_help=True, rich_markup_mode=None)
+    command(
+        own,
+        "medusa",
+        ExportOptions,
+        JsonOption,
+        help="Write Medusa heads in the format of another tool.\n\nAny of the three formats is read and written.",
+    )(medusa)
+
+    @own.callback()
+    def _group() -> None:
+        """A callback keeps `export` a group of commands even while it has one."""
+
+    app.add_typer(own, name="export")
+
+
+def medusa(options: ExportOptions, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    with progress("reading"):
+        quiet()
+        from pathlib import Path
+
+        from sakiyomi.embedded import embedded, is_embedded_name
+        from sakiyomi.medusa.backbone import check_heads
+        from sakiyomi.medusa.formats import read_heads, write_heads
+
+        name = options.heads
+        folder = embedded(name) if is_embedded_name(name) else Path(name).expanduser()
+        found = read_heads(folder, allow_pickle=options.allow_pickle)
+        shape = found.heads.shape
+        out = Path(options.out).expanduser()
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} exists and is not an empty folder; name a new one")
+        head: Any = None
+        base: str | Path | None = options.target or found.base
+        if options.target is not None:
+            from sakiyomi.loading import load_model
+
+            loaded = load_model(options.target, device="cpu")
+            head = loaded.model.get_output_embeddings().weight.detach()
+            check_heads(found.heads, head.shape[1], head.shape[0], name)
+            base = loaded.folder if options.format == "merged" else options.target
+        write_heads(found.heads, out, options.format, base=base, head=head)  # type: ignore[arg-type]
+        if options.format == "merged":
+            loaded.tokenizer.save_pretrained(out)
+    summary = {"heads": shape.heads, "layers": shape.layers, "from": found.format, "format": options.format}
+    summary["folder"] = str(out)
+    stdout().out(
+        f"{out}: {shape.heads} heads of {shape.layers} layers as format {options.format}, read from {found.format}",
+        highlight=False,
+    )
+    if output.json:
+        emit_json(summary)
