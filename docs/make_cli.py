@@ -5,16 +5,15 @@ python docs/make_cli.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from sakiyomi.cli import app
 
-COMMANDS = (
-    *("", "demo", "generate", "transcribe", "chat", "audit", "info", "bench", "bench inflate", "train", "train target"),
-    *("train draft", "train ngram", "memory", "memory show", "memory clear"),
-)
 PAGE = Path(__file__).with_name("cli.md")
 HEAD = """# Command line
 
@@ -26,10 +25,17 @@ This page is made by `python docs/make_cli.py`.
 """
 
 
+def commands(command: Any, name: str = "") -> Iterator[str]:
+    """Names of a command and of all below it."""
+    yield name
+    for own, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{name} {own}".strip())
+
+
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for command in COMMANDS:
+    for command in commands(get_command(app)):
         result = CliRunner().invoke(app, [*command.split(), "--help"], prog_name="sakiyomi", terminal_width=100)
         assert result.exit_code == 0, result.output
         lines = "\n".join(line.rstrip() for line in result.stdout.strip().splitlines())

@@ -560,7 +560,10 @@ class PackedModel:
             return self._run(plan, rows, keep=ends)[0]
         size = rows if self.offloaded and not self.exact else self._size(rows)
         logits = self._run(plan, size, graphs=graphs)[0]
-        return logits if rows == logits.shape[0] else logits[:rows]
+        if rows == logits.shape[0]:
+            return logits
+        self.hidden = self.hidden[:rows] if self.hidden is not None else None
+        return logits[:rows]
 
     def _prompt_on_graph(self, rows: int, graphs: Collection[int] | None) -> bool:
         """Whether a chunk of a prompt may take the graph of a decoding pass, which computes the logits of all its rows.
@@ -672,6 +675,7 @@ class PackedModel:
     def _plain(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The model's own forward, eager: logits (1, rows, V), or of the rows in `keep`, and what the head has read."""
         wanted = {} if keep is None or not self._keeps else {"logits_to_keep": keep}
+        self.tap.read = None  # what an earlier pass has left is nobody's hidden state
         logits: Tensor = self._model(
             input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted
         ).logits
@@ -679,6 +683,7 @@ class PackedModel:
 
     def _call_own(self, state: OwnAttention, ids: Tensor, positions: Tensor) -> Tensor:
         mask = state.mask(self.dtype, ids.shape[1])
+        self.tap.read = None
         logits: Tensor = self._model(
             input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=state, use_cache=True
         ).logits

@@ -5,7 +5,9 @@ Imports no torch, so that a command line may read the defaults quickly.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +21,7 @@ __all__ = ["ACCEPTANCES", "QUANTIZATIONS", "TREES", "Acceptance", "SamplingParam
 
 Acceptance = Literal["auto", "ratio", "coupled", "block", "traversal", "typical"]
 ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal", "typical")
+MOST_CHOICES = 1024  # nodes of a tree that is given as a list
 Shape = str | Sequence[int] | Sequence[Sequence[int]]
 TREES = ("auto", "chain", "best-first", "dynamic", "static")
 QUANTIZATIONS = ("int8", "int4")  # of a target; what they do is in kernels/rounding.py
@@ -227,6 +230,8 @@ def _paths(shape: Any) -> tuple[tuple[int, ...], ...]:
             raise InputError(
                 f"tree is {shape!r}; counts begin with 1, for the target's own token, and have one more for each level"
             )
+        if sum(itertools.accumulate(entries[1:], operator.mul)) > MOST_CHOICES:
+            raise InputError(f"tree is {shape!r}, more than {MOST_CHOICES} nodes; a pass has a row for each")
         levels: list[list[tuple[int, ...]]] = [[()]]
         for count in entries[1:]:
             levels.append([(*path, rank) for path in levels[-1] for rank in range(count)])

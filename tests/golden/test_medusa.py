@@ -203,6 +203,11 @@ def test_replayed_rounds_are_those_of_the_engine(nodes: int, folders: dict[str, 
         assert Ranks([text]).replay(paths) == pytest.approx(out.stats.tau)
 
 
+def tree_width(tree: TokenTree) -> int:
+    """Most children of a place."""
+    return max(len(tree.children(node)) for node in range(-1, len(tree)))
+
+
 def test_tuned_sizes_are_used(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "tuned"
     write_heads(fitted_heads(model_of("llama"), [PROMPTS[0] + greedy(model_of("llama"), PROMPTS[0], 40)]), folder)
@@ -216,6 +221,9 @@ def test_tuned_sizes_are_used(folders: dict[str, Path], tmp_path: Path) -> None:
     assert max(tree.depth for tree in trees) <= 2
     wide = llm.generate(PROMPTS[:1], params(gamma=3, nodes=9), rounds_trace=True)[0].rounds_trace or []
     assert max(len(entry.tokens) for entry in wide) == 9, "a size that is asked for is what is drafted"
+    assert max(map(tree_width, trees)) <= 2
+    (folder / FILE).write_text(json.dumps(tuned | {"conditions": {}, "table": [], "accuracies": [[0.6], [0.5]]}))
+    assert llm_of(f"medusa:{folder}").draft.tuned is None, "of other heads"  # type: ignore[union-attr]
     (folder / FILE).write_text("{}")
     with pytest.raises(LoadError, match="damaged"):
         llm_of(f"medusa:{folder}")
@@ -285,7 +293,7 @@ def test_typical_is_greedy_at_temperature_0_and_marked_elsewhere(folders: dict[s
 # ---------------------------------------------------------------- refusals
 
 
-def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
+def test_heads_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = MedusaHeads(HeadsShape(2, 1, 48, None, 0))
     write_heads(other, tmp_path / "hidden")
     with pytest.raises(UnsupportedError, match=r"read 48 values.*hidden states of 32"):
@@ -294,6 +302,13 @@ def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
     write_heads(wide, tmp_path / "vocabulary")
     with pytest.raises(UnsupportedError, match=rf"guess {VOCAB + 8} tokens.*{VOCAB} tokens"):
         llm_of(f"medusa:{tmp_path / 'vocabulary'}")
+    small = MedusaHeads(HeadsShape(2, 1, 32, 20, 2))
+    write_heads(small, tmp_path / "small")
+    with monkeypatch.context() as patch, pytest.raises(UnsupportedError, match="guess 20 tokens"):
+        patch.setattr("sakiyomi.medusa.backbone.PADDING", 50)
+        llm_of(f"medusa:{tmp_path / 'small'}")
+    with pytest.raises(InputError, match="tree has 4 levels, and these heads guess 3"):
+        llm_of(f"medusa:{heads_folder(tmp_path, fitted=False)}").generate(PROMPTS, params(tree=[1, 1, 1, 1, 1]))
     with pytest.raises(InputError, match="names no heads"):
         llm_of("medusa:")
     with pytest.raises(LoadError, match="no folder"):

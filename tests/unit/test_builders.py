@@ -198,6 +198,7 @@ def test_choices_are_the_nodes_that_were_given(tree: Any, expected: list[tuple[i
     [
         ([2, 3], "counts begin with 1"),
         ([1], "counts begin with 1"),
+        ([1, 1000, 1000, 1000], "more than 1024 nodes"),
         ([1, 0], "counts begin with 1"),
         ([], "expected counts such as"),
         ([[0], "x"], "expected counts such as"),

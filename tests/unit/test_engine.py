@@ -576,7 +576,7 @@ def test_prompts_that_cannot_be_meant(prompts: Any, message: str) -> None:
         {"max_context": 10**6},
         {"dtype": "float8"},
         {"device": "tpu"},
-        {"draft": "medusa:x"},
+        {"draft": "medusa:"},
         {"draft": "model:"},
         {"draft": ""},
         {"draft": 5},

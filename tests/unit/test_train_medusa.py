@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,33 @@ def test_the_hidden_states_are_what_the_head_reads_and_come_from_disk(tmp_path: 
     assert not list(tmp_path.iterdir()), "the file goes with the process"
 
 
+def test_a_row_that_comes_twice_in_a_batch_is_kept_once(tmp_path: Path) -> None:
+    backbone = Backbone(tiny_llama().bfloat16())
+    ids = torch.randint(0, 320, (3, 16))
+    plain, kept = HiddenStates(backbone, tmp_path), HiddenStates(backbone, tmp_path, limit_bytes=1 << 20)
+    for rows in ([0, 1, 0, 1], [2, 1], [0, 2, 1]):
+        assert torch.equal(kept(ids[rows]), plain(ids[rows]))
+    kept.close()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_without_mixed_precision(joint: bool, tmp_path: Path) -> None:
+    if joint:
+        pytest.importorskip("peft", reason="joint training needs peft")
+    more: dict[str, Any] = {"joint": True, "heads_first": 0.5} if joint else {}
+    assert train_medusa(medusa_config(tmp_path, tiny_target(tmp_path), precision="no", **more))["finished"]
+
+
+def test_a_log_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(tmp_path)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGINT)
+        train_medusa(medusa_config(tmp_path, target))
+    with (tmp_path / "medusa" / "heads.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert train_medusa(medusa_config(tmp_path, target, resume=True))["finished"]
+
+
 # ---------------------------------------------------------------- data
 
 
@@ -366,6 +394,7 @@ def test_heads_learn_from_chats(tmp_path: Path) -> None:
         ({"precision": "int8"}, "precision is 'int8'"),
         ({"data": ()}, "data not given"),
         ({"joint": True, "cache_gib": 1.0}, "cache_gib is 1.0"),
+        ({"lora_rank": 4}, "without --joint"),
     ],
 )
 def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -420,6 +449,9 @@ def test_answers_to_chats_are_training_data(tmp_path: Path) -> None:
     for line in Path(config.out).read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         assert tokenizer.decode(record["tokens"][: record["prompt"]]).endswith("ASSISTANT:")
+    with pytest.raises(InputError, match="chats and 1 records"):
+        (tmp_path / "both.jsonl").write_text(chats.read_text() + '{"text": "A tale."}\n')
+        train_distill_data(distill_config(tmp_path, target, data=(str(tmp_path / "both.jsonl"),)))
     found = read_counted(Path(config.out), tokenizer, 300)
     assert all((document < 0).any() and (document >= 0).any() for document in found)
 
@@ -427,7 +459,7 @@ def test_answers_to_chats_are_training_data(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- ranks and trees
 
 
-def test_ranks_are_those_of_the_tokens_that_came() -> None:
+def test_ranks_are_those_of_the_tokens_that_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """Place p is behind token p of prompt and text; head k guesses the token k + 2 places on."""
     ids = [3, 4, 5, 6, 7, 8]
     logits = torch.zeros(2, len(ids), 20)
@@ -435,10 +467,19 @@ def test_ranks_are_those_of_the_tokens_that_came() -> None:
     logits[1, 1, 7] = 1.0  # head 2 has the coming 7 first
     logits[0, 2, 9] = 1.0  # behind token 5: the coming 7 is one of the rest
     logits[0, 3, 8] = 5.0
-    ranks = rank_texts(lambda text: logits[:, : len(text)], [ids[:2]], [ids[2:]])
+
+    def places(text: Sequence[int]) -> torch.Tensor:
+        return torch.arange(float(len(text)))[:, None]
+
+    def guess(hidden: torch.Tensor) -> torch.Tensor:
+        return logits[:, hidden[:, 0].long()]
+
+    ranks = rank_texts(places, guess, [ids[:2]], [ids[2:]])
     assert ranks.texts[0].tolist() == [[1, 0], [1, 0], [0, -1]]
+    monkeypatch.setattr("sakiyomi.medusa.ranks.PLACES", 2)
+    assert rank_texts(places, guess, [ids[:2]], [ids[2:]]).texts[0].tolist() == ranks.texts[0].tolist()
     far = torch.arange(20.0).flip(0)
-    worst = rank_texts(lambda text: far.expand(2, len(text), 20), [[19, 19]], [[19] * 4])
+    worst = rank_texts(places, lambda hidden: far.expand(2, len(hidden), 20), [[19, 19]], [[19] * 4])
     assert worst.texts[0].tolist()[0] == [LISTED, LISTED]
 
 

@@ -45,6 +45,7 @@ def config_of(place: Path, **changes: Any) -> TuneConfig:
 
 @pytest.mark.alone
 def test_the_best_size_is_kept_beside_the_heads(place: Path) -> None:
+    (place / "heads" / FILE).write_text("{", encoding="utf-8")  # a damaged one of before is in nobody's way
     found = tune(config_of(place))
     tuned = read_tuned(place / "heads")
     assert tuned is not None
@@ -78,6 +79,8 @@ def test_the_search_weighs_tau_against_rounds() -> None:
     [
         ({"valid": ""}, InputError, "valid is not given"),
         ({"prompts": 0}, InputError, "prompts is 0"),
+        ({"new_tokens": 1}, InputError, "new_tokens is 1"),
+        ({"max_nodes": 63}, InputError, "no tree has more than 31"),
         ({"heads": "/nowhere"}, LoadError, "no folder"),
         ({"valid": "/nowhere.jsonl"}, LoadError, "nowhere"),
         ({"new_tokens": 125}, InputError, "no prompt of 8 to"),
@@ -114,6 +117,8 @@ def test_the_commands(place: Path) -> None:
         load_file(merged / "model.safetensors")["medusa_head.1.0.linear.weight"],
         read_heads(place / "heads").heads.weights[0, 1],
     )
+    alone = CliRunner().invoke(app, ["export", "medusa", str(place / "heads"), str(place / "x"), "--format", "merged"])
+    assert alone.exit_code == 2
     again = CliRunner().invoke(app, [*arguments, str(place / "tiny")])
     assert again.exit_code == 2
     assert "not an empty folder" in str(again.exception or again.output) + again.output

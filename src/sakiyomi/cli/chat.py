@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, ModelOptions, command, load, note_lossy
 from sakiyomi.errors import InputError, SakiyomiError
 from sakiyomi.outputs import Stats
 from sakiyomi.params import SamplingParams
@@ -101,8 +101,6 @@ def chat(options: ChatOptions, model: ModelOptions, params: SamplingParams, outp
 REFUSED = {
     "n": "a conversation has one reply to a message, and /again gives another one",
     "logprobs": "they are shown by sakiyomi generate --json only; leave them out",
-    "epsilon": "it belongs to typical acceptance, which this version has not; leave it out",
-    "delta": "it belongs to typical acceptance, which this version has not; leave it out",
 }
 """Parameters that a conversation has no place for, and what to do instead."""
 
@@ -116,6 +114,7 @@ def check(params: SamplingParams) -> None:
     for name, remedy in REFUSED.items():
         if (value := getattr(params, name)) != getattr(SamplingParams, name):
             raise InputError(f"{name} is {value}; {remedy}")
+    note_lossy(params)
 
 
 class Chat:

@@ -20,6 +20,7 @@ from sakiyomi.errors import InputError
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
+    from sakiyomi.params import SamplingParams
 
 __all__ = ["JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
 
@@ -110,6 +111,14 @@ def load(model: ModelOptions) -> LLM:
             f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
         )
     return llm
+
+
+def note_lossy(params: SamplingParams) -> None:
+    """Say on stderr where what is asked for changes the text's distribution."""
+    from sakiyomi.cli.output import note
+
+    if params.acceptance == "typical" and not params.greedy:
+        note("acceptance typical is lossy: the text has another distribution than the target's own")
 
 
 def command(

@@ -53,6 +53,8 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
     """Run the command."""
     from sakiyomi.cli.output import emit_json, progress, quiet, stdout
 
+    if options.format == "merged" and options.target is None:
+        raise InputError("format merged holds the target too; give it with --target")
     with progress("reading"):
         quiet()
         from pathlib import Path

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, ModelOptions, command, load, note_lossy
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.outputs import Generation
 from sakiyomi.params import SamplingParams
@@ -64,11 +64,10 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
     stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
     if output.json and options.stream is None:
         stream = False
-    from sakiyomi.cli.output import emit_json, note, progress
+    from sakiyomi.cli.output import emit_json, progress
 
     llm = load(model)
-    if params.acceptance == "typical" and not params.greedy:
-        note("acceptance typical is lossy: the text has another distribution than the target's own")
+    note_lossy(params)
     rounding = llm.target.rounding
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]

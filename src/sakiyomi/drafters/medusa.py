@@ -7,6 +7,7 @@ behind the one that the target has chosen there.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.levels import FIXED, SHARPNESS, kind_of
 from sakiyomi.drafters.reading import Reading
+from sakiyomi.errors import InputError
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MedusaDrafter"]
 
+logger = logging.getLogger("sakiyomi")
 _Found = tuple[list[int], list[float | None], list[float]]
 
 
@@ -45,6 +48,11 @@ class _Guesses(Reading):
     def sureness(self, level: int) -> Confidence:
         """See ``Reading.sureness``."""
         return self._levels[level]
+
+    def wanted(self, place: int) -> int:
+        """See ``Reading.wanted``."""
+        count = super().wanted(place)
+        return min(count, self._width) if self.builder.picks else count
 
     def grow(self, logits: Tensor) -> Draft:
         """The draft, from the logits of all heads, (heads, V)."""
@@ -92,6 +100,13 @@ class MedusaDrafter:
     kind: DraftKind = "chain"
 
     def __init__(self, guesser: Guesser, vocab_size: int, tuned: Tuned | None = None) -> None:
+        if tuned is not None and len(tuned.accuracies) != guesser.heads:
+            logger.warning(
+                "tuned.json is that of %d heads, and there are %d: it is not used; have it made again: sakiyomi tune "
+                "medusa",
+                *(len(tuned.accuracies), guesser.heads),
+            )
+            tuned = None
         self.guesser, self.tuned = guesser, tuned
         self._vocab_size = vocab_size
         ranks = tuned.accuracies if tuned is not None else [RANKS] * guesser.heads
@@ -102,6 +117,8 @@ class MedusaDrafter:
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
         """See ``levels.kind_of``."""
+        if (levels := max(map(len, params.choices), default=0)) > self.guesser.heads:
+            raise InputError(f"tree has {levels} levels, and these heads guess {self.guesser.heads} tokens")
         return kind_of(params)
 
     @property

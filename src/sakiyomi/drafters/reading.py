@@ -134,7 +134,7 @@ class Reading:
         """The likeliest tokens of every place in one call, where they are the candidates and there are many places."""
         if len(places) < 2 or self.sampler.edits or self.context.rule != "greedy":
             return [None] * len(places)
-        count = max(self.builder.wanted(self.growth, place) for place in places)
+        count = max(self.wanted(place) for place in places)
         return leading(logits, count) if count > 1 else [None] * len(places)
 
     def read(self, place: int, logits: Tensor, ranked: _Listed | None = None) -> None:
@@ -146,7 +146,7 @@ class Reading:
             ranked: the likeliest tokens, as ``leading`` gives them, where they are known.
         """
         growth, context, sampler = self.growth, self.context, self.sampler
-        count = self.builder.wanted(growth, place)
+        count = self.wanted(place)
         if not count:
             return
         path = self._path(place) if sampler.edits or context.rule != "greedy" else []
@@ -164,6 +164,10 @@ class Reading:
         )
         self.listed[place] = (len(growth.tokens), tokens, scores)
         self._probs.extend(probs[: growth.offer(place, tokens, chances)])
+
+    def wanted(self, place: int) -> int:
+        """How many candidates a place should have."""
+        return self.builder.wanted(self.growth, place)
 
     def sureness(self, level: int) -> Confidence:
         """What makes chances of the scores of a level's candidates; 0 is the first level."""

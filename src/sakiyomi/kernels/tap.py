@@ -28,7 +28,7 @@ class Tap:
         self.leave()
 
         def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 self.traced = inputs[0]
             else:
                 self.read = inputs[0]

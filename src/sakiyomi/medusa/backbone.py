@@ -12,6 +12,9 @@ from sakiyomi.medusa.heads import MedusaHeads
 __all__ = ["Backbone", "check_heads"]
 
 
+PADDING = 1024
+
+
 class _Reached(Exception):
     """The pass has come to the head: nothing behind it is wanted."""
 
@@ -68,8 +71,11 @@ def check_heads(heads: MedusaHeads, hidden_size: int, vocab_size: int, name: str
         UnsupportedError: their sizes differ from the target's.
     """
     shape = heads.shape
-    own = shape.vocab_size if heads.token_map is None else int(heads.token_map.max()) + 1
-    if shape.hidden_size != hidden_size or (shape.own and own is not None and own > vocab_size):
+    some = heads.token_map is not None
+    guessed = int(heads.token_map.max()) + 1 if heads.token_map is not None else shape.vocab_size or 0
+    # Vocabularies that differ by more than padding are not the same.
+    strange = guessed > vocab_size or (not some and guessed + PADDING < vocab_size)
+    if shape.hidden_size != hidden_size or (shape.own and strange):
         raise UnsupportedError(
             f"the heads in {name} read {shape.hidden_size} values"
             + (f" and guess {shape.vocab_size} tokens" if shape.own else "")

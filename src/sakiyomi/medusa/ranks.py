@@ -20,7 +20,7 @@ __all__ = ["LISTED", "Ranks", "rank_texts"]
 LISTED = 16
 """Ranks from which on a guess counts as none."""
 
-Guess = Callable[[Sequence[int]], Tensor]
+PLACES = 128  # places whose logits are held at a time
 Paths = Sequence[tuple[int, ...]]
 """Nodes of a tree as the ranks on the way to them."""
 
@@ -90,11 +90,17 @@ class Ranks:
 
 
 @torch.inference_mode()
-def rank_texts(guess: Guess, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> Ranks:
+def rank_texts(
+    hidden_of: Callable[[Sequence[int]], Tensor],
+    guess: Callable[[Tensor], Tensor],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> Ranks:
     """Ranks along texts.
 
     Args:
-        guess: from the token ids of a text to the guesses behind each of them, (heads, T, V).
+        hidden_of: from the token ids of a text to the hidden state behind each, (T, hidden).
+        guess: from hidden states to the guesses of each head, (heads, rows, V).
         prompts, texts: token ids of each prompt and of what the target wrote behind it.
     """
     found = []
@@ -103,14 +109,21 @@ def rank_texts(guess: Guess, prompts: Sequence[Sequence[int]], texts: Sequence[S
             continue
         ids = [*prompt, *text]
         # The first place is the prompt's end: the text's first token is the target's own there, and heads go on.
-        logits = guess(ids)[:, len(prompt) - 1 : len(ids) - 2]
-        ranks = np.full((logits.shape[1], logits.shape[0]), -1, np.int16)
-        for head, rows in enumerate(logits):
-            coming = torch.tensor(ids[len(prompt) + 1 + head :], device=rows.device)
-            if not len(coming):
-                break
+        hidden = hidden_of(ids)[len(prompt) - 1 : len(ids) - 2]
+        pieces = [
+            _ranked(guess(rows), ids, len(prompt) + 1 + at * PLACES) for at, rows in enumerate(hidden.split(PLACES))
+        ]
+        found.append(np.concatenate(pieces))
+    return Ranks(found)
+
+
+def _ranked(logits: Tensor, ids: Sequence[int], first: int) -> NDArray[np.int16]:
+    """Ranks at the places of these logits, (heads, rows, V); ``first`` is where the token of head 0 at row 0 stands."""
+    ranks = np.full((logits.shape[1], logits.shape[0]), -1, np.int16)
+    for head, rows in enumerate(logits):
+        coming = torch.tensor(ids[first + head : first + head + len(rows)], device=rows.device)
+        if len(coming):
             rows = rows[: len(coming)].float()
             above = (rows > rows.gather(1, coming[:, None])).sum(1).clamp_max(LISTED)
             ranks[: len(coming), head] = above.cpu().numpy()
-        found.append(ranks)
-    return Ranks(found)
+    return ranks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,12 @@ import torch
 from sakiyomi import machine
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.embedded import embedded, is_embedded_name
-from sakiyomi.errors import InputError
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.gamma import MOST_NODES
 from sakiyomi.generate import Engine
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.medusa.ranks import Ranks, rank_texts
-from sakiyomi.medusa.tuned import TuneConfig, Tuned, write_tuned
+from sakiyomi.medusa.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
 from sakiyomi.outputs import Stats
 from sakiyomi.params import SamplingParams
 from sakiyomi.theory import expected_tree_tokens
@@ -57,12 +59,15 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     """
     from sakiyomi.llm import LLM
 
-    for name in ("prompts", "new_tokens", "max_nodes"):
-        if getattr(config, name) < 1:
-            raise InputError(f"{name} is {getattr(config, name)}; expected at least 1")
+    for name, least in (("prompts", 1), ("new_tokens", 2), ("max_nodes", 1)):
+        if getattr(config, name) < least:
+            raise InputError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    if config.max_nodes > MOST_NODES:
+        raise InputError(f"max_nodes is {config.max_nodes}; by default no tree has more than {MOST_NODES} nodes")
     if not config.valid:
         raise InputError("valid is not given; give held-out text with --valid FILE")
     folder = embedded(config.heads) if is_embedded_name(config.heads) else Path(config.heads).expanduser()
+    _check_folder(folder)
     note(f"loading {config.target}")
     llm = LLM(
         config.target,
@@ -101,6 +106,23 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     paths = ranks.best(best["nodes"], best["heads"] or None, best["top_k"] or 1) if best["nodes"] else [(0,)]
     measured = _measured(llm, drafter, prompts, paths, config.new_tokens)
     return dataclasses.asdict(tuned) | {"best": best, "measured": measured, "file": str(folder / "tuned.json")}
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse now a folder into which the result could not be written; an unreadable one of before goes."""
+    try:
+        read_tuned(folder)
+    except LoadError:
+        (folder / FILE).unlink(missing_ok=True)
+    if not folder.is_dir():
+        return  # said where heads are read
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise LoadError(
+            f"nothing can be written to {folder} ({error.strerror}); copy the heads to a folder of yours"
+        ) from None
 
 
 def search(ranks: Ranks, rounds: dict[int, float]) -> list[dict[str, Any]]:
@@ -156,13 +178,13 @@ def _prompts(config: TuneConfig, llm: LLM) -> list[list[int]]:
 def _ranks(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Ranks:
     target = llm.target
 
-    def guess(ids: Sequence[int]) -> torch.Tensor:
+    def hidden_of(ids: Sequence[int]) -> torch.Tensor:
         with target.cache.lent(len(ids)) as slot:
             target.score([Segment(slot, 0, list(ids), prompt=True)])
             assert target.hidden is not None
-            return drafter.guesser(target.hidden)
+            return target.hidden
 
-    return rank_texts(guess, prompts, texts)
+    return rank_texts(hidden_of, drafter.guesser, prompts, texts)
 
 
 def _rounds(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.errors import LoadError
-from sakiyomi.loading.checkpoint import read_json
 
 __all__ = ["FILE", "TuneConfig", "Tuned", "read_tuned", "write_tuned"]
 
@@ -58,7 +57,7 @@ class TuneConfig:
     valid: str = ""
     prompts: int = 24
     new_tokens: int = 128
-    max_nodes: int = 63
+    max_nodes: int = 31
     dtype: str = "auto"
     device: str = "auto"
     quantize: str | None = None
@@ -74,11 +73,11 @@ def read_tuned(folder: Path) -> Tuned | None:
     if not path.is_file():
         return None
     try:
-        found = Tuned(**read_json(path))
+        found = Tuned(**json.loads(path.read_text(encoding="utf-8")))
         sizes = (found.heads, found.top_k, found.nodes)
         if not all(type(size) is int and size > 0 for size in sizes) or not all(found.accuracies):
             raise ValueError(f"sizes {sizes}")
-    except (TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise LoadError(
             f"{path} is damaged ({error}); delete it, or have it made again: sakiyomi tune medusa"
         ) from None

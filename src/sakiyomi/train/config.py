@@ -276,6 +276,12 @@ class MedusaConfig(LoopConfig):
         least=0,
         resume=True,
     )
+    compile: bool = _field(
+        True,
+        "Compile the layers of a frozen target with torch.compile where a C++ compiler exists; with --joint they are "
+        "not.",
+        resume=True,
+    )
     device: str = _field("auto", "Where to train: auto, cpu, cuda or cuda:N.", resume=True)
     precision: str = _field("bf16", "Precision of the passes: bf16, fp16 or no (float32).", resume=True)
     eval_prompts: int = _field(24, "Held-out prompts of each file, continued by up to 128 tokens.", least=1)
@@ -286,6 +292,9 @@ class MedusaConfig(LoopConfig):
         _require(self.row_tokens[0] > self.heads + 1, "row_tokens", self.row_tokens, f"more than {self.heads + 1}")
         _require(self.precision in ("bf16", "fp16", "no"), "precision", self.precision, "bf16, fp16 or no")
         _require(not self.joint or not self.cache_gib, "cache_gib", self.cache_gib, "0 where the target changes")
+        for name in ("lora_rank", "lora_alpha", "heads_first", "head_lr_times", "heads_weight"):
+            unused = not self.joint and getattr(self, name) != getattr(type(self), name)
+            _require(not unused, name, getattr(self, name), "its default without --joint")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,10 +85,15 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
         LoadError: see ``read_counted``.
     """
     found: list[list[int]] = []
+    others = 0
     for number, record in read_records(path):
         messages = _messages(record, f"{path} line {number}") if isinstance(record, dict) else None
         if messages is not None:
             found += chat_prompts(tokenizer, messages)
+        else:
+            others += 1
+    if found and others:
+        raise InputError(f"{path} holds chats and {others} records of other kinds; put them into files of their own")
     return found
 
 

@@ -77,7 +77,7 @@ class HiddenStates:
 
     def _keep(self, key: bytes, row: Tensor) -> None:
         size = row.numel() * 2
-        if self._file is None or (len(self._places) + 1) * size > self._limit:
+        if self._file is None or key in self._places or (len(self._places) + 1) * size > self._limit:
             return
         content = row.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
         place = len(self._places) * size

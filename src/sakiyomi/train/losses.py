@@ -81,7 +81,8 @@ class _HeadsLoss(torch.autograd.Function):
         heads, count, _ = features.shape
         dtype = features.dtype
         wide = head.to(dtype).expand(heads, *head.shape[-2:])
-        grad_features = torch.empty_like(features)
+        # In float32: a loss may be scaled behind it, for a precision in which small gradients vanish.
+        grad_features = torch.empty_like(features, dtype=torch.float32)
         grad_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         total, means = features.new_zeros((), dtype=torch.float32), features.new_zeros(heads, dtype=torch.float32)
         scale = weights / (weights > 0).sum(1, keepdim=True).clamp_min(1)
@@ -98,16 +99,17 @@ class _HeadsLoss(torch.autograd.Function):
                     means[k] += (each * (share > 0)).sum()
                     # The gradient of the logits, but for the scale of each row, which is cheaper behind the product.
                     grad = grad.scatter_add_(1, right, torch.full_like(each, -1.0)).to(dtype)
-                    grad_features[k, some] = (grad @ wide[k]) * share.to(dtype)
+                    grad_features[k, some] = (grad @ wide[k]) * share
                     if grad_head is not None:
                         into = grad_head[k] if head.dim() == 3 else grad_head
                         into.add_((grad.T @ (read * share.to(dtype))).float())
         means /= (weights > 0).sum(1).clamp_min(1)
         ctx.save_for_backward(grad_features, grad_head)
+        ctx.dtype = dtype
         ctx.mark_non_differentiable(means)
         return total, means
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         grad_features, grad_head = ctx.saved_tensors
-        return grad_features * grad.to(grad_features.dtype), None if grad_head is None else grad_head * grad, None, None
+        return (grad_features * grad).to(ctx.dtype), None if grad_head is None else grad_head * grad, None, None

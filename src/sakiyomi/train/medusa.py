@@ -13,7 +13,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.medusa.formats import write_heads
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 from sakiyomi.medusa.ranks import Ranks, rank_texts
+from sakiyomi.medusa.tuned import FILE as TUNED
 from sakiyomi.memory import readable
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS
@@ -49,7 +50,7 @@ from sakiyomi.train.plot import plot_heads
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import FixedRows, Mixture
-from sakiyomi.train.samples import prompt_of, sample_continuations
+from sakiyomi.train.samples import prompt_of, sample_continuations, whole_lines
 from sakiyomi.train.writing import writing
 
 __all__ = ["train_medusa"]
@@ -87,9 +88,9 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
         _check_length(config, path, documents)
     reporter = Reporter(config.log_seconds)
     reporter.note(f"{config.target} answers {sum(map(len, held_out.values()))} held-out prompts")
+    nn.Module.to(target, device)
     texts = _answers(target, tokenizer, held_out)
     torch.manual_seed(config.seed)
-    nn.Module.to(target, device)
     backbone = Backbone(target)
     heads = MedusaHeads(
         HeadsShape(config.heads, config.layers, backbone.weight.shape[1], vocab, config.heads * config.own_head)
@@ -142,17 +143,15 @@ def train_medusa(config: MedusaConfig, command: str = "") -> dict[str, Any]:
         progress = loop.progress
         return {"finished": False, "out": config.out, "step": progress.step, "tokens": progress.tokens}
     if isinstance(learner, _Joint):
-        target = learner.merged()
+        target = learner.merged().eval()
         backbone = Backbone(target)
         save_tuned(target, tokenizer, Path(config.out) / "target")
-    for model in (target, heads):
-        nn.Module.to(model, "cpu")
-    if config.joint:
         texts = _answers(target, tokenizer, held_out)
     folder = model_folder(config)
     base = str(Path(config.out) / "target") if config.joint else config.target
     with writing(folder):
         write_heads(heads.bfloat16(), folder, base=base)
+        (folder / TUNED).unlink(missing_ok=True)  # of heads that are no longer there
         ranks = {name: _ranks(heads, backbone, some) for name, some in texts.items()}
         accuracies = {name: found.accuracies() for name, found in ranks.items()}
         drawn = plot_heads(log.curve(), accuracies, folder / "accuracy.png")
@@ -186,10 +185,9 @@ def _device(config: MedusaConfig) -> torch.device:
         InputError: there is no such device, or the precision is none of its own.
     """
     device = parse_device(config.device)
-    try:
-        found: torch.device = accelerator(str(device), config.precision).device
-    except ValueError as error:
-        raise InputError(f"precision is {config.precision!r}, which {config.device} does not have: {error}") from error
+    if device.type == "cpu" and config.precision == "fp16":
+        raise InputError("precision is 'fp16', for which a CPU has no passes; set --precision bf16, or no for float32")
+    found: torch.device = accelerator(str(device), config.precision).device
     return found
 
 
@@ -211,20 +209,22 @@ class _HeadLog:
         self._path = path
         self._fresh: list[list[float]] = []
         with writing(path):
-            self._file = path.open("a" if resume else "w", encoding="utf-8")
+            if resume:
+                whole_lines(path)  # a last one that was cut off goes
+            self._file = path.open("a" if resume else "w", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a full disk, which was said when the line was written
+            self._file.close()
 
     def add(self, step: int, means: Tensor) -> None:
         """The next step's."""
         self._fresh.append([round(loss, 5) for loss in means.tolist()])
         with writing(self._path):
             self._file.write(json.dumps({"step": step, "loss": self._fresh[-1]}) + "\n")
-            self._file.flush()
 
     def recent(self) -> list[float]:
         """Means over the steps since this was asked last."""
@@ -331,6 +331,8 @@ def guess_loss(
     places = _places(labels, config.positions, (config.seed, step))
     labels = labels[:, places]
     states = hidden[:, :length].flatten(0, 1)[places]
+    if not torch.is_autocast_enabled(states.device.type):
+        states = states.to(heads.weights.dtype)
     decay = torch.tensor([config.head_decay**k for k in range(len(labels))], device=rows.device)
     weights = (labels >= 0) * decay[:, None]
     head = weight if heads.own is None else heads.own
@@ -362,6 +364,12 @@ class _Joint(nn.Module):
             warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that it will lose
             self.model = peft.get_peft_model(target, settings)
         self._backbone = Backbone(target)
+
+    def train(self, mode: bool = True) -> _Joint:
+        """The target writes without dropout, whoever trains: what it said before is what it is compared with."""
+        super().train(mode)
+        self.model.eval()
+        return self
 
     def loss(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Loss of both on a batch, and each head's own mean in nats."""
@@ -406,7 +414,7 @@ def _peft() -> Any:
 def save_tuned(target: Any, tokenizer: Any, folder: Path) -> None:
     """Write the tuned target and its tokenizer, a folder in Hugging Face format."""
     with writing(folder):
-        target.to("cpu", torch.bfloat16).save_pretrained(folder)
+        target.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
@@ -428,15 +436,12 @@ def _optimizers(config: MedusaConfig, heads: MedusaHeads) -> Callable[[nn.Module
 
 
 def _ranks(heads: MedusaHeads, backbone: Backbone, texts: _Answered) -> Ranks:
-    weight = backbone.weight
-    dtype = heads.weights.dtype
+    weight = backbone.weight.to(heads.weights.dtype)
 
-    def guess(ids: Sequence[int]) -> Tensor:
-        hidden = backbone(torch.tensor([list(ids)], device=weight.device))[0]
-        logits: Tensor = heads(hidden.to(dtype), weight.to(dtype))
-        return logits
+    def hidden_of(ids: Sequence[int]) -> Tensor:
+        return backbone(torch.tensor([list(ids)], device=weight.device))[0].to(weight.dtype)
 
-    return rank_texts(guess, texts.prompts, texts.texts)
+    return rank_texts(hidden_of, lambda hidden: heads(hidden, weight), texts.prompts, texts.texts)
 
 
 def _measures(heads: MedusaHeads, backbone: Backbone, texts: _Answered) -> dict[str, float]:

@@ -119,7 +119,7 @@ class Samples:
         if self.plan.keep and not self.path.exists():
             raise LoadError(f"{self.path} is gone, and the run to resume was trained on it; put it back, or begin anew")
         with writing(self.path):
-            count = _whole_lines(self.path)
+            count = whole_lines(self.path)
             if not count:
                 record.write_text(json.dumps(self._origin, indent=2) + "\n", encoding="utf-8")
                 return 0
@@ -213,7 +213,7 @@ def prompt_of(document: Ids, length: int) -> list[int]:
     return found
 
 
-def _whole_lines(path: Path) -> int:
+def whole_lines(path: Path) -> int:
     """Lines in the file after a last half-written one, if any, was cut off."""
     if not path.exists():
         return 0
