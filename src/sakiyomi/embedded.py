@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sakiyomi.errors import InputError, LoadError
 
-__all__ = ["EMBEDDED", "embedded"]
+__all__ = ["EMBEDDED", "HEADS", "embedded", "folder_of", "is_embedded_name"]
 
 EMBEDDED = ("tales", "tales-draft")
 """Names of models whose files are part of this version."""
@@ -47,6 +47,15 @@ def embedded(name: str) -> Path:
             "model with `sakiyomi train` and pass its folder"
         )
     return folder
+
+
+def folder_of(name: str) -> Path:
+    """The folder that a name stands for: that of an embedded one, else the path itself, which need not exist.
+
+    Raises:
+        InputError, LoadError: see ``embedded``.
+    """
+    return embedded(name) if is_embedded_name(name) else Path(name).expanduser()
 
 
 def is_embedded_name(name: str) -> bool:

@@ -36,7 +36,7 @@ from sakiyomi.bench.inflating import (
     writer,
 )
 from sakiyomi.bench.peers import Transformers
-from sakiyomi.embedded import embedded, is_embedded_name
+from sakiyomi.embedded import folder_of
 from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.loading import load_model
 from sakiyomi.medusa.backbone import check_heads
@@ -176,7 +176,7 @@ def parse_count(text: str) -> int:
 
 
 def _heads(name: str, config: Any) -> MedusaHeads:
-    heads = read_heads(embedded(name) if is_embedded_name(name) else Path(name).expanduser()).heads
+    heads = read_heads(folder_of(name)).heads
     check_heads(heads, config.hidden_size, config.vocab_size, name)
     return heads
 

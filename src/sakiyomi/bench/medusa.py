@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.bench.config import BenchConfig, Note
@@ -20,7 +19,7 @@ from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.embedded import embedded, is_embedded_name
+from sakiyomi.embedded import folder_of
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.medusa.formats import read_heads
 from sakiyomi.medusa.guesser import Guesser
@@ -110,7 +109,7 @@ def typical(config: BenchConfig, note: Note) -> Row:
 def heads_of(config: BenchConfig, llm: LLM) -> MedusaDrafter:
     """The heads that the configuration names, beside this target, at the size that was tuned for them, if any was."""
     name = config.medusa_heads
-    folder = embedded(name) if is_embedded_name(name) else Path(name).expanduser()
+    folder = folder_of(name)
     return MedusaDrafter(Guesser(read_heads(folder).heads, llm.target, name), llm.vocab_size, read_tuned(folder))
 
 

@@ -59,13 +59,12 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         quiet()
         from pathlib import Path
 
-        from sakiyomi.embedded import embedded, is_embedded_name
+        from sakiyomi.embedded import folder_of
         from sakiyomi.medusa.backbone import check_heads
         from sakiyomi.medusa.formats import read_heads, write_heads
 
         name = options.heads
-        folder = embedded(name) if is_embedded_name(name) else Path(name).expanduser()
-        found = read_heads(folder, allow_pickle=options.allow_pickle)
+        found = read_heads(folder_of(name), allow_pickle=options.allow_pickle)
         shape = found.heads.shape
         out = Path(options.out).expanduser()
         if out.exists() and (not out.is_dir() or any(out.iterdir())):

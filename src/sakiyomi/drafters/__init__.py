@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sakiyomi.drafters.base import Context, Drafter, Rule
@@ -121,14 +120,14 @@ def _ngram(argument: str, around: Surroundings) -> Drafter:
 
 def _medusa(argument: str, around: Surroundings) -> Drafter:
     from sakiyomi.drafters.medusa import MedusaDrafter
-    from sakiyomi.embedded import embedded, is_embedded_name
+    from sakiyomi.embedded import folder_of
     from sakiyomi.medusa.formats import read_heads
     from sakiyomi.medusa.guesser import Guesser
     from sakiyomi.medusa.tuned import read_tuned
 
     if not argument:
         raise InputError('draft "medusa:" names no heads; write medusa:<folder>')
-    folder = embedded(argument) if is_embedded_name(argument) else Path(argument).expanduser()
+    folder = folder_of(argument)
     guesser = Guesser(read_heads(folder, allow_pickle=around.allow_pickle).heads, around.packed, argument)
     return MedusaDrafter(guesser, around.vocab_size, read_tuned(folder))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.embedded import embedded, is_embedded_name
+from sakiyomi.embedded import folder_of, is_embedded_name
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
@@ -366,7 +366,7 @@ def _from_pair(
 
 def _local_folder(name: str) -> Path | None:
     """The folder that a name stands for, None if it can only be a hub id."""
-    path = embedded(name) if is_embedded_name(name) else Path(name).expanduser()
+    path = folder_of(name)
     if name and path.is_dir():
         if (path / HEADS_FILE).is_file() and not any(path.glob("model*.safetensors")):
             raise InputError(f"{name!r} holds Medusa heads and no model; pass them as draft='medusa:{name}'")

@@ -18,7 +18,7 @@ import torch
 
 from sakiyomi import machine
 from sakiyomi.drafters.medusa import MedusaDrafter
-from sakiyomi.embedded import embedded, is_embedded_name
+from sakiyomi.embedded import folder_of
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.gamma import MOST_NODES
 from sakiyomi.generate import Engine
@@ -66,7 +66,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
         raise InputError(f"max_nodes is {config.max_nodes}; by default no tree has more than {MOST_NODES} nodes")
     if not config.valid:
         raise InputError("valid is not given; give held-out text with --valid FILE")
-    folder = embedded(config.heads) if is_embedded_name(config.heads) else Path(config.heads).expanduser()
+    folder = folder_of(config.heads)
     _check_folder(folder)
     note(f"loading {config.target}")
     llm = LLM(
