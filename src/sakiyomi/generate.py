@@ -241,7 +241,7 @@ class Engine:
         except LoadError as error:  # of offloaded weights: it ends the requests of this pass alone
             return steps + [request.fail(error) for request in requests]
         scoring = self.target.forward_seconds - scoring
-        hidden = self._hidden(logits)
+        hidden = self.target.hidden
         row = 0
         kept: list[int] = []
         for request, draft in zip(requests, drafts, strict=True):
@@ -299,11 +299,6 @@ class Engine:
             segments.append(Segment(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
         return self.target.score(segments, graphs=graphs)
 
-    def _hidden(self, logits: Tensor) -> Tensor | None:
-        """What the target's head has read for these rows; None where it does not say."""
-        hidden = self.target.hidden
-        return hidden if hidden is not None and len(hidden) == len(logits) else None
-
     def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
@@ -351,7 +346,7 @@ class Engine:
         spent = self.target.forward_seconds - before
         for request in self._running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent
-        hidden = self._hidden(logits)
+        hidden = self.target.hidden
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.cached += len(segment.tokens)
             if request.prefilled:

@@ -364,8 +364,8 @@ class Clock:
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """Forwards of some milliseconds, beside which a clock's own time is nothing."""
-    target = tiny_llama(vocab=VOCAB, layers=6, dim=256, max_position_embeddings=512)
-    folder = save_model(tmp_path_factory.mktemp("draft"), tiny_llama(vocab=VOCAB, layers=3, dim=256), TOKENIZER)
+    target = tiny_llama(vocab=VOCAB, layers=6, dim=512, max_position_embeddings=512)
+    folder = save_model(tmp_path_factory.mktemp("draft"), tiny_llama(vocab=VOCAB, layers=3, dim=512), TOKENIZER)
     return LLM((target, TOKENIZER), f"model:{folder}", compile=False)
 
 

@@ -19,11 +19,7 @@ from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.embedded import folder_of
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.medusa.formats import read_heads
-from sakiyomi.medusa.guesser import Guesser
-from sakiyomi.medusa.tuned import read_tuned
 from sakiyomi.outputs import Generation
 from sakiyomi.params import SamplingParams
 from sakiyomi.sampling import Sampler
@@ -45,7 +41,7 @@ def medusa(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("medusa: compiling")
     llm = pair.llm()
-    drafter = heads_of(config, llm)
+    drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
     model: PackedModel = llm.draft.model  # type: ignore[union-attr]
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
     ways = {
@@ -81,7 +77,7 @@ def typical(config: BenchConfig, note: Note) -> Row:
     pair = Pair(config)
     note("typical: compiling")
     llm = pair.llm("none")
-    drafter = heads_of(config, llm)
+    drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
     way = Undrafted(llm, drafter)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=WARM, seed=7)
     ways = {"plain": (Undrafted(llm), params), "coupled, lossless": (way, params)}
@@ -104,13 +100,6 @@ def typical(config: BenchConfig, note: Note) -> Row:
         **conditions | _conditions(config, drafter),
     )
     return replace(row, notes=[*row.notes, "typical is lossy: tau and speed are those of another text"])
-
-
-def heads_of(config: BenchConfig, llm: LLM) -> MedusaDrafter:
-    """The heads that the configuration names, beside this target, at the size that was tuned for them, if any was."""
-    name = config.medusa_heads
-    folder = folder_of(name)
-    return MedusaDrafter(Guesser(read_heads(folder).heads, llm.target, name), llm.vocab_size, read_tuned(folder))
 
 
 def _conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:

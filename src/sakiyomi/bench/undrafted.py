@@ -21,10 +21,11 @@ class Undrafted:
 
     Args:
         llm: whose target it is; the two must not run at the same time.
-        drafter: drafts from nothing but text, in the place of the LLM's own; None: plain.
+        drafter: in the place of the LLM's own; None: plain.
+        strict: as of ``LLM``.
     """
 
-    def __init__(self, llm: LLM, drafter: Drafter | None = None) -> None:
+    def __init__(self, llm: LLM, drafter: Drafter | None = None, *, strict: bool = False) -> None:
         own = llm.engine
         self.engine = Engine(
             llm.target,
@@ -34,6 +35,7 @@ class Undrafted:
             max_context=own.max_context,
             chunk_size=own.chunk_size,
             exact=own.exact,
+            strict=strict,
         )
 
     def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:

@@ -12,7 +12,7 @@ from sakiyomi.builders.dynamic import Dynamic
 from sakiyomi.builders.static import Static
 from sakiyomi.params import SamplingParams
 
-__all__ = ["BUILDERS", "BestFirst", "Builder", "Chain", "Choices", "Dynamic", "Growth", "Static"]
+__all__ = ["BUILDERS", "BestFirst", "Builder", "Chain", "Choices", "Dynamic", "Growth", "Ranks", "Static"]
 
 Ranks = Sequence[float] | Sequence[Sequence[float]]
 

@@ -120,16 +120,10 @@ def _ngram(argument: str, around: Surroundings) -> Drafter:
 
 def _medusa(argument: str, around: Surroundings) -> Drafter:
     from sakiyomi.drafters.medusa import MedusaDrafter
-    from sakiyomi.embedded import folder_of
-    from sakiyomi.medusa.formats import read_heads
-    from sakiyomi.medusa.guesser import Guesser
-    from sakiyomi.medusa.tuned import read_tuned
 
     if not argument:
         raise InputError('draft "medusa:" names no heads; write medusa:<folder>')
-    folder = folder_of(argument)
-    guesser = Guesser(read_heads(folder, allow_pickle=around.allow_pickle).heads, around.packed, argument)
-    return MedusaDrafter(guesser, around.vocab_size, read_tuned(folder))
+    return MedusaDrafter.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
 
 DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sakiyomi.builders import BUILDERS, Growth
+from sakiyomi.builders import BUILDERS, Builder, Growth, Ranks
 from sakiyomi.clock import running_mean
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
     from sakiyomi.params import SamplingParams
 
-__all__ = ["Levels", "kind_of"]
+__all__ = ["Levels", "begun", "is_drawn", "kind_of"]
 
-FIXED = ("static", "choices")  # shapes that are known before anything is drawn
+DRAWN: dict[str, DraftKind] = {
+    "chain": "chain",
+    "static": "without_replacement",
+    "choices": "without_replacement",
+}
+"""Shapes that are known before anything is drawn, so that the ratio rule may have draws, and of which kind."""
 _FOLLOWED = 0.8  # of the nodes of a level that are accepted so many have a child that is, where the draft is good
 # How much surer than the draft's own softmax one may be of its choice, before anything was seen (docs/log.md).
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
@@ -37,7 +42,29 @@ SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
 def kind_of(params: SamplingParams) -> DraftKind:
     """What is proposed to a request that is sampled by the ratio rule, by the shape that it asked for."""
-    return {"chain": "chain"}.get(params.builder, "without_replacement" if params.builder in FIXED else "point_mass")  # type: ignore[return-value]
+    return DRAWN.get(params.builder, "point_mass")
+
+
+def is_drawn(context: Context) -> bool:
+    """Whether a request's candidates are drawn, and not chosen."""
+    return context.rule == "ratio" and context.params.builder in DRAWN
+
+
+def begun(context: Context, depth: int, nodes: int, ranks: Ranks) -> tuple[Growth, Builder]:
+    """A tree of which nothing is known yet, and who decides its shape.
+
+    Args:
+        context: of the request.
+        depth, nodes: at most; a chain has as many nodes as levels.
+        ranks: acceptance by rank so far, as ``BUILDERS`` take it.
+    """
+    shape, worth = context.params.builder, context.worth
+    growth = Growth(depth, depth if shape == "chain" else nodes)
+    builder = BUILDERS[shape](context.params, ranks)
+    if builder.picks and worth is not None:
+        # A pass grows by steps: a node may pay that is worth less than its share of the largest one.
+        growth.floor = worth.price(growth.nodes) / 2
+    return growth, builder
 
 
 class Levels:
@@ -78,15 +105,10 @@ class Levels:
         room = self.model.max_context - len(context.tokens)
         if room < 1:
             return None
-        shape = context.params.builder
-        drawn = context.rule == "ratio" and shape in ("chain", *FIXED)
+        drawn = is_drawn(context)
         depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
-        growth = Growth(depth, depth if shape == "chain" else context.nodes)
         confidence = self.confidence[context.rule]
-        builder = BUILDERS[shape](context.params, confidence.ranks)
-        if builder.picks and context.worth is not None:
-            # A pass grows by steps: a node may pay that is worth less than its share of the largest one.
-            growth.floor = context.worth.price(growth.nodes) / 2
+        growth, builder = begun(context, depth, context.nodes, confidence.ranks)
         return Reading(context, sampler, name, growth, builder, confidence, drawn, slot, held)
 
     def read(self, readings: Sequence[Reading]) -> None:

@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sakiyomi.builders import BUILDERS, Growth
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS, Confidence
-from sakiyomi.drafters.levels import FIXED, SHARPNESS, kind_of
+from sakiyomi.drafters.levels import SHARPNESS, begun, is_drawn, kind_of
 from sakiyomi.drafters.reading import Reading
+from sakiyomi.embedded import folder_of
 from sakiyomi.errors import InputError
+from sakiyomi.medusa.formats import read_heads
+from sakiyomi.medusa.guesser import Guesser
+from sakiyomi.medusa.tuned import Tuned, read_tuned
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sakiyomi.medusa.guesser import Guesser
-    from sakiyomi.medusa.tuned import Tuned
+    from sakiyomi.model import PackedModel
     from sakiyomi.params import SamplingParams
 
 __all__ = ["MedusaDrafter"]
@@ -115,6 +117,17 @@ class MedusaDrafter:
             for rule, sharpness in SHARPNESS.items()
         }
 
+    @classmethod
+    def load(cls, name: str, target: PackedModel, *, allow_pickle: bool = False) -> MedusaDrafter:
+        """Heads of a folder, or embedded ones, at the size that was tuned for them, if any was.
+
+        Raises:
+            LoadError, UnsupportedError: they cannot be read, or belong to another model.
+        """
+        folder = folder_of(name)
+        guesser = Guesser(read_heads(folder, allow_pickle=allow_pickle).heads, target, name)
+        return cls(guesser, target.vocab_size, read_tuned(folder))
+
     def kind_for(self, params: SamplingParams) -> DraftKind:
         """See ``levels.kind_of``."""
         if (levels := max(map(len, params.choices), default=0)) > self.guesser.heads:
@@ -152,19 +165,15 @@ class MedusaDrafter:
             request = context.memory[self.name] = _Request(Sampler(context.params, self._vocab_size))
         if request.guesses is not None:
             request.guesses.settle(context.tokens)
-        shape, worth = context.params.builder, context.worth
-        drawn = context.rule == "ratio" and shape in ("chain", *FIXED)
+        worth, drawn = context.worth, is_drawn(context)
         depth, nodes, width = min(gamma, self.guesser.heads), context.nodes, len(RANKS)
         if worth is not None:  # the size is a matter of what pays
             depth = min(self.guesser.heads if not drawn else depth, worth.depth)
             if self.tuned is not None:
                 depth, nodes = min(depth, self.tuned.heads), min(nodes, self.tuned.nodes)
                 width = self.tuned.top_k
-        growth = Growth(depth, depth if shape == "chain" else nodes)
         levels = self.confidence[context.rule]
-        builder = BUILDERS[shape](context.params, [level.ranks for level in levels[:depth]])
-        if builder.picks and worth is not None:
-            growth.floor = worth.price(growth.nodes) / 2
+        growth, builder = begun(context, depth, nodes, [level.ranks for level in levels[:depth]])
         guesses = _Guesses(context, request.sampler, self.name, growth, builder, levels[0], drawn, context.slot, 0)
         guesses.begin(levels, width)
         request.guesses = guesses

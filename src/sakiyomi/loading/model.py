@@ -20,7 +20,7 @@ from sakiyomi.errors import InputError, LoadError, MemoryLimitError, Unsupported
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
 from sakiyomi.loading.accelerated import read_rounded
-from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
+from sakiyomi.loading.checkpoint import HEADS_FILE, Checkpoint, read_checkpoint
 from sakiyomi.loading.families import auto_class, check_supported, has_encoder, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
 from sakiyomi.loading.gguf import read_gguf
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Loaded", "load_model"]
 
-HEADS_FILE = "medusa_lm_head.safetensors"  # of a folder that holds Medusa heads
 logger = logging.getLogger("sakiyomi")
 DTYPES = ("float32", "bfloat16", "float16")
 _NOT_ROUNDED = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.errors import InputError, LoadError
-from sakiyomi.loading.checkpoint import read_checkpoint, read_header, read_json
+from sakiyomi.loading.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ __all__ = ["FORMATS", "Format", "HeadsFile", "read_heads", "write_heads"]
 logger = logging.getLogger("sakiyomi")
 Format = Literal["medusa", "merged", "vllm"]
 FORMATS: tuple[Format, ...] = ("medusa", "merged", "vllm")
-FILE, PICKLE = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
+FILE, PICKLE = HEADS_FILE, "medusa_lm_head.pt"
 PREFIX = "medusa_head."
 
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")

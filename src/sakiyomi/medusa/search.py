@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi import machine
+from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.embedded import folder_of
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.gamma import MOST_NODES
-from sakiyomi.generate import Engine
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.medusa.ranks import Ranks, rank_texts
 from sakiyomi.medusa.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
@@ -105,7 +105,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     drafter.tuned = tuned
     paths = ranks.best(best["nodes"], best["heads"] or None, best["top_k"] or 1) if best["nodes"] else [(0,)]
     measured = _measured(llm, drafter, prompts, paths, config.new_tokens)
-    return dataclasses.asdict(tuned) | {"best": best, "measured": measured, "file": str(folder / "tuned.json")}
+    return dataclasses.asdict(tuned) | {"best": best, "measured": measured, "file": str(folder / FILE)}
 
 
 def _check_folder(folder: Path) -> None:
@@ -201,24 +201,15 @@ def _rounds(
         prompt = prompts[lap % len(prompts)]
         for count, (engine, params) in ways.items():
             params = replace(params, max_new_tokens=ROUNDS, ignore_eos=True)
-            stats = engine.complete([engine.submit(prompt, params, live=False)])[0].stats
+            stats = engine.generate([prompt], params)[0].stats
             if lap:  # the first one warms up
                 found[count].append((stats.seconds - stats.prefill_seconds) / max(stats.rounds, 1))
     return {count: statistics.median(spent) for count, spent in found.items()}
 
 
-def _way(llm: LLM, drafter: MedusaDrafter, paths: Sequence[tuple[int, ...]]) -> tuple[Engine, SamplingParams]:
+def _way(llm: LLM, drafter: MedusaDrafter, paths: Sequence[tuple[int, ...]]) -> tuple[Undrafted, SamplingParams]:
     """An engine on the same target, and what asks it for this tree; none for plain decoding."""
-    own = llm.engine
-    engine = Engine(
-        llm.target,
-        drafter if paths else None,
-        llm.tokenizer,
-        stop_ids=tuple(own.stop_ids),
-        max_context=own.max_context,
-        chunk_size=own.chunk_size,
-        strict=True,
-    )
+    engine = Undrafted(llm, drafter if paths else None, strict=True)
     return engine, SamplingParams(tree=[list(path) for path in paths] or "auto")
 
 
@@ -245,7 +236,7 @@ def _measured(
     for lap, prompt in enumerate(prompts[: LAPS + 1]):
         for name, (engine, params) in ways.items():
             params = replace(params, max_new_tokens=new_tokens)
-            (done,) = engine.complete([engine.submit(prompt, params, live=False)])
+            (done,) = engine.generate([prompt], params)
             if texts.setdefault(lap, done.token_ids) != done.token_ids:
                 different.add(lap)
             if lap or len(prompts) == 1:  # the first lap warms up

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.errors import InputError, LoadError
-from sakiyomi.train.data import Ids, encode_documents, read_records
+from sakiyomi.train.data import Ids, check_ids, encode_documents, normalise, read_records
 
 __all__ = ["Message", "chat_prompts", "encode_chat", "read_counted", "read_prompts", "token_ids"]
 
@@ -65,7 +65,7 @@ def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
             if chat is not None:
                 found.append(chat)
         elif isinstance(record.get("text"), str):
-            texts.append(record["text"].strip())
+            texts.append(normalise(record["text"]))
         else:
             found.append(_answer(record, place, vocab))
     found += encode_documents([text for text in texts if text], tokenizer)
@@ -174,17 +174,13 @@ def _messages(record: dict[str, Any], place: str) -> list[Message] | None:
 
 def _answer(record: dict[str, Any], place: str, vocab: int) -> Ids:
     tokens, prompt = record.get("tokens"), record.get("prompt", 0)
-    whole = isinstance(tokens, list) and len(tokens) > 0 and all(type(token) is int for token in tokens)
-    if not whole or type(prompt) is not int or not 0 <= prompt <= len(tokens or ()):
+    whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
+    if not whole or not tokens or type(prompt) is not int or not 0 <= prompt <= len(tokens):
         raise LoadError(
             f'{place} has no "text", no "conversations" and no "tokens" (ids, perhaps with "prompt", the number of '
             "those that do not count); expected one of them"
         )
+    check_ids(tokens, vocab, place)
     ids = np.array(tokens, dtype=np.int64)
-    if not 0 <= ids.min() <= ids.max() < vocab:
-        raise LoadError(
-            f"{place} holds token ids from {ids.min()} to {ids.max()}, the model knows {vocab} tokens; give text, or "
-            "ids of this tokenizer"
-        )
     ids[:prompt] = ~ids[:prompt]
     return ids

@@ -95,13 +95,14 @@ def _document(record: Any, place: str) -> str | list[int]:
     record = record if isinstance(record, dict) else {}
     text, tokens = record.get("text"), record.get("tokens")
     if isinstance(text, str):
-        return _normalise(text)
+        return normalise(text)
     if isinstance(tokens, list) and all(type(token) is int for token in tokens):
         return tokens
     raise LoadError(f'{place} has no "text" string and no "tokens" list of ids; expected one of them')
 
 
-def _normalise(text: str) -> str:
+def normalise(text: str) -> str:
+    """Text stripped, with line ends of one kind."""
     return text.replace("\r\n", "\n").replace("\r", "\n").strip()
 
 
@@ -168,12 +169,22 @@ def encode_file(path: Path, tokenizer: Encoder, vocab: int) -> list[Ids]:
     """
     documents = list(read_documents(path))
     for document in documents:
-        if not isinstance(document, str) and not 0 <= min(document) <= max(document) < vocab:
-            raise LoadError(
-                f"{path} holds token ids from {min(document)} to {max(document)}, the model knows {vocab} tokens; "
-                "give text, or ids of this tokenizer"
-            )
+        if not isinstance(document, str):
+            check_ids(document, vocab, str(path))
     return encode_documents(documents, tokenizer)
+
+
+def check_ids(ids: Sequence[int], vocab: int, place: str) -> None:
+    """Refuse token ids that the model does not know.
+
+    Raises:
+        LoadError: with the place that holds them.
+    """
+    if not 0 <= min(ids) <= max(ids) < vocab:
+        raise LoadError(
+            f"{place} holds token ids from {min(ids)} to {max(ids)}, the model knows {vocab} tokens; give text, or ids "
+            "of this tokenizer"
+        )
 
 
 def encode_documents(documents: Sequence[str | list[int]], tokenizer: Encoder) -> list[Ids]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import tempfile
@@ -13,12 +12,11 @@ import torch
 from torch import Tensor
 
 from sakiyomi.medusa.backbone import Backbone
+from sakiyomi.train.labels import chunks, row_keys
 
 __all__ = ["HiddenStates"]
 
 logger = logging.getLogger("sakiyomi")
-# Rows of one pass of the target: one shape whatever is missing, as a compiled model compiles anew for each other shape.
-CHUNK_ROWS = 4
 
 
 class HiddenStates:
@@ -46,7 +44,7 @@ class HiddenStates:
         """(B, T) ids to (B, T, hidden), on the device of the ids."""
         if self._file is None:
             return self._compute(ids)
-        keys = [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
+        keys = row_keys(ids)
         missing = [index for index, key in enumerate(keys) if key not in self._places]
         fresh = self._compute(ids[missing]) if missing else None
         self.found += len(ids) - len(missing)
@@ -66,9 +64,8 @@ class HiddenStates:
 
     def _compute(self, ids: Tensor) -> Tensor:
         began = time.perf_counter()
-        padded = torch.cat([ids, ids.new_zeros(-len(ids) % CHUNK_ROWS, ids.shape[1])])
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False):
-            hidden = torch.cat([self._backbone(rows) for rows in padded.split(CHUNK_ROWS)])[: len(ids)]
+            hidden = torch.cat([self._backbone(rows) for rows in chunks(ids)])[: len(ids)]
         if hidden.device.type == "cuda":
             torch.cuda.synchronize(hidden.device)
         self.computed += len(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,17 @@ def vocabulary(model: PreTrainedModel) -> int:
     """Rows of the output embedding: the width of the logits, which may pass the tokenizer's last id."""
     head: Any = model
     return int(head.get_output_embeddings().weight.shape[0])
+
+
+def row_keys(ids: Tensor) -> list[bytes]:
+    """A short name of each row of (B, T) ids."""
+    return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
+
+
+def chunks(ids: Tensor) -> Sequence[Tensor]:
+    """Rows of (B, T) ids in passes of one shape; the last is filled up with zeros."""
+    filled = torch.cat([ids, ids.new_zeros(-len(ids) % CHUNK_ROWS, ids.shape[1])])
+    return list(torch.split(filled, CHUNK_ROWS))
 
 
 class SoftLabels:
@@ -36,7 +48,7 @@ class SoftLabels:
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Labels of (B, T) ids: token ids (B, T, K) int64, likeliest first, and probabilities (B, T, K) float32."""
-        keys = [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in ids]
+        keys = row_keys(ids)
         missing = [index for index, key in enumerate(keys) if key not in self._kept]
         fresh: dict[bytes, tuple[Tensor, Tensor]] = {}
         if missing:
@@ -49,8 +61,7 @@ class SoftLabels:
 
     def _compute(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         tokens, probs = [], []
-        padded = torch.cat([ids, ids.new_zeros(-len(ids) % CHUNK_ROWS, ids.shape[1])])
-        for rows in padded.split(CHUNK_ROWS):
+        for rows in chunks(ids):
             with torch.no_grad():
                 logits = self._target(input_ids=rows, use_cache=False).logits.float()
                 top = logits.topk(self.top, dim=-1)
