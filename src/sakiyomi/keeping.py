@@ -214,6 +214,10 @@ class Keeping:
                 scores = self.policy.score(view).float()
                 if view.places.shape[1] > view.budget and self._drops(view):
                     ranked = scores.masked_fill(self.policy.held(view), torch.inf)
+                    if self._cache.shapes[layer].window:
+                        # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels
+                        # count the window in columns.
+                        ranked = view.places
                     stay = ranked.topk(view.budget, 1).indices.sort(1).values
                     dropping = True
                 else:

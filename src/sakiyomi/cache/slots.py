@@ -28,12 +28,13 @@ STEP = 64  # columns, where doubling does not fit
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV heads, the size of a key and of a value, and the device, of one attention layer."""
+    """KV heads, the size of a key and of a value, the device and the sliding window (0: none) of one attention layer."""
 
     heads: int
     key_dim: int
     value_dim: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    window: int = 0
 
     def pair_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""

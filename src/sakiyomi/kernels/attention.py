@@ -91,9 +91,9 @@ def _probing(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    layer, scale, _, _ = _arguments(module, query, attention_mask, scaling, kwargs)
+    layer, scale, _, window = _arguments(module, query, attention_mask, scaling, kwargs)
     assert _probe is not None
-    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device)
+    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, window)
     _probe.calls += 1
     out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
