@@ -34,9 +34,14 @@ class _Probe:
 _probe: _Probe | None = None
 
 
-def _arguments(
+def call_arguments(
     module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[int, float, float, int]:
+    """Layer, scaling, soft cap and sliding window (0: none) of one call of attention.
+
+    Raises:
+        UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
+    """
     if mask is not None:  # the mask functions give None, so this one is the layer's own
         raise UnsupportedError(
             f"attention of {type(module).__name__} makes its own mask, which is not supported; "
@@ -66,7 +71,7 @@ def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        return attend()(query, key, value, *_arguments(module, query, attention_mask, scaling, kwargs)), None
+        return attend()(query, key, value, *call_arguments(module, query, attention_mask, scaling, kwargs)), None
 
     return attention
 
@@ -80,7 +85,7 @@ def _probing(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    layer, scale, _, _ = _arguments(module, query, attention_mask, scaling, kwargs)
+    layer, scale, _, _ = call_arguments(module, query, attention_mask, scaling, kwargs)
     assert _probe is not None
     _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device)
     _probe.calls += 1
