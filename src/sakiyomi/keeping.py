@@ -149,7 +149,6 @@ class Keeping:
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.policy.notes else None
-        self.policy.attach(model)
         self._turn = make_turn(model) if self.policy.positions == "reassigned" else None
 
     # ------------------------------------------------------------ one slot

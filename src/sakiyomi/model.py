@@ -290,7 +290,7 @@ class PackedModel:
         if self._encoder is None:
             self.tap.listen(self.head)
         if self._noted is not None:
-            self._noted.listen(self._model)
+            self._noted.listen(self)
             for module in self._model.modules():
                 if hasattr(module, "layer_idx"):
                     setattr(module, attention.NOTE, self._noted.note)

@@ -28,7 +28,7 @@ STEP = 64  # columns, where doubling does not fit
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV heads, the size of a key and of a value, the device and the sliding window (0: none) of one attention layer."""
+    """KV heads, sizes of a key and of a value, the device, and the sliding window (0: none) of one attention layer."""
 
     heads: int
     key_dim: int
