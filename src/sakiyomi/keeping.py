@@ -8,7 +8,7 @@ back is still moving a length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,14 @@ class Everything:
     def roll_back(self, slot: int, length: int) -> bool:
         """Take a slot's text back to so many tokens; False where that cannot be done."""
         return True
+
+    def snapshot(self, slot: int) -> dict[str, Tensor]:
+        """What is known of a slot's pairs, by name."""
+        return {}
+
+    def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
+        """A slot was filled with pairs of which this is known; so many tokens were read."""
+        self.roll_back(slot, length)
 
     def border(self, slot: int, prompt: int) -> int:
         """None is ever reached."""
@@ -229,6 +237,26 @@ class Keeping:
         held = self._slots[slot]
         del held.surprise[max(0, length - held.since) :]
         return length >= held.since
+
+    def snapshot(self, slot: int) -> dict[str, Tensor]:
+        """What is known of a slot's pairs at a border, by name."""
+        held = self._slots[slot]
+        known: dict[str, Tensor] = {}
+        for name, what in (("places", held.places), ("scores", held.scores)):
+            for layer, heads in enumerate(what):
+                known |= {f"{name}.{layer}.{head}": tensor.to("cpu", copy=True) for head, tensor in enumerate(heads)}
+        return known
+
+    def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
+        """A slot was filled with pairs of which this is known; so many tokens were read."""
+        held = self._slots[slot]
+        for name, what in (("places", held.places), ("scores", held.scores)):
+            for layer, heads in enumerate(what):
+                for head, tensor in enumerate(heads):
+                    heads[head] = known[f"{name}.{layer}.{head}"].to(tensor.device)
+        held.since = length
+        if self.notes is not None:
+            self.notes.begin(slot, length)
 
     def border(self, slot: int, prompt: int) -> int:
         """The next border, in tokens of the cache."""
