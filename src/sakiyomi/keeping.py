@@ -214,6 +214,7 @@ class Keeping:
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.policy.notes else None
+        self.policy.prepare(model)
         self._turn = make_turn(model) if self.policy.positions == "reassigned" else None
 
     # ------------------------------------------------------------ one slot
@@ -341,6 +342,7 @@ class Keeping:
                     length=length,
                     budget=self._budgets[layer][part.heads.start],
                     fresh=fresh,
+                    moved=self._cache.least(slot) if self._turn else 0,
                     places=torch.cat([places, new], 1),
                     keys=part.keys[:, :n],
                     values=part.values[:, :n],
