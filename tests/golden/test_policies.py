@@ -17,9 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import sakiyomi.drafting
 from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.audit import audit
+from sakiyomi.audit_report import AuditConfig
+from sakiyomi.cache.notes import Notes
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.policies import POLICIES, View
@@ -27,7 +31,7 @@ from sakiyomi.policies.h2o import H2O
 from sakiyomi.retaining.formats import read_heads, write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.raw import Raw
-from toys import character_tokenizer
+from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 WITHOUT_FILES = [name for name in POLICIES if name != "locret"]
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -122,6 +126,40 @@ def test_scores_of_heads_are_those_of_the_module() -> None:
                 scores = heads(layer, raw.read[layer])[: len(of_layer[0])].T
                 assert len(of_layer[0]) == len(PROMPTS[0]) + 64
                 torch.testing.assert_close(torch.stack(of_layer), scores, atol=1e-4, rtol=1e-4)
+
+
+def _keep_the_pairs_alone(notes: Notes, slot: int, length: int, rows: Sequence[int]) -> None:
+    """Broken: what rows of refused tokens left behind is taken for that of the accepted ones."""
+
+
+def _reach_beyond(request: Any) -> int:
+    """Broken: a round may pass a border, so that where pairs are dropped depends on what was accepted."""
+    return int(request.last - len(request.tokens) - 1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [(Notes, "keep", _keep_the_pairs_alone), (sakiyomi.drafting, "_room", _reach_beyond)],
+    ids=["statistics of refused rows", "rounds beyond borders"],
+)
+def test_broken_rules_are_found(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = plain("llama", spec("h2o"))
+    monkeypatch.setattr(owner, name, broken)
+    assert drafted("llama", spec("h2o"), Branching, gamma=5) != wanted
+
+
+def test_the_audit_judges_by_the_same_cache(tmp_path: Path) -> None:
+    """Texts over several borders, and a defect that only they show."""
+    folder = save_model(tmp_path, tiny_llama(dim=64, max_position_embeddings=512), tiny_tokenizer())
+    text = "Once upon a time there was a little fox who lived in a wood. " * 20
+    config = AuditConfig(prompt_tokens=150, max_new_tokens=80, gammas=(3,), seeds=(0,))
+    options = {"cache": spec("h2o"), "kv_budget": BUDGET, "chunk_size": CHUNK, "compile": False}
+    report = audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options)
+    assert report.reference == "own plain" and not report.defects
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sakiyomi.drafting, "_room", _reach_beyond)
+        report = audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options)
+        assert report.defects
 
 
 @pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "streaming", "sirllm", "infllm"])
