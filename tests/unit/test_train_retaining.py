@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers as hf
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from architectures import ALL, make, model_of, prompt, widen
 from sakiyomi import InputError, LoadError, UnsupportedError
@@ -229,6 +230,37 @@ def eager_logits(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     finally:
         model.set_attn_implementation(before)
     return found
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(one, torch.Tensor):
+                self.most = max(self.most, one.numel())
+        return made
+
+
+@pytest.mark.parametrize("labels", ["logits", "chances"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_no_matrix_of_all_tokens_is_made(name: str, labels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With blocks of 64 rows and 64 tokens the largest tensor grows with the length, not with its square."""
+    monkeypatch.setattr("sakiyomi.retaining.labels.ROWS", 64)
+    monkeypatch.setattr("sakiyomi.retaining.labels.COLUMNS", 64)
+    loss, _, _ = toy_loss(name, labels=labels)
+    length = 1200
+    rows = torch.from_numpy(np.resize(np.array(prompt(100)), length))
+    batch = {"ids": rows, "ends": torch.tensor([length]), "prompts": torch.tensor([length - 100])}
+    with loss.listening(), Largest() as largest:
+        loss(batch)
+    # Where a window or a soft cap is, 64 rows look at all tokens before them, in each of 4 heads.
+    assert largest.most <= 4 * 64 * length < length**2
 
 
 def test_layers_weigh_by_their_heads() -> None:
