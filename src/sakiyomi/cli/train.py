@@ -19,6 +19,7 @@ from sakiyomi.train.config import (
     EditsConfig,
     MedusaConfig,
     NgramConfig,
+    RetrieverConfig,
     TargetConfig,
     TonesConfig,
 )
@@ -110,6 +111,11 @@ _command(
     "ngram",
     NgramConfig,
     "Count the n-grams of a text, or of what a target writes, into one file for drafts.",
+)
+_command(
+    "retriever",
+    RetrieverConfig,
+    "Train a small Llama that finds pass keys, numbers and values of keys in long texts.",
 )
 _command(
     "edits",
