@@ -22,11 +22,13 @@ from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import make_policy
 from sakiyomi.intake import Intake, TextIntake
+from sakiyomi.keeping import surprise
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
 from sakiyomi.params import SamplingParams, as_params
 from sakiyomi.places import Places
+from sakiyomi.prefix import Prefix
 from sakiyomi.request import Place, Request
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
@@ -79,7 +81,7 @@ class Engine:
         self._settle = settle
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._places = Places(target.cache, drafter, chunk_size, exact)
+        self._places = Places(target.cache, target.keeping, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._drafting = Drafting(target, drafter, exact=exact, strict=strict)
@@ -165,8 +167,8 @@ class Engine:
         """
         with self._lock, torch.no_grad():
             self.settle()
-            self._admit()
-            steps = self._prefill([r for r in self._running if not r.prefilled])
+            steps = self._admit()
+            steps += self._prefill([r for r in self._running if not r.prefilled])
             fresh = {step.request for step in steps}
             decoding = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
             for graphs in dict.fromkeys(r.graphs for r in decoding):  # a request keeps the path that it began with
@@ -217,6 +219,12 @@ class Engine:
                 self.remove(request.id)
             self._places.release(place)
 
+    def snapshot(self, place: Place, text: str, recipe: dict[str, str]) -> Prefix:
+        """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
+        with self._lock:
+            assert place.slot is not None, "the place holds nothing"
+            return Prefix.of_slot(place.held, text, recipe, self.target, place.slot)
+
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""
         return next((r for r in (*self._running, *self._waiting) if r.id == request), None)
@@ -266,7 +274,14 @@ class Engine:
                 request.context.hidden = hidden[verdict.path[-1] + 1 if verdict.path else 0]
             if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
                 self._keep(request, verdict.path)
-            return [request.commit(draft, verdict, rows)]
+            if self.target.keeping.wants_surprise:
+                assert request.slot is not None
+                nodes = [0, *(node + 1 for node in verdict.path)]
+                tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
+                self.target.keeping.learn(request.slot, surprise(rows.raw[nodes], tokens))
+            step = request.commit(draft, verdict, rows)
+            self._settle_cache(request)
+            return [step]
         except Exception as error:
             return [request.fail(error)]
         except BaseException:
@@ -302,18 +317,34 @@ class Engine:
     def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
-        self.target.cache.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
+        self.target.keeping.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
         request.cached += 1 + len(path)
+
+    def _settle_cache(self, request: Request) -> None:
+        """Where this is a border, drop what the cache is not to hold; say where the next one is."""
+        assert request.slot is not None
+        keeping = self.target.keeping
+        keeping.settle(request.slot, request.prompt_tokens, request.cached)
+        request.border = keeping.border(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Step]:
+        """Seat who waits; steps of those for whom there is no memory."""
+        steps: list[Step] = []
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
             request.began = time.perf_counter()  # waiting is not its time
-            self._places.seat(request)
+            try:
+                self._places.seat(request)
+            except MemoryLimitError as error:  # of a prefix; others would be refused before
+                steps.append(request.fail(error))
+                self._places.free(request)
+                continue
+            self._settle_cache(request)
             request.graphs = self.target.ready
             self._running.append(request)
+        return steps
 
     def _prefill(self, requests: list[Request]) -> list[Step]:
         """One chunk of prompts; the first token of every request whose prompt is complete after it."""
@@ -323,7 +354,7 @@ class Engine:
         budget = self.chunk_size
         before = self.target.forward_seconds
         for request in requests:
-            count = min(self.chunk_size, request.prompt_tokens - request.cached)
+            count = min(self.chunk_size, request.prompt_tokens - request.cached, request.border - request.cached)
             if taken and (count > budget or self.exact):
                 break
             assert request.slot is not None
@@ -340,7 +371,7 @@ class Engine:
             return steps
         graphs = frozenset.intersection(*(request.graphs for request in taken))
         try:
-            logits = self.target.score(segments, last=True, graphs=graphs)
+            logits = self._score_prompts(taken, segments, graphs)
         except LoadError as error:
             return steps + [request.fail(error) for request in taken]
         spent = self.target.forward_seconds - before
@@ -349,10 +380,33 @@ class Engine:
         hidden = self.target.hidden
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.cached += len(segment.tokens)
-            if request.prefilled:
+            if not request.prefilled:
+                self._settle_cache(request)
+            else:
                 draft = Draft.empty()
                 here = slice(i, i + 1)
                 steps += self._decide(
                     request, draft, request.rows(logits[here], draft), None if hidden is None else hidden[here]
                 )
         return steps
+
+    def _score_prompts(self, requests: list[Request], segments: list[Segment], graphs: frozenset[int]) -> Tensor:
+        """One target pass over chunks of prompts: (requests, V) logits of their last rows."""
+        keeping = self.target.keeping
+        if not keeping.wants_surprise:
+            return self.target.score(segments, last=True, graphs=graphs)
+        logits = self.target.score(segments, graphs=frozenset())
+        ends, first = [], 0
+        for request, segment in zip(requests, segments, strict=True):
+            count = len(segment.tokens)
+            assert request.slot is not None
+            following = request.tokens[request.cached + 1 : request.cached + count + 1]
+            found = surprise(logits[first : first + len(following)], following)
+            if segment.length == 0 and found:
+                found.insert(0, max(found))  # nothing says how likely the first token is
+            keeping.learn(request.slot, found)
+            first += count
+            ends.append(first - 1)
+        if self.target.hidden is not None:
+            self.target.hidden = self.target.hidden[ends]
+        return logits[ends]

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import Rows, Verifier
 
+if TYPE_CHECKING:
+    from sakiyomi.prefix import Prefix
+
 __all__ = ["Place", "Request"]
 
 
@@ -32,8 +36,10 @@ class Place:
         held: the tokens whose keys and values lie there.
         whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
         context: of the last request, with the drafter's own memory.
+        prefix: what requests go on from where nothing else is held.
     """
 
+    prefix: Prefix | None = None
     slot: int | None = None
     held: list[int] = field(default_factory=list)
     whole: int = 0
@@ -63,7 +69,8 @@ class Request:
         place: of the conversation that it belongs to; takes the slot over when the request is over.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
-        cached: tokens whose keys and values the target holds.
+        cached: tokens whose keys and values the target has computed.
+        border: where something of them may be dropped next, in tokens; no round goes beyond it.
         graphs: row counts whose passes run on graphs; fixed for the request's life, so that it never changes path.
     """
 
@@ -80,6 +87,7 @@ class Request:
     place: Place | None = None
     slot: int | None = None
     cached: int = 0
+    border: int = 0
     graphs: frozenset[int] = frozenset()
     finish_reason: FinishReason | None = None
     error: Exception | None = None

@@ -1,7 +1,7 @@
 """Weights to start the retrieval model from: heads that look a few tokens back, and heads that look for the same again.
 
 From random weights, both kinds of head have to be found before either is of use, and most of a short training is spent
-on that (the phase change of Olsson et al. 2022, arXiv 2209.11895). Here they are there from the first step, roughly, and
+on that (the phase change of Olsson et al. 2022, arXiv 2209.11895). Here they are there from the first step, roughly;
 all weights are trained on.
 """
 
@@ -39,7 +39,7 @@ def start_looking_back(model: LlamaForCausalLM, seed: int) -> None:
         seed: of the directions.
     """
     inner: Any = model.model
-    config = model.config
+    config: Any = model.config
     width, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     size = width // heads
     generator = torch.Generator().manual_seed(seed)
