@@ -25,10 +25,17 @@ def line(name: str, length: int, **changed: Any) -> dict[str, Any]:
 def rows() -> list[Row]:
     refused = {"name": "h2o", "budget": "1/8", "length": 1024, "starred": False, "state": "refused"}
     lines = [line("full", 1024), line("full", 4096), line("full *", 6000, starred=True), refused]
-    lines += [line("locret", 1024, budget="512", grown_bytes=0), line("locret", 4096, budget="512", grown_bytes=0)]
+    lines += [line("locret", n, budget="512", kv_bytes=300_000, grown_bytes=0) for n in (1024, 4096)]
     slopes = [
-        {"name": "full", "budget": None, "kv_slope": 1.0, "process_slope": 1.0},
-        {"name": "locret", "budget": "512", "kv_slope": 0.0, "process_slope": None},
+        {"name": "full", "budget": None, "kv_slope": 1.0, "process_slope": 1.0, "class": "full", "on_paper": 1.0},
+        {
+            "name": "locret",
+            "budget": "512",
+            "kv_slope": 0.0,
+            "process_slope": None,
+            "class": "bounded",
+            "on_paper": 0.0,
+        },
     ]
     series = {"tokens": [10, 20], "kv": [100, 200], "resident": [1, 1]}
     books = [line("full", 1024, perplexity=20.0, perplexity_spread=None, agreement=1.0, agreement_spread=None)]

@@ -28,6 +28,13 @@ FOOT = {"fontsize": 7, "color": "#555555"}
 CELLS = 400
 """Columns of the map of kept tokens: of a longer text each is the mean over several tokens."""
 WORDS = 16  # of the text, below that map
+ASIDE = "(side by side where alike)"
+CLASSES = {
+    "one-shot": "full, in one pass",
+    "full": "full",
+    "reduced": "all pairs, smaller or elsewhere",
+    "bounded": "budget",
+}
 
 
 def check(folder: str) -> None:
@@ -120,7 +127,7 @@ def _accuracy(row: Row) -> Figure | None:
         for place, (name, group) in enumerate(groups.items()):
             for line in (line for line in group if line["length"] == length):
                 axes.errorbar(
-                    line["kv_bytes"] / 1e6,
+                    line["kv_bytes"] / 1e6 * _aside(place, len(groups)),
                     100 * line["accuracy"],
                     yerr=100 * (line["accuracy_spread"] or 0.0),
                     linestyle="none",
@@ -128,33 +135,67 @@ def _accuracy(row: Row) -> Figure | None:
                     label=name,
                     **_style(place),
                 )
-        axes.set(xscale="log", ylim=(-4, 104), title=f"{length} tokens", xlabel="keys and values, MB")
+        axes.set(xscale="log", ylim=(-4, 104), title=f"{length} tokens", xlabel=f"keys and values, MB {ASIDE}")
+        _plain_ticks(axes.xaxis)
     panels[0].set_ylabel("right answers, percent")
     _legend(figure, panels)
     return figure
 
 
 def _memory(table: Row, growth: Row) -> Figure:
-    """Keys and values, and what the process grew by, against the length; both axes by powers, with fitted slopes."""
-    slopes = {(line["name"], line["budget"]): line for line in growth.lines}
-    groups = _groups(table.lines, "kv_bytes")
-    measured = any(line["grown_bytes"] is not None for group in groups.values() for line in group)
+    """Keys and values, and what the process grew by, against the length: of each class of systems its first one.
+
+    Both axes go by powers, so that the exponent is the slope. A budget that is a share of the context is a class of its
+    own.
+    """
+    groups = list(_groups(table.lines, "kv_bytes").values())
+    classes: dict[tuple[str, float], Any] = {}
+    for fit in growth.lines:
+        classes.setdefault((fit["class"], fit["on_paper"]), fit)
+    measured = any(line["grown_bytes"] is not None for group in groups for line in group)
     figure, panels = _figure(2 if measured else 1)
     kinds = [("kv_bytes", "kv_slope", "keys and values, MB"), ("grown_bytes", "process_slope", "process grown by, MB")]
     for axes, (size, exponent, label) in zip(panels, kinds, strict=False):
-        for place, (name, group) in enumerate(groups.items()):
-            fit = slopes.get((str(group[0]["name"]).removesuffix(" *"), group[0]["budget"]))
-            points = sorted((line["length"], line[size] / 1e6) for line in group if (line[size] or 0) > 0)
-            if fit is None or not points:
+        for place, fit in enumerate(classes.values()):
+            lines = [line for line in table.lines if (line["name"].removesuffix(" *"), line["budget"]) == _key(fit)]
+            points = sorted((line["length"], line[size] / 1e6) for line in lines if (line.get(size) or 0) > 0)
+            if not points:
                 continue
-            shown = "" if fit[exponent] is None else f", slope {fit[exponent]:.2f}"
-            axes.plot(*zip(*points, strict=True), label=name + shown, **_style(place))
+            slope = "" if fit.get(exponent) is None else f": slope {fit[exponent]:.2f}"
+            name = " ".join(filter(None, _key(fit)))
+            shown = CLASSES[fit["class"]] + ("" if name == fit["class"] else f" ({name})") + slope
+            axes.plot(*zip(*points, strict=True), label=shown, **_style(place))
         axes.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel=label)
-        lengths = sorted({line["length"] for group in groups.values() for line in group})
+        lengths = sorted({line["length"] for group in groups for line in group if not line["starred"]})
         axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(_nothing())
+        _plain_ticks(axes.yaxis)
         axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _key(line: Mapping[str, Any]) -> tuple[str, Any]:
+    return line["name"], line["budget"]
+
+
+def _nothing() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()
+
+
+def _plain_ticks(axis: Any) -> None:
+    """1, 2 and 5 of each power of ten, as plain numbers: ranges here are often within one power."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(_nothing())
+
+
+def _aside(place: int, count: int) -> float:
+    """Systems of one budget hold the same bytes; their points stand side by side, or one would hide the others."""
+    return 1.0 + 0.02 * (place - (count - 1) / 2)
 
 
 def _turns(row: Row) -> Figure | None:
@@ -185,7 +226,7 @@ def _books(row: Row) -> Figure | None:
             for line in (line for line in group if line["length"] == longest):
                 spread = line[f"{key}_spread"]
                 axes.errorbar(
-                    line["kv_bytes"] / 1e6,
+                    line["kv_bytes"] / 1e6 * _aside(place, len(groups)),
                     scale * line[key],
                     yerr=scale * spread if spread else None,
                     linestyle="none",
@@ -193,7 +234,8 @@ def _books(row: Row) -> Figure | None:
                     label=name,
                     **_style(place),
                 )
-        axes.set(xscale="log", xlabel="keys and values, MB", ylabel=label, title=f"{longest} tokens")
+        axes.set(xscale="log", xlabel=f"keys and values, MB {ASIDE}", ylabel=label, title=f"{longest} tokens")
+        _plain_ticks(axes.xaxis)
     _legend(figure, panels)
     return figure
 

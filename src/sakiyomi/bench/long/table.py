@@ -231,6 +231,9 @@ def growth(row: Row) -> Row | None:
                 "grown_to_bytes": last["grown_bytes"],
             }
         )
+    if not any(line["grown_to_bytes"] is not None for line in lines):  # systems shared one process
+        unknown = {"process_slope", "grown_from_bytes", "grown_to_bytes"}
+        lines = [{key: value for key, value in line.items() if key not in unknown} for line in lines]
     title = "exponent of memory by length: 2 quadratic, 1 linear, 0 flat; grown: of the process since it was ready"
     return Row("memory", title, lines, dict(row.conditions)) if lines else None
 

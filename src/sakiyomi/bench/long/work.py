@@ -183,4 +183,5 @@ KINDS: dict[str, Callable[[Job, Loader], Iterator[Record]]] = {"answers": answer
 
 def work(job: Job, make: Loader) -> Iterator[Record]:
     """Do a job; records come as they are ready."""
-    return KINDS[job["kind"]](job, make)
+    make.release()  # what an earlier job had allocated would count as this one's
+    yield from KINDS[job["kind"]](job, make)
