@@ -31,7 +31,7 @@ WORDS = 16  # of the text, below that map
 ASIDE = "(side by side where alike)"
 CLASSES = {
     "one-shot": "full, in one pass",
-    "full": "full",
+    "full": "full, in chunks",
     "reduced": "all pairs, smaller or elsewhere",
     "bounded": "budget",
 }
