@@ -22,6 +22,7 @@ from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import make_policy
 from sakiyomi.intake import Intake, TextIntake
+from sakiyomi.keeping import surprise
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
@@ -79,7 +80,7 @@ class Engine:
         self._settle = settle
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._places = Places(target.cache, drafter, chunk_size, exact)
+        self._places = Places(target.cache, target.keeping, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._drafting = Drafting(target, drafter, exact=exact, strict=strict)
@@ -266,7 +267,14 @@ class Engine:
                 request.context.hidden = hidden[verdict.path[-1] + 1 if verdict.path else 0]
             if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
                 self._keep(request, verdict.path)
-            return [request.commit(draft, verdict, rows)]
+            if self.target.keeping.wants_surprise:
+                assert request.slot is not None
+                nodes = [0, *(node + 1 for node in verdict.path)]
+                tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
+                self.target.keeping.learn(request.slot, surprise(rows.raw[nodes], tokens))
+            step = request.commit(draft, verdict, rows)
+            self._settle_cache(request)
+            return [step]
         except Exception as error:
             return [request.fail(error)]
         except BaseException:
@@ -302,8 +310,15 @@ class Engine:
     def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
-        self.target.cache.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
+        self.target.keeping.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
         request.cached += 1 + len(path)
+
+    def _settle_cache(self, request: Request) -> None:
+        """Where this is a border, drop what the cache is not to hold; say where the next one is."""
+        assert request.slot is not None
+        keeping = self.target.keeping
+        keeping.settle(request.slot, request.prompt_tokens, request.cached)
+        request.border = keeping.border(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 
@@ -312,6 +327,7 @@ class Engine:
             request = self._waiting.popleft()
             request.began = time.perf_counter()  # waiting is not its time
             self._places.seat(request)
+            self._settle_cache(request)
             request.graphs = self.target.ready
             self._running.append(request)
 
@@ -323,7 +339,7 @@ class Engine:
         budget = self.chunk_size
         before = self.target.forward_seconds
         for request in requests:
-            count = min(self.chunk_size, request.prompt_tokens - request.cached)
+            count = min(self.chunk_size, request.prompt_tokens - request.cached, request.border - request.cached)
             if taken and (count > budget or self.exact):
                 break
             assert request.slot is not None
@@ -340,7 +356,7 @@ class Engine:
             return steps
         graphs = frozenset.intersection(*(request.graphs for request in taken))
         try:
-            logits = self.target.score(segments, last=True, graphs=graphs)
+            logits = self._score_prompts(taken, segments, graphs)
         except LoadError as error:
             return steps + [request.fail(error) for request in taken]
         spent = self.target.forward_seconds - before
@@ -349,10 +365,33 @@ class Engine:
         hidden = self.target.hidden
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
             request.cached += len(segment.tokens)
-            if request.prefilled:
+            if not request.prefilled:
+                self._settle_cache(request)
+            else:
                 draft = Draft.empty()
                 here = slice(i, i + 1)
                 steps += self._decide(
                     request, draft, request.rows(logits[here], draft), None if hidden is None else hidden[here]
                 )
         return steps
+
+    def _score_prompts(self, requests: list[Request], segments: list[Segment], graphs: frozenset[int]) -> Tensor:
+        """One target pass over chunks of prompts: (requests, V) logits of their last rows."""
+        keeping = self.target.keeping
+        if not keeping.wants_surprise:
+            return self.target.score(segments, last=True, graphs=graphs)
+        logits = self.target.score(segments, graphs=frozenset())
+        ends, first = [], 0
+        for request, segment in zip(requests, segments, strict=True):
+            count = len(segment.tokens)
+            assert request.slot is not None
+            following = request.tokens[request.cached + 1 : request.cached + count + 1]
+            found = surprise(logits[first : first + len(following)], following)
+            if segment.length == 0 and found:
+                found.insert(0, max(found))  # nothing says how likely the first token is
+            keeping.learn(request.slot, found)
+            first += count
+            ends.append(first - 1)
+        if self.target.hidden is not None:
+            self.target.hidden = self.target.hidden[ends]
+        return logits[ends]

@@ -18,12 +18,14 @@ from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, pars
 from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.intake import Asked, Intake
+from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
 from sakiyomi.memory import readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
+from sakiyomi.policies import make_policy
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
 
@@ -44,8 +46,9 @@ class LLM:
             "oracle:<rate>" (the known answer, to measure what a draft could bring), drafts from text
             ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
             ``tales-draft`` for ``tales``.
-        cache: only "full" in this version.
-        kv_budget: only None in this version.
+        cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
+            ``"h2o[sinks=4,local=32]"``.
+        kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
@@ -90,8 +93,7 @@ class LLM:
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        _only("cache", cache, "full")
-        _only("kv_budget", kv_budget, None)
+        keeping = _keeping(cache, kv_budget, chunk_size or CHUNK)
         if quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
         if compile != "auto" and not isinstance(compile, bool):
@@ -112,7 +114,7 @@ class LLM:
         )
         self._config = loaded.model.config
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        self.target = self._pack_target(loaded, quantize)
+        self.target = self._pack_target(loaded, quantize, keeping=keeping)
         self._models = [self.target]
         around = Surroundings(
             loaded,
@@ -321,6 +323,15 @@ class LLM:
         return packed
 
 
-def _only(name: str, value: Any, only: Any) -> None:
-    if value != only:
-        raise InputError(f"{name}={value!r} is not available in this version; leave it at {only!r}")
+def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping | None:
+    """What keeps the cache within the budget; None: nothing does."""
+    policy = make_policy(cache)
+    if policy is None:
+        if budget is not None:
+            raise InputError(
+                f"kv_budget={budget!r} with cache='full', which keeps everything; name a policy, or leave it out"
+            )
+        return None
+    if budget is None:
+        raise InputError(f"cache={cache!r} without a budget; give kv_budget, in pairs of a head or bytes as '2GiB'")
+    return Keeping(policy, budget, chunk_size)

@@ -24,7 +24,8 @@ from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.cache.sources import Source, SourceCache
 from sakiyomi.clock import running_mean
 from sakiyomi.errors import UnsupportedError
-from sakiyomi.kernels import attention
+from sakiyomi.keeping import ENDLESS, Everything, Keeping
+from sakiyomi.kernels import attention, observe
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
@@ -101,8 +102,10 @@ class PackedModel:
             them.
         text: token ids on which the rounding is judged.
         prepared: what is known of a model whose layers are packed already; nothing is rounded then.
+        keeping: keeps the cache within a budget; None: all pairs stay.
 
     Attributes:
+        keeping: what stays of the cache, for the engine.
         rounding: what the rounding changed; None where nothing was rounded.
         siblings: names of linear layers that are computed together.
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
@@ -128,6 +131,7 @@ class PackedModel:
         quantize: str | None = None,
         text: Sequence[int] = (),
         prepared: Prepared | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_rounding(f"quantize={quantize!r}", model.dtype)
@@ -155,6 +159,7 @@ class PackedModel:
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self._text = list(text) if quantize else []
         self.lock = threading.RLock()
+        self._reassigned = keeping is not None and keeping.policy.positions == "reassigned"
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[Plan, float], None]] = []
         self.hidden: Tensor | None = None
@@ -179,7 +184,7 @@ class PackedModel:
         self._owned, self._compile = owned, compile
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
-        accelerated = accelerated and self._encoder is None
+        accelerated = accelerated and self._encoder is None and keeping is None
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
@@ -188,8 +193,11 @@ class PackedModel:
             extra=int(self._encoder is not None),
             on_move=self._moved,
             available=lambda: int(available_bytes(str(self.device)) * 0.9),
+            limits=keeping.limits(shapes, self.dtype.itemsize) if keeping is not None else None,
         )
         self.sources = self._source_cache(max_slots)
+        self._noted = keeping.policy if keeping is not None and keeping.policy.notes else None
+        self.keeping: Keeping | Everything = Everything(self.cache)
         self.state: State
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
@@ -211,6 +219,11 @@ class PackedModel:
             self._judge_rounding()
         if exact:
             self._make_exact()
+        if keeping is not None:
+            keeping.attach(self)
+            self.keeping = keeping
+            if keeping.policy.positions == "reassigned":
+                self.max_context = ENDLESS
 
     @property
     def module(self) -> nn.Module:
@@ -230,6 +243,7 @@ class PackedModel:
             self.unsettled = False
             with self.lock:
                 self.tap.leave()  # a layer with hooks is not packed
+                self._leave_notes()
                 self._take(self._native() or self.state)
 
     @property
@@ -275,6 +289,11 @@ class PackedModel:
         self._model.set_attn_implementation(state.attention)
         if self._encoder is None:
             self.tap.listen(self.head)
+        if self._noted is not None:
+            self._noted.listen(self._model)
+            for module in self._model.modules():
+                if hasattr(module, "layer_idx"):
+                    setattr(module, attention.NOTE, self._noted.note)
         if isinstance(state, NativeModel):
             state.set_distances(self._distances)
             if self.cache.room:
@@ -286,6 +305,10 @@ class PackedModel:
             self.graphs = Graphs(self._model, self.tap, state, self.device, SIZES, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(SIZES)
+
+    def _leave_notes(self) -> None:
+        if self._noted is not None:
+            self._noted.leave()
 
     def _dense(self) -> Dense:
         return Dense(self.cache, by_row=self.exact, sources=self.sources, distances=self._distances)
@@ -526,6 +549,12 @@ class PackedModel:
             self.make_room(slot, len(tokens), source)
             return self.score([Segment(slot, 0, tokens, prompt=True)], last=True)[0]
 
+    def read_alone(self, slot: int, token: int, position: int) -> None:
+        """Read one token in an empty slot as if it stood at this position."""
+        plan = Plan([Segment(slot, 0, [token])])
+        plan.positions = [position]
+        self._run(plan, self._size(1))
+
     def score(
         self, segments: Sequence[Segment], *, last: bool = False, graphs: Collection[int] | None = None
     ) -> Tensor:
@@ -621,6 +650,7 @@ class PackedModel:
         with self.lock:
             ids, positions = self._inputs(plan, size)
             self.state.begin(plan, size)
+            observe.listen(self.keeping.notes, plan)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
             allowed = keep is None and (graphs is None or size in graphs)
@@ -669,6 +699,9 @@ class PackedModel:
         rows, (numbers, ids, positions) = plan.rows, buffer
         numbers[0, :rows] = plan.tokens
         numbers[1, :rows] = plan.positions
+        if self._reassigned:
+            for slot, first, count, _, _ in plan.table:
+                numbers[1, first : first + count] -= self.cache.least(slot)
         numbers[:, rows:] = 0
         return (ids, positions) if self._on_cpu else (ids.to(self.device), positions.to(self.device))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.drafters.base import Drafter, tell
 from sakiyomi.errors import MemoryLimitError
+from sakiyomi.keeping import Everything, Keeping
 from sakiyomi.request import Place, Request
 
 __all__ = ["Places"]
@@ -23,13 +24,17 @@ class Places:
 
     Args:
         cache: the target's.
+        keeping: what stays there.
         drafter: hears of the end of every request, or of the next one of its conversation.
         chunk_size: prompt tokens in one pass.
         exact: only what any request with the same prompt would compute in the same way is used again.
     """
 
-    def __init__(self, cache: SlotCache, drafter: Drafter | None, chunk_size: int, exact: bool) -> None:
-        self._cache, self._drafter, self._chunk_size, self._exact = cache, drafter, chunk_size, exact
+    def __init__(
+        self, cache: SlotCache, keeping: Keeping | Everything, drafter: Drafter | None, chunk_size: int, exact: bool
+    ) -> None:
+        self._cache, self._keeping = cache, keeping
+        self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._kept: list[Place] = []  # the longest unused first
 
     def seat(self, request: Request) -> None:
@@ -42,6 +47,7 @@ class Places:
             if not self._cache.free:
                 self.release(self._kept[0])
             request.slot = self._cache.take()
+            self._keeping.begin(request.slot)
             return
         assert place.context is not None
         alike = request.context.source is None  # else what is held was made from another source
@@ -50,6 +56,9 @@ class Places:
             # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
             shared = min(shared, place.whole) // self._chunk_size * self._chunk_size
         self._kept.remove(place)
+        if not self._keeping.roll_back(place.slot, shared):
+            shared = 0
+            self._keeping.begin(place.slot)
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
         if alike:
@@ -67,6 +76,7 @@ class Places:
             self._kept.append(place)
             return
         if slot is not None:
+            self._keeping.end(slot)
             self._cache.release(slot)
         tell(self._drafter, "end", request.context)
 
@@ -76,6 +86,7 @@ class Places:
             return
         assert place.context is not None
         self._kept.remove(place)
+        self._keeping.end(place.slot)
         self._cache.release(place.slot)
         place.slot = None
         tell(self._drafter, "end", place.context)

@@ -63,7 +63,8 @@ class Request:
         place: of the conversation that it belongs to; takes the slot over when the request is over.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
-        cached: tokens whose keys and values the target holds.
+        cached: tokens whose keys and values the target has computed.
+        border: where something of them may be dropped next, in tokens; no round goes beyond it.
         graphs: row counts whose passes run on graphs; fixed for the request's life, so that it never changes path.
     """
 
@@ -80,6 +81,7 @@ class Request:
     place: Place | None = None
     slot: int | None = None
     cached: int = 0
+    border: int = 0
     graphs: frozenset[int] = frozenset()
     finish_reason: FinishReason | None = None
     error: Exception | None = None

@@ -4,13 +4,18 @@ Layers of equal (KV heads, key dim, value dim) have tensors of one shape. A slot
 one after the other, so rolling back is moving a length, and keeping one path of a token tree is one gather. Storage
 grows by doubling and is never allocated for a model's maximal context in advance. The cache knows tokens' columns
 only; it knows no model and no text.
+
+Where pairs may be dropped, every layer and head has a limit of its own and storage for no more than that. Lengths are
+those of the text all the same: a head's columns are the length less what it has dropped.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +28,32 @@ STEP = 64  # columns, where doubling does not fit
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV heads, the size of a key and of a value, and the device, of one attention layer."""
+    """KV heads, the size of a key and of a value, the device and the sliding window (0: none) of one attention layer."""
 
     heads: int
     key_dim: int
     value_dim: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    window: int = 0
 
     def pair_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""
         return self.heads * (self.key_dim + self.value_dim) * itemsize
+
+
+class Part(NamedTuple):
+    """Heads of one layer of a slot that have dropped equally much.
+
+    Attributes:
+        heads: which.
+        keys, values: (heads, room, dim) of the storage itself.
+        dropped: pairs; column c holds the token at place c + dropped, or one before it.
+    """
+
+    heads: slice
+    keys: Tensor
+    values: Tensor
+    dropped: int
 
 
 class SlotCache:
@@ -46,6 +67,13 @@ class SlotCache:
         extra: slots beyond those, which no request is given.
         on_move: called with the cache whenever its tensors are new ones, so that whoever keeps pointers can renew them.
         available: returns the bytes that may still be allocated; None: no limit is known.
+        limits: of each layer the columns that each head ever has at once; None: no pair is dropped.
+
+    Attributes:
+        keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own.
+        starts: by layer, the row of a slot at which each head begins, and behind them the rows of a slot.
+        dropped: (max_slots + extra, layers, heads of the largest layer) int32 on the CPU: pairs that a head of a slot
+            has dropped so far; None without limits.
     """
 
     def __init__(
@@ -58,11 +86,18 @@ class SlotCache:
         extra: int = 0,
         on_move: Callable[[SlotCache], None] | None = None,
         available: Callable[[], int] | None = None,
+        limits: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
         self.dtype, self.max_slots, self.spare, self.extra = dtype, max_slots, spare, extra
+        self.limits = limits
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.starts: list[list[int]] = []
+        heads = max(shape.heads for shape in self.shapes)
+        places = max_slots + extra
+        self.dropped = torch.zeros(places, len(self.shapes), heads, dtype=torch.int32) if limits else None
+        self._least = [0] * places  # dropped by every head
         self.room = 0
         self.slots = 0
         self._free = list(range(max_slots - 1, -1, -1))
@@ -79,7 +114,25 @@ class SlotCache:
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        return self.pair_bytes * self.slots * self.room
+        return self._bytes(self.slots, self.room)
+
+    def _bytes(self, slots: int, room: int) -> int:
+        if self.limits is None:
+            return self.pair_bytes * slots * room
+        numbers = 0
+        for shape, rooms in zip(self.shapes, self._rooms(room), strict=True):
+            numbers += sum(rooms) * (shape.key_dim + shape.value_dim)
+        return slots * numbers * self.dtype.itemsize
+
+    def _rooms(self, room: int) -> list[list[int]]:
+        """Columns of each layer's heads, where the largest have so many."""
+        if self.limits is None:
+            return [[room] * shape.heads for shape in self.shapes]
+        return [[min(room, limit + self.spare) for limit in limits] for limits in self.limits]
+
+    def least(self, slot: int) -> int:
+        """Pairs that every head of a slot has dropped."""
+        return self._least[slot]
 
     @property
     def free(self) -> int:
@@ -98,7 +151,15 @@ class SlotCache:
                 "end, close a conversation, or load with a larger max_batch"
             )
         self._free.sort(reverse=True)
-        return self._free.pop()
+        slot = self._free.pop()
+        self.clear(slot)
+        return slot
+
+    def clear(self, slot: int) -> None:
+        """Nothing was dropped in this slot: its text begins anew."""
+        if self.dropped is not None:
+            self.dropped[slot] = 0
+        self._least[slot] = 0
 
     def release(self, slot: int) -> None:
         """Give a slot back; its storage is used again by the next request."""
@@ -117,11 +178,12 @@ class SlotCache:
                 self.release(slot)
 
     def reserve(self, slot: int, columns: int) -> None:
-        """Make room for `columns` tokens in a slot, growing all storage by doubling where needed.
+        """Make room for `columns` tokens in a slot, dropped ones included, growing all storage by doubling.
 
         Raises:
             MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
         """
+        columns -= self._least[slot]
         if slot >= self.slots or columns + self.spare > self.room:
             self._grow(*self._storage(slot + 1, columns))
         if self._untold:
@@ -140,6 +202,8 @@ class SlotCache:
         Raises:
             MemoryLimitError: with the bytes needed and the length that fits.
         """
+        if self.limits is not None:
+            columns = min(columns, max(map(max, self.limits)))
         if requests > self.slots or columns + self.spare > self.room:
             self._storage(requests, columns)
 
@@ -164,10 +228,10 @@ class SlotCache:
         if self._available is None:
             return slots, room
         left = self._available()
-        if self.pair_bytes * slots * room <= left:
+        if self._bytes(slots, room) <= left:
             return slots, room
         slots, room = max(self.slots, requests), max(self.room, FIRST_ROOM, -(-(columns + self.spare) // STEP) * STEP)
-        if (need := self.pair_bytes * slots * room) > left:
+        if (need := self._bytes(slots, room)) > left:
             raise MemoryLimitError(
                 f"the KV cache needs {need:,} bytes for {slots} requests of {room} tokens, {left:,} are available; "
                 f"about {left // (self.pair_bytes * slots)} tokens a request fit: shorten the prompt or lower "
@@ -177,14 +241,25 @@ class SlotCache:
 
     def _grow(self, slots: int, room: int) -> None:
         """Larger storage with the same contents. Interrupted, or out of memory, everything stays as it was."""
+        rooms = self._rooms(room)
+        starts = [[0, *itertools.accumulate(of_layer)] for of_layer in rooms]
 
         def larger(store: list[Tensor], dims: list[int]) -> list[Tensor]:
-            fresh = [
-                torch.zeros(slots, shape.heads, room, dim, dtype=self.dtype, device=shape.device)
-                for shape, dim in zip(self.shapes, dims, strict=True)
-            ]
-            for old, new in zip(store, fresh, strict=False):
-                new[: self.slots, :, : self.room] = old
+            fresh = []
+            for layer, (shape, dim) in enumerate(zip(self.shapes, dims, strict=True)):
+                even = len(set(rooms[layer])) == 1
+                size = (shape.heads, rooms[layer][0]) if even else (starts[layer][-1],)
+                new = torch.zeros(slots, *size, dim, dtype=self.dtype, device=shape.device)
+                if store and store[layer].ndim == new.ndim == 4:
+                    new[: self.slots, :, : store[layer].shape[2]] = store[layer]
+                elif store:
+                    for head in range(shape.heads):
+                        begin, end = self.starts[layer][head : head + 2]
+                        first = starts[layer][head]
+                        new.view(slots, -1, dim)[: self.slots, first : first + end - begin] = store[layer].view(
+                            self.slots, -1, dim
+                        )[:, begin:end]
+                fresh.append(new)
             return fresh
 
         try:
@@ -192,11 +267,12 @@ class SlotCache:
             values = larger(self.values, [shape.value_dim for shape in self.shapes])
         except torch.OutOfMemoryError as error:  # of what an accelerator has left not every part can be used
             raise MemoryLimitError(
-                f"the KV cache needs {self.pair_bytes * slots * room:,} bytes for {slots} requests of {room} tokens, "
+                f"the KV cache needs {self._bytes(slots, room):,} bytes for {slots} requests of {room} tokens, "
                 f"and the device did not give them beside the present ones; shorten the prompt, or lower "
                 "max_new_tokens or max_batch"
             ) from error
-        self.keys, self.values, self.slots, self.room, self._untold = keys, values, slots, room, True
+        self.keys, self.values, self.starts = keys, values, starts
+        self.slots, self.room, self._untold = slots, room, True
         self.gather = None  # it knows the former tensors
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
@@ -211,8 +287,45 @@ class SlotCache:
             return
         if self.gather is not None:
             self.gather(slot, length, rows)
-        else:
-            source = torch.tensor([length + row for row in rows])
-            for store in (*self.keys, *self.values):
-                source = source.to(store.device)
-                store[slot, :, length : length + len(rows)] = store[slot].index_select(1, source)
+            return
+        for layer in range(len(self.shapes)):
+            for part in self.parts(layer, slot):
+                source = torch.tensor([length - part.dropped + row for row in rows], device=part.keys.device)
+                for store in (part.keys, part.values):
+                    first = length - part.dropped
+                    store[:, first : first + len(rows)] = store.index_select(1, source)
+
+    def parts(self, layer: int, slot: int) -> list[Part]:
+        """A slot's keys and values in one layer, in stretches of heads that have dropped equally much."""
+        keys, values = self.keys[layer][slot], self.values[layer][slot]
+        if self.dropped is None:
+            return [Part(slice(0, keys.shape[0]), keys, values, 0)]
+        dropped = self.dropped[slot, layer, : self.shapes[layer].heads].tolist()
+        if keys.ndim == 3 and len(set(dropped)) == 1:
+            return [Part(slice(0, keys.shape[0]), keys, values, dropped[0])]
+        found, starts = [], self.starts[layer]
+        for head, gone in enumerate(dropped):
+            own = slice(starts[head], starts[head + 1])
+            own_keys, own_values = (store.reshape(-1, store.shape[-1])[own][None] for store in (keys, values))
+            found.append(Part(slice(head, head + 1), own_keys, own_values, gone))
+        return found
+
+    def drop(self, slot: int, length: int, kept: Sequence[Sequence[Tensor]]) -> None:
+        """Keep these columns of a slot and free the others.
+
+        Args:
+            slot: a request's.
+            length: tokens of its text in the cache, dropped ones included.
+            kept: of each layer and head the columns, (n,) int64, ascending.
+        """
+        assert self.dropped is not None, "a cache without limits drops nothing"
+        for layer, of_layer in enumerate(kept):
+            for part in self.parts(layer, slot):
+                columns = torch.stack([of_layer[head] for head in range(part.heads.start, part.heads.stop)])
+                count = columns.shape[1]
+                for store in (part.keys, part.values):
+                    index = columns.to(store.device)[..., None].expand(-1, -1, store.shape[2])
+                    store[:, :count] = store.gather(1, index)
+                self.dropped[slot, layer, part.heads] = length - count
+        used = [self.dropped[slot, layer, : shape.heads] for layer, shape in enumerate(self.shapes)]
+        self._least[slot] = int(min(int(some.min()) for some in used))

@@ -15,12 +15,19 @@
 namespace {
 
 struct Layer {
-  char *keys, *values;  // [slots][heads][room][dim]
-  int64_t heads, room, key_dim, value_dim;
+  char *keys, *values;  // [slots][rows][dim], the rows of one head after those of another
+  std::vector<int64_t> starts;  // first row of each head in a slot, and behind the last head the rows of a slot
+  int64_t heads, key_dim, value_dim;
   bool half;
   // Added to scores by how many places the key lies before the row: [query heads][far], and the last one further back.
   const float* bias = nullptr;
   int64_t far = 0;
+  // Pairs that a head has dropped: [slots][dropped_stride], this layer's heads first. Columns are places less those.
+  const int32_t* dropped = nullptr;
+  int64_t dropped_stride = 0;
+
+  int64_t first_row(int64_t slot, int64_t head) const { return slot * starts[heads] + starts[head]; }
+  int64_t gone(int64_t slot, int64_t head) const { return dropped ? dropped[slot * dropped_stride + head] : 0; }
 };
 
 struct Segment {
@@ -216,14 +223,15 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   using L = typename Lane<T>::type;
   static thread_local Scratch<T> s;
   const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group;
-  const int64_t length = seg.length - seg.done, tree = source ? 0 : seg.done + seg.rows;  // pairs that all rows see, rows of the tree
+  const int64_t held = seg.length - (source ? 0 : layer.gone(seg.slot, head));  // columns before the pass
+  const int64_t length = held - seg.done, tree = source ? 0 : seg.done + seg.rows;  // pairs that all rows see, rows of the tree
   const int64_t lanes = (kd + Lane<T>::numbers - 1) / Lane<T>::numbers, padded = (vd + 15) / 16 * 16;
   const int64_t stride = (length + tree + 47) / 16 * 16, own_stride = (tree + 15) / 16 * 16;
-  T* keys = (T*)layer.keys + (seg.slot * layer.heads + head) * layer.room * kd;
-  T* values = (T*)layer.values + (seg.slot * layer.heads + head) * layer.room * vd;
+  T* keys = (T*)layer.keys + layer.first_row(seg.slot, head) * kd;
+  T* values = (T*)layer.values + layer.first_row(seg.slot, head) * vd;
   for (int64_t i = 0; i < (source ? 0 : seg.rows); ++i) {
-    std::memcpy(keys + (seg.length + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
-    std::memcpy(values + (seg.length + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
+    std::memcpy(keys + (held + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
+    std::memcpy(values + (held + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
   }
   s.q.resize(rows * lanes);
   s.scores.resize(rows * stride);

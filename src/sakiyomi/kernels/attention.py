@@ -19,10 +19,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.errors import UnsupportedError
-from sakiyomi.kernels import device
+from sakiyomi.kernels import device, observe  # noqa: F401  (its operator is registered)
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
 UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")
+
+
+Note = Callable[[int, Tensor, float], Tensor]
+"""What is noted of a pass's rows for the cache's policy: from layer, queries (1, heads, rows, dim) after their rotation
+and the factor of scores to (rows, width)."""
+NOTE = "sakiyomi_note"
 
 
 @dataclass(slots=True)
@@ -66,7 +72,12 @@ def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        return attend()(query, key, value, *_arguments(module, query, attention_mask, scaling, kwargs)), None
+        layer, scale, softcap, window = _arguments(module, query, attention_mask, scaling, kwargs)
+        out = attend()(query, key, value, layer, scale, softcap, window)
+        note: Note | None = getattr(module, NOTE, None)
+        if note is not None:
+            out = torch.ops.sakiyomi.observe(out, note(layer, query, scale), layer)
+        return out, None
 
     return attention
 
@@ -80,9 +91,9 @@ def _probing(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    layer, scale, _, _ = _arguments(module, query, attention_mask, scaling, kwargs)
+    layer, scale, _, window = _arguments(module, query, attention_mask, scaling, kwargs)
     assert _probe is not None
-    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device)
+    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, window)
     _probe.calls += 1
     out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None

@@ -29,9 +29,10 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_free": ([_int64], None),
     "sk_weight": ([_int64, *[_pointer] * 5, _int64, _int64, ctypes.c_int], _int64),
     "sk_siblings": ([_int64, _int64, _pointer], None),
-    "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int], None),
+    "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int], None),
+    "sk_dropped": ([_int64, _pointer, _int64], None),
     "sk_source": (
-        [_int64, _int64, _pointer, _pointer, _int64, _int64, _int64, _int64, ctypes.c_int, _pointer],
+        [_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer],
         None,
     ),
     "sk_distances": ([_int64, _pointer, _int64], None),

@@ -44,6 +44,8 @@ struct Model {
   const int32_t* lengths = nullptr;  // of the source in every slot
   const float* bias = nullptr;  // of all layers, see Layer
   int64_t far = 0;
+  const int32_t* dropped = nullptr;  // [slots][layers][dropped_heads], see Layer
+  int64_t dropped_heads = 0;
 };
 
 struct Pass {
@@ -122,28 +124,42 @@ at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
 
 // A chunk of a prompt has hundreds of rows: arithmetic bounds it, and torch's blocked kernel is the fast one. Its rows need not
 // equal those of other row counts, since where the chunks of a prompt begin depends on the prompt alone.
-void attend_prompt(const Layer& layer, const Segment& seg, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
-                   double scaling, int64_t window) {
+// Heads [first, last) have rooms of one size and have dropped equally much.
+void attend_prompt(const Layer& layer, const Segment& seg, int64_t first, int64_t last, const at::Tensor& q, const at::Tensor& k,
+                   const at::Tensor& v, at::Tensor& out, double scaling, int64_t window) {
   auto options = q.options();
-  int64_t heads = q.size(1), end = seg.length + seg.rows;
+  int64_t group = q.size(1) / layer.heads, heads = last - first;
+  int64_t length = seg.length - layer.gone(seg.slot, first), end = length + seg.rows, room = layer.starts[first + 1] - layer.starts[first];
   auto store = [&](char* data, int64_t dim) {
-    int64_t bytes = layer.room * dim * (layer.half ? 2 : 4);
-    return at::from_blob(data + seg.slot * layer.heads * bytes, {layer.heads, layer.room, dim}, options);
+    int64_t bytes = dim * (layer.half ? 2 : 4);
+    return at::from_blob(data + layer.first_row(seg.slot, first) * bytes, {heads, room, dim}, options);
   };
   at::Tensor keys = store(layer.keys, layer.key_dim), values = store(layer.values, layer.value_dim);
-  keys.narrow(1, seg.length, seg.rows).copy_(k[0].narrow(1, seg.row, seg.rows));
-  values.narrow(1, seg.length, seg.rows).copy_(v[0].narrow(1, seg.row, seg.rows));
-  at::Tensor rows = q.narrow(2, seg.row, seg.rows);
+  keys.narrow(1, length, seg.rows).copy_(k[0].narrow(0, first, heads).narrow(1, seg.row, seg.rows));
+  values.narrow(1, length, seg.rows).copy_(v[0].narrow(0, first, heads).narrow(1, seg.row, seg.rows));
+  at::Tensor rows = q.narrow(1, first * group, heads * group).narrow(2, seg.row, seg.rows);
   std::optional<at::Tensor> mask;
-  bool causal = seg.length == 0 && window <= 0;
+  bool causal = length == 0 && window <= 0;
   if (!causal) {
-    at::Tensor seen = at::ones({seg.rows, end}, options.dtype(at::kBool)).tril_(seg.length);
-    if (window > 0) seen.logical_and_(at::ones({seg.rows, end}, options.dtype(at::kBool)).triu_(seg.length - window + 1));
+    at::Tensor seen = at::ones({seg.rows, end}, options.dtype(at::kBool)).tril_(length);
+    if (window > 0) seen.logical_and_(at::ones({seg.rows, end}, options.dtype(at::kBool)).triu_(length - window + 1));
     mask = seen;
   }
   at::Tensor y = at::scaled_dot_product_attention(rows, keys.narrow(1, 0, end).unsqueeze(0), values.narrow(1, 0, end).unsqueeze(0), mask, 0.0,
-                                                  causal, scaling, heads != layer.heads);
-  out.narrow(1, seg.row, seg.rows).copy_(y.transpose(1, 2));
+                                                  causal, scaling, group != 1);
+  out.narrow(1, seg.row, seg.rows).narrow(2, first * group, heads * group).copy_(y.transpose(1, 2));
+}
+
+void attend_prompt(const Layer& layer, const Segment& seg, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
+                   double scaling, int64_t window) {
+  auto alike = [&](int64_t a, int64_t b) {
+    return layer.gone(seg.slot, a) == layer.gone(seg.slot, b) && layer.starts[a + 1] - layer.starts[a] == layer.starts[b + 1] - layer.starts[b];
+  };
+  for (int64_t first = 0, last = 1; last <= layer.heads; ++last)
+    if (last == layer.heads || !alike(first, last)) {
+      attend_prompt(layer, seg, first, last, q, k, v, out, scaling, window);
+      first = last;
+    }
 }
 
 at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, int64_t index, double scaling,
@@ -154,6 +170,10 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   TORCH_CHECK(pass.model && index < (int64_t)pass.model->layers.size(), "sakiyomi_cpu::attend called outside a pass");
   Layer layer = pass.model->layers[index];
   layer.bias = pass.model->bias, layer.far = pass.model->far;
+  if (pass.model->dropped) {
+    layer.dropped = pass.model->dropped + index * pass.model->dropped_heads;
+    layer.dropped_stride = (int64_t)pass.model->layers.size() * pass.model->dropped_heads;
+  }
   auto fit = [](const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   at::Tensor q = fit(query), k = fit(key), v = fit(value);
   TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::attend: wrong dtype");
@@ -290,34 +310,41 @@ void sk_siblings(int64_t m, int64_t count, const int64_t* indices) {
   for (int64_t i = 0; i < count; ++i) weights[indices[i]].siblings.assign(indices, indices + count);
 }
 
-void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads, int64_t room, int64_t key_dim, int64_t value_dim,
+// `starts`: see Layer, heads + 1 of them.
+void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads, const int64_t* starts, int64_t key_dim, int64_t value_dim,
               int half) {
   auto& layers = ((Model*)m)->layers;
   if ((int64_t)layers.size() <= index) layers.resize(index + 1);
-  layers[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
+  layers[index] = {(char*)keys, (char*)values, {starts, starts + heads + 1}, heads, key_dim, value_dim, half != 0};
 }
+
+// Pairs that heads have dropped: [slots][layers][heads], `heads` those of the largest layer.
+void sk_dropped(int64_t m, const int32_t* dropped, int64_t heads) { ((Model*)m)->dropped = dropped, ((Model*)m)->dropped_heads = heads; }
 
 // Of the pairs of one slot from `first` on keep these, in this order; rows are counted from there and ascend.
 void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_t* rows) {
-  for (const Layer& layer : ((const Model*)m)->layers) {
-    auto move = [&](char* store, int64_t dim) {
-      const int64_t bytes = dim * (layer.half ? 2 : 4);
-      for (int64_t head = 0; head < layer.heads; ++head) {
-        char* at = store + ((slot * layer.heads + head) * layer.room + first) * bytes;
+  const Model& model = *(const Model*)m;
+  for (size_t index = 0; index < model.layers.size(); ++index) {
+    const Layer& layer = model.layers[index];
+    for (int64_t head = 0; head < layer.heads; ++head) {
+      const int64_t gone = model.dropped ? model.dropped[(slot * model.layers.size() + index) * model.dropped_heads + head] : 0;
+      auto move = [&](char* store, int64_t dim) {
+        const int64_t bytes = dim * (layer.half ? 2 : 4);
+        char* at = store + (layer.first_row(slot, head) + first - gone) * bytes;
         for (int64_t i = 0; i < count; ++i)
           if (rows[i] != i) std::memcpy(at + i * bytes, at + rows[i] * bytes, bytes);
-      }
-    };
-    move(layer.keys, layer.key_dim), move(layer.values, layer.value_dim);
+      };
+      move(layer.keys, layer.key_dim), move(layer.values, layer.value_dim);
+    }
   }
 }
 
 // What cross-attention of one layer reads; `lengths` are those of the source in every slot.
-void sk_source(int64_t m, int64_t index, void* keys, void* values, int64_t heads, int64_t room, int64_t key_dim, int64_t value_dim,
+void sk_source(int64_t m, int64_t index, void* keys, void* values, int64_t heads, const int64_t* starts, int64_t key_dim, int64_t value_dim,
                int half, const int32_t* lengths) {
   auto& sources = ((Model*)m)->sources;
   if ((int64_t)sources.size() <= index) sources.resize(index + 1);
-  sources[index] = {(char*)keys, (char*)values, heads, room, key_dim, value_dim, half != 0};
+  sources[index] = {(char*)keys, (char*)values, {starts, starts + heads + 1}, heads, key_dim, value_dim, half != 0};
   ((Model*)m)->lengths = lengths;
 }
 

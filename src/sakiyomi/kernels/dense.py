@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.cache.slots import SlotCache
+from sakiyomi.cache.slots import Part, SlotCache
 from sakiyomi.cache.sources import SourceCache
 from sakiyomi.kernels.plan import Plan
 
@@ -26,15 +26,15 @@ class _Pass(threading.local):
     calls: int = 0
 
     def __init__(self) -> None:
-        self.masks: dict[tuple[int, int, torch.device], Tensor] = {}
+        self.masks: dict[tuple[int, int, int, torch.device], Tensor] = {}
         self.biases: dict[int, Tensor] = {}
 
-    def mask(self, segment: int, window: int, device: torch.device) -> Tensor:
-        """The segment's mask (rows, length + rows), made once a pass, window and device."""
+    def mask(self, segment: int, window: int, dropped: int, device: torch.device) -> Tensor:
+        """The segment's mask (rows, columns), made once a pass, window, number of dropped pairs and device."""
         assert self.plan is not None
-        key = (segment, window, device)
+        key = (segment, window, dropped, device)
         if key not in self.masks:
-            self.masks[key] = self.plan.visible(segment, window).to(device)
+            self.masks[key] = self.plan.visible(segment, window, dropped=dropped).to(device)
         return self.masks[key]
 
     def bias(self, segment: int, table: Tensor) -> Tensor:
@@ -112,35 +112,55 @@ def attend_all(
     return out.reshape(heads, rows, -1).transpose(0, 1)
 
 
+def _attend_part(
+    dense: Dense,
+    plan: Plan,
+    segment: int,
+    part: Part,
+    fresh: tuple[Tensor, Tensor, Tensor],
+    scaling: float,
+    softcap: float,
+    window: int,
+    *,
+    alone: bool,
+) -> Tensor:
+    """Rows of one segment over heads that have dropped equally much: (rows, heads, dim); their pairs are written."""
+    (queries, new_keys, new_values), rows = fresh, fresh[0].shape[1]
+    length = plan.table[segment][3] - part.dropped
+    part.keys[:, length : length + rows] = new_keys
+    part.values[:, length : length + rows] = new_values
+    if not (dense.by_row and alone):
+        seen = slice(0, length + rows)
+        mask = _pass.mask(segment, window, part.dropped, queries.device) if rows > 1 or window else None
+        bias = _pass.bias(segment, dense.distances) if dense.distances is not None else None
+        return attend_all(queries, part.keys[:, seen], part.values[:, seen], mask, scaling, softcap, bias)
+    outs = []
+    for row in range(rows):
+        path = plan.path(segment, row) - part.dropped
+        columns = torch.tensor([*range(length - plan.parts[segment].done), *path.tolist()], device=queries.device)
+        columns = columns[-window:] if window else columns
+        bias = dense.distances
+        if bias is not None:
+            far = torch.arange(len(columns) - 1, -1, -1, device=queries.device).clamp_max_(bias.shape[1] - 1)
+            bias = bias[:, None, far]
+        pairs = part.keys[:, columns], part.values[:, columns]
+        outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, bias))
+    return torch.cat(outs)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
     plan = _pass.plan
     assert plan is not None, "sakiyomi::attend called outside a pass"
     _pass.calls += 1
     dense, cache = _pass.dense, _pass.dense.cache
     out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-    for i, (slot, first, rows, length, prompt) in enumerate(plan.table):
-        keys, values = cache.keys[layer][slot], cache.values[layer][slot]
-        keys[:, length : length + rows] = k[0, :, first : first + rows]
-        values[:, length : length + rows] = v[0, :, first : first + rows]
-        for a, b in [(r, r + 1) for r in range(rows)] if dense.by_row and not prompt else [(0, rows)]:
-            at = slice(0, length + rows)
-            mask: Tensor | None = None
-            if dense.by_row and not prompt:
-                path = plan.path(i, a)
-                columns = torch.tensor([*range(length - plan.parts[i].done), *path.tolist()], device=q.device)
-                columns = columns[-window:] if window else columns
-                part_keys, part_values = keys[:, columns], values[:, columns]
-            else:
-                mask = None if rows == 1 and not window else _pass.mask(i, window, q.device)
-                part_keys, part_values = keys[:, at], values[:, at]
-            part = q[0, :, first + a : first + b]
-            bias = dense.distances
-            if bias is not None and dense.by_row and not prompt:
-                far = torch.arange(part_keys.shape[1] - 1, -1, -1, device=q.device).clamp_max_(bias.shape[1] - 1)
-                bias = bias[:, None, far]
-            elif bias is not None:
-                bias = _pass.bias(i, bias)
-            out[0, first + a : first + b] = attend_all(part, part_keys, part_values, mask, scaling, softcap, bias)
+    group = q.shape[1] // k.shape[1]
+    for i, (slot, first, rows, _, prompt) in enumerate(plan.table):
+        for part in cache.parts(layer, slot):
+            own = slice(part.heads.start * group, part.heads.stop * group)
+            heads, at = part.heads, slice(first, first + rows)
+            fresh = q[0, own, at], k[0, heads, at], v[0, heads, at]
+            out[0, at, own] = _attend_part(dense, plan, i, part, fresh, scaling, softcap, window, alone=not prompt)
     return out
 
 

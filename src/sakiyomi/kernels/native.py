@@ -184,26 +184,27 @@ class NativeModel:
 
     def join(self, layers: Sequence[PackedLinear]) -> None:
         """Layers that read the same input in every pass: the first one called computes all of them."""
-        indices = (ctypes.c_int64 * len(layers))(*(layer.index for layer in layers))
-        self._library.sk_siblings(self.number, len(layers), indices)
+        self._library.sk_siblings(self.number, len(layers), _numbers([layer.index for layer in layers]))
 
     def attach(self, cache: SlotCache) -> None:
         """Point the kernels at the cache's present tensors."""
         for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
             self._library.sk_layer(
-                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, cache.room),
+                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, _numbers(cache.starts[i])),
                 *(shape.key_dim, shape.value_dim, int(cache.dtype == torch.bfloat16)),
             )
+        if cache.dropped is not None:
+            self._library.sk_dropped(self.number, cache.dropped.data_ptr(), cache.dropped.shape[2])
         cache.gather = self._keep
 
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
-        self._library.sk_keep(self.number, slot, first, len(rows), (ctypes.c_int64 * len(rows))(*rows))
+        self._library.sk_keep(self.number, slot, first, len(rows), _numbers(rows))
 
     def attach_sources(self, sources: SourceCache) -> None:
         """Point cross-attention at the present tensors of what it reads."""
         for i, (shape, keys, values) in enumerate(zip(sources.shapes, sources.keys, sources.values, strict=True)):
             self._library.sk_source(
-                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, sources.room),
+                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, _numbers(sources.starts[i])),
                 *(shape.key_dim, shape.value_dim, int(sources.dtype == torch.bfloat16), sources.lengths.data_ptr()),
             )
 
@@ -222,6 +223,11 @@ class NativeModel:
     def calls(self) -> int:
         """Attention calls since `begin`."""
         return int(self._library.sk_calls())
+
+
+def _numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """As the kernels take them."""
+    return (ctypes.c_int64 * len(values))(*values)
 
 
 def can_pack(shape: Sequence[int], dtype: torch.dtype, bits: int = 16) -> bool:

@@ -138,7 +138,7 @@ class Plan:
         """Whether a chunk of a prompt is among the segments."""
         return any(part.prompt for part in self.parts)
 
-    def visible(self, segment: int, window: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    def visible(self, segment: int, window: int = 0, device: torch.device | str = "cpu", *, dropped: int = 0) -> Tensor:
         """Which columns of its slot each row of a segment sees.
 
         Args:
@@ -146,11 +146,14 @@ class Plan:
             window: sliding window in positions (a row sees itself and the `window - 1` positions before it); 0 for
                 none.
             device: of the result.
+            dropped: pairs that are not there any more; what is left of them counts as one position each.
 
         Returns:
-            (rows, length + rows) bool; column `length + i` holds row i of this pass.
+            (rows, columns) bool, columns being length + rows less those dropped; the last ones hold the rows of this
+            pass.
         """
         _, _, rows, length, _ = self.table[segment]
+        length -= dropped
         part = self.parts[segment]
         column = torch.arange(length + rows, device=device)
         if part.parents is None:

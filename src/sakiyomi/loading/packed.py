@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("sakiyomi")
-FORMAT = 1
+FORMAT = 2
 ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32}
@@ -138,7 +138,7 @@ def save_packed(packed: PackedModel, place: Path, source: Path | None, key: str,
             for name, layer in layers.items()
         },
         "siblings": packed.siblings,
-        "cache": [[shape.heads, shape.key_dim, shape.value_dim] for shape in packed.cache.shapes],
+        "cache": [[shape.heads, shape.key_dim, shape.value_dim, shape.window] for shape in packed.cache.shapes],
         "report": None if report is None else asdict(report),
     }
     about["digest"] = _digest(about)
@@ -330,7 +330,8 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
             setattr(model.get_submodule(parent), own, packed[name])
         for group in about["siblings"]:
             join_siblings(native, [packed[name] for name in group])
-        shapes = [LayerShape(heads, key, value, torch.device("cpu")) for heads, key, value in about["cache"]]
+        cpu = torch.device("cpu")
+        shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
         report = about["report"] and RoundingReport(**{**about["report"], "kept": tuple(about["report"]["kept"])})
     return model, Prepared(native, shapes, report, about["siblings"])
 

@@ -117,6 +117,11 @@ class Rows:
         return row
 
     @property
+    def raw(self) -> Tensor:
+        """(n + 1, V) logits as the target gave them."""
+        return self._logits
+
+    @property
     def logits(self) -> Tensor:
         """(n + 1, V) processed logits of all rows."""
         if self.sampler is None or not self.sampler.edits:

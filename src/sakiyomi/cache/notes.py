@@ -1,0 +1,77 @@
+"""What the rows of passes leave for the cache's policy, by slot, from one border to the next.
+
+Rows of a tree that is refused later are written like all others, and go when the pairs of their tokens go: what is read
+at a border are the rows of committed tokens, in the order of their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sakiyomi.kernels.plan import Plan
+
+__all__ = ["Notes"]
+
+STEP = 64  # rows
+
+
+class Notes:
+    """Rows of numbers by layer and slot, (slots, rows, width) each.
+
+    Args:
+        layers: of the model.
+        slots: of the cache.
+    """
+
+    def __init__(self, layers: int, slots: int) -> None:
+        self._slots = slots
+        self._rows: list[Tensor | None] = [None] * layers
+        self._since: list[int | None] = [None] * slots
+
+    @property
+    def bytes(self) -> int:
+        """Bytes allocated now."""
+        return sum(rows.nbytes for rows in self._rows if rows is not None)
+
+    def begin(self, slot: int, length: int) -> None:
+        """Forget what a slot has; rows of tokens from place `length` on are what comes next."""
+        self._since[slot] = length
+
+    def end(self, slot: int) -> None:
+        """Nobody has this slot: what passes over it leave behind is nobody's."""
+        self._since[slot] = None
+
+    def write(self, layer: int, plan: Plan, note: Tensor) -> None:
+        """Take the rows of a pass, (rows, width); those that only fill it up are left."""
+        for slot, first, count, length, _ in plan.table:
+            since = self._since[slot]
+            if since is None:
+                continue
+            at, rows = length - since, self._rows[layer]
+            if rows is None or at + count > rows.shape[1]:
+                room = -(-(at + count) // STEP) * STEP
+                fresh = note.new_zeros(self._slots, room, note.shape[1])
+                if rows is not None:
+                    fresh[:, : rows.shape[1]] = rows
+                rows = self._rows[layer] = fresh
+            rows[slot, at : at + count] = note[first : first + count]
+
+    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """As ``SlotCache.keep``."""
+        if all(row == i for i, row in enumerate(rows)):
+            return
+        since = self._since[slot]
+        assert since is not None
+        at = length - since
+        source = torch.tensor([at + row for row in rows])
+        for notes in self._rows:
+            if notes is not None:
+                notes[slot, at : at + len(rows)] = notes[slot].index_select(0, source.to(notes.device))
+
+    def read(self, layer: int, slot: int, length: int) -> Tensor | None:
+        """The rows of tokens since the slot's beginning up to place `length`, (rows, width); None: nothing is noted."""
+        rows, since = self._rows[layer], self._since[slot]
+        return None if rows is None or since is None else rows[slot, : length - since]

@@ -1,0 +1,300 @@
+"""Which pairs of a cache stay: borders, and what happens at them, the same for every policy.
+
+A border lies at the end of every chunk of a prompt and behind every so many generated tokens: its place depends on the
+request alone. Between borders nothing is dropped, no pass reaches beyond the next one, and at it the policy sees what
+rows of committed tokens have left behind. So what stays does not depend on how the text was read ahead, and rolling
+back is still moving a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sakiyomi.cache.notes import Notes
+from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.kernels.rotary import make_turn
+from sakiyomi.policies import Policy, View, read_budget
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+
+__all__ = ["EVERY", "Everything", "Keeping", "surprise"]
+
+EVERY = 64  # generated tokens from border to border
+WIDEST = 256  # rows of a tree
+ENDLESS = 1 << 30
+
+
+@dataclass(eq=False)
+class _Held:
+    """What is known of a slot's pairs; by layer and head.
+
+    Attributes:
+        places: (n,) int64, of the pairs that stayed at the last border.
+        scores: (n,) what the policy said of them.
+        since: the last border.
+        surprise: -log p of every token since then.
+    """
+
+    places: list[list[Tensor]]
+    scores: list[list[Tensor]]
+    since: int = 0
+    surprise: list[float] = field(default_factory=list)
+
+
+class Everything:
+    """Keeps all pairs: there are no borders.
+
+    Args:
+        cache: of the model.
+    """
+
+    wants_surprise = False
+    notes: Notes | None = None
+
+    def __init__(self, cache: SlotCache) -> None:
+        self.keep = cache.keep
+
+    def begin(self, slot: int) -> None:
+        """A text begins in this slot."""
+
+    def end(self, slot: int) -> None:
+        """Nobody has this slot."""
+
+    def roll_back(self, slot: int, length: int) -> bool:
+        """Take a slot's text back to so many tokens; False where that cannot be done."""
+        return True
+
+    def border(self, slot: int, prompt: int) -> int:
+        """None is ever reached."""
+        return ENDLESS
+
+    def settle(self, slot: int, prompt: int, length: int) -> None:
+        """Drop nothing."""
+
+    def learn(self, slot: int, surprise: Sequence[float]) -> None:
+        """Nobody asks."""
+
+
+class Keeping:
+    """Keeps the cache of one model within a budget.
+
+    Args:
+        policy: says what is worth keeping.
+        budget: pairs of a head that stay at a border, on average over layers and heads; or bytes of a whole request,
+            with what comes between two borders.
+        chunk: most tokens of a prompt between two borders.
+        every: generated tokens between two borders.
+
+    Attributes:
+        wants_surprise: -log p of every token is wanted.
+        notes: what rows leave behind; None: nothing.
+
+    Raises:
+        InputError: the budget is neither.
+    """
+
+    def __init__(self, policy: Policy, budget: int | str, chunk: int, every: int = EVERY) -> None:
+        self.policy, self.chunk, self.every = policy, chunk, every
+        self._asked = read_budget(budget)
+        self.budget = 0
+        self.wants_surprise = policy.surprise_wanted
+        self.slack = max(chunk, every + WIDEST)
+        self._slots: dict[int, _Held] = {}
+
+    def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]]:
+        """Columns that each layer's heads ever have at once, see ``SlotCache``.
+
+        Args:
+            shapes: of the layers.
+            itemsize: bytes of a number.
+
+        Raises:
+            InputError: the budget is smaller than what stays in any case.
+        """
+        self.budget, in_bytes = self._asked
+        if in_bytes:
+            pair = sum(shape.pair_bytes(itemsize) for shape in shapes)
+            self.budget = self.budget // pair - self.slack
+        self._budgets = self.policy.budgets(self.budget, [shape.heads for shape in shapes])
+        low = min(map(min, self._budgets))
+        if low <= (least := self.policy.least_of(low)):
+            raise InputError(
+                f"kv_budget={self._asked[0]}{' bytes' * in_bytes}: that leaves {max(low, 0)} pairs to a head beside "
+                f"{self.slack} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
+                "give a larger budget, or a smaller chunk_size, or lower what it keeps"
+            )
+        endless = self.policy.where == "prompt"
+        return [[ENDLESS if endless else own + self.slack for own in layer] for layer in self._budgets]
+
+    def attach(self, model: PackedModel) -> None:
+        """Serve this model, whose cache has the ``limits``.
+
+        Raises:
+            LoadError, UnsupportedError: the policy does not fit to it.
+        """
+        name = type(model.module).__name__
+        for other, what in (
+            (not model.passes_here, "keeps its own attention"),
+            (model.sources is not None, "has an encoder"),
+        ):
+            if other:
+                raise UnsupportedError(f"{name} {what}: its cache is not kept within a budget; use cache='full'")
+        cache = model.cache
+        self._cache, self._layers = cache, len(cache.shapes)
+        self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.policy.notes else None
+        self.policy.attach(model)
+        self._turn = make_turn(model) if self.policy.positions == "reassigned" else None
+
+    # ------------------------------------------------------------ one slot
+
+    def begin(self, slot: int) -> None:
+        """A text begins in this slot."""
+        self._cache.clear(slot)
+        nothing = [[torch.zeros(0, device=shape.device) for _ in range(shape.heads)] for shape in self._cache.shapes]
+        self._slots[slot] = _Held([[some.long() for some in layer] for layer in nothing], nothing)
+        if self.notes is not None:
+            self.notes.begin(slot, 0)
+
+    def end(self, slot: int) -> None:
+        """Nobody has this slot."""
+        self._slots.pop(slot, None)
+        if self.notes is not None:
+            self.notes.end(slot)
+
+    def roll_back(self, slot: int, length: int) -> bool:
+        """Take a slot's text back to so many tokens; False where that is before its last border."""
+        held = self._slots[slot]
+        del held.surprise[max(0, length - held.since) :]
+        return length >= held.since
+
+    def border(self, slot: int, prompt: int) -> int:
+        """The next border, in tokens of the cache."""
+        since = self._slots[slot].since
+        if since < prompt:
+            return min(since + self.chunk, prompt)
+        return since + self.every - (since - prompt) % self.every
+
+    def learn(self, slot: int, surprise: Sequence[float]) -> None:
+        """Take -log p of the next tokens, where the policy wants to know."""
+        self._slots[slot].surprise += surprise
+
+    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """Of a pass's rows keep these, see ``SlotCache.keep``."""
+        self._cache.keep(slot, length, rows)
+        if self.notes is not None:
+            self.notes.keep(slot, length, rows)
+
+    def places(self, slot: int) -> list[list[Tensor]]:
+        """Of each layer and head, the places in the text of the pairs that stayed at the last border."""
+        return self._slots[slot].places
+
+    def settle(self, slot: int, prompt: int, length: int) -> None:
+        """Drop what is beyond the budget, if this is a border.
+
+        Args:
+            slot: the request's.
+            prompt: tokens of its prompt.
+            length: tokens in the cache.
+        """
+        if length < self.border(slot, prompt):
+            return
+        held, kept, dropping = self._slots[slot], [], False
+        fresh = length - held.since
+        old = [self._positions(slot, layer, length) for layer in range(self._layers)] if self._turn else []
+        for layer in range(self._layers):
+            columns: list[Tensor] = []
+            for view in self._views(slot, layer, prompt, length):
+                scores = self.policy.score(view).float()
+                if view.places.shape[1] > view.budget and self._drops(view):
+                    ranked = scores.masked_fill(self.policy.held(view), torch.inf)
+                    if self._cache.shapes[layer].window:
+                        # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels
+                        # count the window in columns.
+                        ranked = view.places
+                    stay = ranked.topk(view.budget, 1).indices.sort(1).values
+                    dropping = True
+                else:
+                    stay = torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
+                columns += stay
+                held.places[layer][view.heads] = view.places.gather(1, stay)
+                held.scores[layer][view.heads] = scores.gather(1, stay)
+            kept.append(columns)
+        if dropping:
+            self._cache.drop(slot, length, kept)
+            if self._turn is not None:
+                self._move(slot, length, kept, old)
+        held.since = length
+        del held.surprise[:fresh]
+        if self.notes is not None:
+            self.notes.begin(slot, length)
+
+    def _drops(self, view: View) -> bool:
+        return self.policy.where == "both" or view.length <= view.prompt
+
+    def _views(self, slot: int, layer: int, prompt: int, length: int) -> list[View]:
+        held = self._slots[slot]
+        notes = self.notes.read(layer, slot, length) if self.notes is not None else None
+        fresh = length - held.since
+        surprise = torch.tensor(held.surprise[:fresh]) if self.policy.surprise_wanted else None
+        views = []
+        for part in self._cache.parts(layer, slot):
+            n = length - part.dropped
+            places, former = (torch.stack(some[layer][part.heads]) for some in (held.places, held.scores))
+            new = torch.arange(held.since, length, device=places.device).expand(len(places), -1)
+            views.append(
+                View(
+                    layer=layer,
+                    heads=part.heads,
+                    all_heads=self._cache.shapes[layer].heads,
+                    prompt=prompt,
+                    length=length,
+                    budget=self._budgets[layer][part.heads.start],
+                    fresh=fresh,
+                    places=torch.cat([places, new], 1),
+                    keys=part.keys[:, :n],
+                    values=part.values[:, :n],
+                    notes=notes,
+                    surprise=surprise,
+                    former=former,
+                )
+            )
+        return views
+
+    # ------------------------------------------------------------ positions that move
+
+    def _positions(self, slot: int, layer: int, length: int) -> list[Tensor]:
+        """Of each head's columns the position that its key was rotated for: the last ones are the same for all."""
+        found: list[Tensor] = []
+        end = length - self._cache.least(slot)
+        for part in self._cache.parts(layer, slot):
+            n = length - part.dropped
+            found += [torch.arange(end - n, end, device=part.keys.device)] * (part.heads.stop - part.heads.start)
+        return found
+
+    def _move(self, slot: int, length: int, kept: Sequence[Sequence[Tensor]], old: Sequence[Sequence[Tensor]]) -> None:
+        """Rotate what is left to where it is now."""
+        assert self._turn is not None
+        for layer in range(self._layers):
+            new = self._positions(slot, layer, length)
+            for part in self._cache.parts(layer, slot):
+                by = torch.stack(
+                    [
+                        new[head] - old[layer][head].gather(0, kept[layer][head])
+                        for head in range(part.heads.start, part.heads.stop)
+                    ]
+                )
+                n = by.shape[1]
+                part.keys[:, :n] = self._turn(layer, part.keys[:, :n], by)
+
+
+def surprise(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """-log p of each token in its row of logits, (rows, V)."""
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    return torch.neg(logits.float().log_softmax(-1).gather(1, chosen)[:, 0]).tolist()

@@ -1,0 +1,47 @@
+"""An operator through which a pass, compiled or not, leaves rows of numbers behind for the cache's policy."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sakiyomi.kernels.plan import Plan
+
+if TYPE_CHECKING:
+    from sakiyomi.cache.notes import Notes
+
+__all__ = ["listen"]
+
+
+class _Pass(threading.local):
+    """By thread: a graph that is compiled in the background leaves nothing."""
+
+    notes: Notes | None = None
+    plan: Plan | None = None
+
+
+_pass = _Pass()
+
+
+def listen(notes: Notes | None, plan: Plan | None) -> None:
+    """Where this thread's next pass leaves its rows; None: nowhere."""
+    _pass.notes, _pass.plan = notes, plan
+
+
+def _observe(out: Tensor, note: Tensor, layer: int) -> Tensor:
+    if _pass.notes is not None and _pass.plan is not None:
+        _pass.notes.write(layer, _pass.plan, note)
+    return out.clone()  # what comes back is used, so that a compiler cannot leave the operator out
+
+
+_library = torch.library.Library("sakiyomi", "FRAGMENT")
+_library.define("observe(Tensor out, Tensor note, int layer) -> Tensor")
+_library.impl("observe", _observe, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("sakiyomi::observe", lib=_library)  # type: ignore[untyped-decorator]
+def _(out: Tensor, note: Tensor, layer: int) -> Tensor:
+    return torch.empty_like(out)

@@ -1,0 +1,88 @@
+"""Policies that keep the KV cache within a budget; a new one is a file and a line in ``POLICIES``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from sakiyomi.errors import InputError
+from sakiyomi.policies.base import Policy, View
+from sakiyomi.policies.chance import Random
+from sakiyomi.policies.h2o import H2O
+from sakiyomi.policies.knorm import KeyDiff, Knorm
+from sakiyomi.policies.pyramidkv import PyramidKV
+from sakiyomi.policies.sirllm import SirLLM
+from sakiyomi.policies.snapkv import SnapKV
+from sakiyomi.policies.streaming import Recency, Streaming
+from sakiyomi.policies.tova import TOVA
+
+__all__ = ["POLICIES", "Policy", "View", "make_policy", "read_budget"]
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    policy.name: policy for policy in (Streaming, Recency, Random, H2O, SnapKV, PyramidKV, TOVA, Knorm, KeyDiff, SirLLM)
+}
+"""By the name in ``cache=``."""
+
+_SPEC = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def make_policy(spec: str) -> Policy | None:
+    """The policy of a cache spec; None for "full".
+
+    Args:
+        spec: ``name``, with what belongs to it: ``name:file[option=value,...]``.
+
+    Raises:
+        InputError: it names none, or an option that it has not.
+    """
+    if spec == "full":
+        return None
+    match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
+    if match is None or match["name"] not in POLICIES:
+        raise InputError(f"cache={spec!r}; expected full, {', '.join(POLICIES)}, with options as h2o[sinks=4]")
+    make = POLICIES[match["name"]]
+    known = {field.name: field for field in dataclasses.fields(make)}  # type: ignore[arg-type]
+    options: dict[str, Any] = {}
+    if match["file"]:
+        if "file" not in known:
+            raise InputError(f"cache={spec!r}: {match['name']} takes no file; leave {match['file']!r} out")
+        options["file"] = match["file"]
+    for entry in filter(None, (match["options"] or "").split(",")):
+        key, _, value = entry.partition("=")
+        if key not in known or key == "file":
+            raise InputError(f"cache={spec!r}: {match['name']} has no option {key!r}; it has {', '.join(known)}")
+        options[key] = _value(spec, known[key], value)
+    return make(**options)
+
+
+def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
+    choices = {"positions": ("kept", "reassigned"), "where": ("both", "prompt")}.get(field.name)
+    if choices is not None:
+        if text not in choices:
+            raise InputError(f"cache={spec!r}: {field.name}={text!r}; expected {' or '.join(choices)}")
+        return text
+    try:
+        value: int | float = int(text) if field.type == "int" else float(text)
+    except ValueError:
+        value = -1
+    if value < 0 or (field.name in ("ends", "recent") and value >= 1):
+        what = "a whole number of 0 or more" if field.type == "int" else "a share from 0 to less than 1"
+        raise InputError(f"cache={spec!r}: {field.name}={text!r}; expected {what}")
+    return value
+
+
+def read_budget(budget: int | str) -> tuple[int, bool]:
+    """A budget as a number, and whether it is one of bytes.
+
+    Raises:
+        InputError: it is neither a number of pairs nor a size as "2GiB".
+    """
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget, False
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", budget.lower()) if isinstance(budget, str) else None
+    if match is None or float(match[1]) <= 0:
+        raise InputError(f"kv_budget={budget!r}; expected a number of pairs of a head, or bytes as '2GiB'")
+    return int(float(match[1]) * _UNITS[match[2] or ""]), match[2] is not None

@@ -1,0 +1,134 @@
+"""What decides which keys and values stay: a score for every pair, and pairs that stay whatever their score.
+
+A policy says what is worth keeping and nothing else. Where pairs lie, when they are dropped and how the memory is
+freed is the same for all (``keeping.py``): only at borders, which depend on the request alone, and from what rows of
+committed tokens left behind. So a text that is read ahead keeps the same pairs as one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Policy", "View"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class View:
+    """What a policy sees at a border: heads of one layer of a request that hold equally many pairs.
+
+    Attributes:
+        layer: which.
+        heads: which of its key heads, h of them.
+        all_heads: key heads of the layer.
+        prompt: tokens of the prompt.
+        length: tokens in the cache, dropped ones included.
+        budget: pairs of these heads that may stay.
+        fresh: pairs, the last ones, that have come since the last border.
+        places: (h, n) int64, each pair's place in the text, ascending.
+        keys, values: (h, n, dim), keys after their rotation.
+        notes: (fresh, width) what ``Policy.note`` gave for the rows that have come; None: nothing.
+        surprise: (fresh,) -log p of each token that has come; None where ``Policy.surprise`` is off.
+        former: (h, n - fresh) what the policy said of the others at the last border.
+    """
+
+    layer: int
+    heads: slice
+    all_heads: int
+    prompt: int
+    length: int
+    budget: int
+    fresh: int
+    places: Tensor
+    keys: Tensor
+    values: Tensor
+    notes: Tensor | None
+    surprise: Tensor | None
+    former: Tensor
+
+    @property
+    def final(self) -> bool:
+        """Whether the prompt is through."""
+        return self.length >= self.prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Base of all: options that every policy has.
+
+    Attributes:
+        sinks: first tokens of the text that always stay.
+        local: last tokens that stay at a border.
+        ends: share of the budget that is reserved for both ends of the prompt, half for each: most scorers lose the
+            question or the instruction without it (arXiv 2605.18053).
+        positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every border those
+            that are left move together, so that a text may be longer than the positions that the model knows.
+        where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": not
+            behind the prompt.
+    """
+
+    name: ClassVar[str] = ""
+    notes: ClassVar[bool] = False
+    """Whether rows of passes leave something behind."""
+    surprise_wanted: ClassVar[bool] = False
+    """Whether the probability of every token is wanted, so that logits of all rows are computed."""
+
+    sinks: int = 4
+    local: int = 16
+    ends: float = 0.0
+    positions: Literal["kept", "reassigned"] = "kept"
+    where: Literal["both", "prompt"] = "both"
+
+    def least_of(self, budget: int) -> int:
+        """Pairs of a head that stay in any case; a budget must be larger."""
+        return max(self.sinks, int(self.ends / 2 * budget)) + self.local + int(self.ends / 2 * budget)
+
+    def attach(self, model: PackedModel) -> None:
+        """Look at the model that runs, or read what belongs to it.
+
+        Raises:
+            LoadError, UnsupportedError: it is not served.
+        """
+
+    def listen(self, model: nn.Module) -> None:
+        """Hear what modules of the model that runs say, where queries are not enough. Called where ``notes`` is on."""
+
+    def leave(self) -> None:
+        """Hear no more."""
+
+    def note(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
+        """What a pass leaves behind, (rows, width); traced into compiled graphs. Called where ``notes`` is on.
+
+        Args:
+            layer: which.
+            queries: (1, heads, rows, dim), rotated.
+            scaling: factor of scores.
+        """
+        raise NotImplementedError
+
+    def score(self, view: View) -> Tensor:
+        """What each pair is worth, (h, n) float32; the largest stay."""
+        raise NotImplementedError
+
+    def held(self, view: View) -> Tensor:
+        """Pairs that stay whatever their score, (h, n) bool."""
+        end = int(self.ends / 2 * view.budget)
+        first, last = view.places < max(self.sinks, end), view.places >= view.length - self.local
+        if end:
+            last |= (view.places < view.prompt) & (view.places >= view.prompt - end)
+        return first | last
+
+    def budgets(self, budget: int, heads: Sequence[int]) -> list[list[int]]:
+        """Pairs of each layer's heads, where a head on average has so many.
+
+        Args:
+            budget: pairs of a head.
+            heads: key heads of each layer.
+        """
+        return [[budget] * count for count in heads]

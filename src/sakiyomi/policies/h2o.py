@@ -1,0 +1,41 @@
+"""H2O: heavy hitters by accumulated attention (Zhang et al. 2023, arXiv 2306.14048)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sakiyomi.policies.base import View
+from sakiyomi.policies.looking import Looking
+
+__all__ = ["H2O"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(Looking):
+    """Attention that a pair has had from all rows since it came, summed over the query heads of its head.
+
+    The paper keeps as many recent tokens as heavy hitters; ``recent`` is their share of the budget.
+    """
+
+    name: ClassVar[str] = "h2o"
+    sinks: int = 0
+    recent: float = 0.5
+
+    def score(self, view: View) -> Tensor:
+        """Sums so far."""
+        total = F.pad(view.former, (0, view.fresh))
+        for seen in self.looks(view):
+            total = total + seen.sum((1, 2))
+        return total
+
+    def least_of(self, budget: int) -> int:
+        """The recent share too."""
+        return super().least_of(budget) + max(0, int(self.recent * budget) - self.local)
+
+    def held(self, view: View) -> Tensor:
+        """The recent share too."""
+        return super().held(view) | (view.places >= view.length - int(self.recent * view.budget))

@@ -1,0 +1,38 @@
+"""SirLLM: tokens that surprised the model stay (Yao et al. 2024, arXiv 2405.12528)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sakiyomi.policies.base import Policy, View
+
+__all__ = ["SirLLM"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SirLLM(Policy):
+    """-log p of each token given those before it: one score for all layers and heads.
+
+    ``recent`` is the share of the budget for the last tokens.
+    """
+
+    name: ClassVar[str] = "sirllm"
+    surprise_wanted: ClassVar[bool] = True
+    recent: float = 0.15
+
+    def score(self, view: View) -> Tensor:
+        """What it was when the token came."""
+        assert view.surprise is not None
+        return torch.cat([view.former, view.surprise.to(view.former).expand(view.keys.shape[0], -1)], 1)
+
+    def least_of(self, budget: int) -> int:
+        """The recent share too."""
+        return super().least_of(budget) + max(0, int(self.recent * budget) - self.local)
+
+    def held(self, view: View) -> Tensor:
+        """The recent share too."""
+        return super().held(view) | (view.places >= view.length - int(self.recent * view.budget))

@@ -1,0 +1,40 @@
+"""SnapKV: what the last rows look at (Li et al. 2024, arXiv 2404.14469)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from sakiyomi.policies.base import View
+from sakiyomi.policies.looking import Looking
+
+__all__ = ["SnapKV"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(Looking):
+    """Mean attention of the last ``window`` rows, smoothed over neighbours; the window itself stays.
+
+    Between the chunks of a prompt the rows are the chunk's last ones, at its end those of the question.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    sinks: int = 0
+    window: int = 32
+    kernel: int = 5
+
+    def least_of(self, budget: int) -> int:
+        """The window too."""
+        return super().least_of(budget) + max(0, self.window - self.local)
+
+    def score(self, view: View) -> Tensor:
+        """Mean over rows and the query heads of a head, then over neighbours."""
+        parts = [seen.sum((1, 2)) for seen in self.looks(view, self.window)]
+        return F.avg_pool1d(sum(parts[1:], parts[0]), self.kernel, 1, self.kernel // 2, count_include_pad=False)
+
+    def held(self, view: View) -> Tensor:
+        """The window too."""
+        return super().held(view) | (view.places >= view.length - self.window)

@@ -1,0 +1,27 @@
+"""TOVA: what the last row looks at, one choice for all heads (Oren et al. 2024, arXiv 2401.06104)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sakiyomi.policies.base import View
+from sakiyomi.policies.looking import Looking
+
+__all__ = ["TOVA"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(Looking):
+    """Attention of the last row, mean over all heads of the layer."""
+
+    name: ClassVar[str] = "tova"
+    sinks: int = 0
+    local: int = 1
+
+    def score(self, view: View) -> Tensor:
+        """The same for every head."""
+        (seen,) = self.looks(view, 1)
+        return seen.mean((0, 1, 2)).expand(view.keys.shape[:2])

@@ -1,0 +1,199 @@
+"""Caches within a budget: reading ahead changes nothing of what stays, and what stays is what attention sees.
+
+The oracle is transformers with a mask: a row sees the pairs that stayed at the last border before it, and those since.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
+from drafters import Branching, Fading, texts_of
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.errors import UnsupportedError
+from sakiyomi.policies import POLICIES
+from toys import character_tokenizer
+
+TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+NEW, CHUNK, BUDGET = 90, 16, 24
+PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(39, 3)]
+"""Longer than the budget, shorter than it, and one that ends within a chunk."""
+SMALL = {"snapkv": "[window=8,local=0]", "pyramidkv": "[window=4,local=0,beta=4]"}
+OWN = ("falcon",)
+"""Architectures that keep their own attention."""
+
+
+def spec(name: str, **options: object) -> str:
+    """A policy whose window fits into the budget."""
+    given = [SMALL[name][1:-1]] if name in SMALL else ["local=4"]
+    given += [f"{key}={value}" for key, value in options.items()]
+    return f"{name}[{','.join(given)}]"
+
+
+@cache
+def llm_of(name: str, policy: str, draft: Any = "none", **options: Any) -> LLM:
+    return LLM(
+        (model_of(name), TOKENIZER), draft, cache=policy, kv_budget=BUDGET, chunk_size=CHUNK, compile=False, **options
+    )
+
+
+@cache
+def plain(name: str, policy: str) -> list[list[int]]:
+    """The text of each prompt alone, nothing drafted."""
+    llm = llm_of(name, policy)
+    return [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS]
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**({"max_new_tokens": NEW, "ignore_eos": True} | values))
+
+
+def drafted(name: str, policy: str, skill: Any, **values: Any) -> list[list[int]]:
+    """The same, all at once, by a drafter that is right now and then."""
+    drafter = skill(texts_of(PROMPTS, plain(name, policy)), "sometimes", VOCAB)
+    llm = LLM((model_of(name), TOKENIZER), drafter, cache=policy, kv_budget=BUDGET, chunk_size=CHUNK, compile=False)
+    done = llm.generate(PROMPTS, params(**values))
+    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
+    return [out.token_ids for out in done]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reading_ahead_changes_nothing(policy: str) -> None:
+    """Every policy, trees and a batch of unequal lengths, against each prompt alone."""
+    assert drafted("llama", spec(policy), Branching, gamma=5) == plain("llama", spec(policy))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "streaming", "sirllm"])
+def test_reading_ahead_where_positions_move(policy: str) -> None:
+    assert drafted("qwen3", spec(policy, positions="reassigned"), Fading, gamma=4) == plain(
+        "qwen3", spec(policy, positions="reassigned")
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in (*CONFIGS, "gemma", "mixtral", "deepseek_v3") if name not in OWN])
+def test_every_architecture(name: str) -> None:
+    assert drafted(name, spec("h2o"), Branching, gamma=3) == plain(name, spec("h2o"))
+
+
+def test_what_keeps_its_own_attention_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
+        llm_of("falcon", spec("h2o"))
+
+
+def kept_after(places: list[int], length: int) -> list[int]:
+    """What streaming keeps of these: four sinks and the last ones."""
+    return places if len(places) <= BUDGET else places[:4] + places[-(BUDGET - 4) :]
+
+
+def seen(length: int, prompt_tokens: int) -> Tensor:
+    """(length, length) bool: what each row sees under streaming, borders after every chunk and 64 new tokens."""
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    borders = [*range(CHUNK, prompt_tokens, CHUNK), prompt_tokens]
+    borders += range(prompt_tokens + 64, length + 64, 64)
+    held: list[int] = []
+    first = 0
+    for border in borders:
+        for row in range(first, min(border, length)):
+            mask[row, held] = True
+            mask[row, first : row + 1] = True
+        held = kept_after([*held, *range(first, border)], border)
+        first = border
+    return mask
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
+def test_what_stays_is_what_attention_sees(name: str) -> None:
+    """Streaming, by transformers with a mask over the whole text: the text and its probabilities."""
+    llm = llm_of(name, "streaming[sinks=4,local=4]")
+    (out,) = llm.generate([PROMPTS[0]], params())
+    model, tokens = model_of(name), [*PROMPTS[0], *out.token_ids]
+    mask = seen(len(tokens), len(PROMPTS[0]))
+    added = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)[None, None]
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), attention_mask=added).logits[0]
+    rows = logits[len(PROMPTS[0]) - 1 : -1].softmax(-1)
+    assert rows.argmax(-1).tolist() == out.token_ids
+    for row, entry in zip(rows, out.trace, strict=True):
+        assert float(row.max()) == pytest.approx(entry.target_prob, abs=2e-4)
+    assert greedy(model, PROMPTS[0], NEW) != out.token_ids, "what was dropped did not matter"
+
+
+def test_sums_of_attention_are_the_models_own() -> None:
+    """H2O's scores, where nothing was dropped yet, are columns of transformers' attention, summed over rows."""
+    model, tokens = model_of("llama"), PROMPTS[0]
+    llm = LLM((model, TOKENIZER), "none", cache="h2o[local=4]", kv_budget=200, chunk_size=CHUNK, compile=False)
+    with llm.conversation() as conversation:
+        conversation.generate(tokens, params(max_new_tokens=2))
+        found = llm.target.keeping._slots[0].scores
+        with torch.no_grad():
+            eager = model_of("llama")
+            before = eager.config._attn_implementation
+            eager.set_attn_implementation("eager")
+            attentions = eager(torch.tensor([tokens]), output_attentions=True).attentions
+            eager.set_attn_implementation(before)
+        for layer, of_layer in enumerate(attentions):
+            sums = of_layer[0].sum(1).view(2, 2, -1).sum(1)
+            torch.testing.assert_close(torch.stack(found[layer]), sums, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"compile": True}], ids=str)
+def test_graphs_and_exact_passes_leave_the_same_behind(options: dict[str, Any]) -> None:
+    drafter = Branching(texts_of(PROMPTS, plain("llama", spec("h2o"))), "sometimes", VOCAB)
+    both = [
+        LLM((model_of("llama"), TOKENIZER), draft, cache=spec("h2o"), kv_budget=BUDGET, chunk_size=CHUNK, **options)
+        for draft in ("none", drafter)
+    ]
+    first, second = ([out.token_ids for out in llm.generate(PROMPTS, params(gamma=4))] for llm in both)
+    assert first == second == plain("llama", spec("h2o"))
+
+
+def test_a_text_longer_than_the_models_positions() -> None:
+    """Positions that move together never pass the budget's; those that are kept end where the model's end."""
+    llm = llm_of("llama", spec("streaming", positions="reassigned"))
+    (out,) = llm.generate([prompt(400, 4)], params(max_new_tokens=200))
+    assert len(out.token_ids) == 200
+    assert llm.target.cache.room <= 512
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "phi3", "stablelm", "gemma2", "llama3-rope", "granite"])
+def test_positions_move(name: str) -> None:
+    """Keys that are turned are those of a text that stands at its new place: of a window that moves on, as if the text
+    had begun there, as far as each layer's rows saw nothing that is gone.
+    """
+    llm = llm_of(name, "recency[local=4,positions=reassigned]")
+    assert llm.target.keeping._turn is not None  # proven on this model when it was made
+    assert len(llm.generate([prompt(300, 2)], params())[0].token_ids) == NEW
+
+
+def test_gpt2s_positions_do_not_move() -> None:
+    with pytest.raises(UnsupportedError, match=r"reassigned.*GPT2"):
+        llm_of("gpt2", "recency[local=4,positions=reassigned]")
+
+
+def test_memory_is_flat() -> None:
+    """Bytes do not grow with the text, and a pyramid's upper layers have less."""
+    flat = llm_of("llama", "streaming[local=4,positions=reassigned]")
+    sizes = []
+    for length in (300, 900, 2700):
+        flat.generate([prompt(length, 5)], params(max_new_tokens=130))
+        sizes.append(flat.target.cache.bytes)
+    assert sizes[0] == sizes[1] == sizes[2]
+    pyramid = LLM(
+        (model_of("llama"), TOKENIZER),
+        "none",
+        cache="pyramidkv[window=8,local=0,positions=reassigned]",
+        kv_budget=400,
+        chunk_size=200,
+        compile=False,
+        max_batch=1,
+    )
+    pyramid.generate([prompt(1500, 6)], params(max_new_tokens=2))
+    rooms = [layer.shape[2] for layer in pyramid.target.cache.keys]
+    assert rooms[0] > rooms[1] > rooms[2]
+    assert pyramid.target.cache.bytes == sum(rooms) * 2 * (8 + 8) * 4
