@@ -51,7 +51,10 @@ class Story:
         text = begin + STORY * length
         while len(tokenizer(text + " And so")["input_ids"]) > length:
             text = text[: len(text) * 9 // 10]
-        return SimpleNamespace(prompt=lambda query_first=False: "And so" * query_first + text + " And so")
+        return SimpleNamespace(
+            prompt=lambda query_first=False: "And so" * query_first + text + " And so",
+            spans=((0, len(begin)),),
+        )
 
     def score(self, text: str, example: Any) -> float:
         return float(len(text) % 2)
@@ -76,8 +79,8 @@ def toy_config(**changed: Any) -> LongConfig:
 
 
 def test_lists_are_words_or_commas() -> None:
-    config = LongConfig(systems=("full, h2o", "locret:a/b"), lengths=("64", "8,64"))
-    assert config.systems == ("full", "h2o", "locret:a/b")
+    config = LongConfig(systems=("full, h2o[sinks=4,local=32],tova", "locret:a/b"), lengths=("64", "8,64"))
+    assert config.systems == ("full", "h2o[sinks=4,local=32]", "tova", "locret:a/b")
     assert config.numbers("lengths", least=8) == [8, 64]
 
 
@@ -210,8 +213,8 @@ def done(texts: Sequence[str], length: int, size: int = 100) -> dict[str, Any]:
 
 
 def test_right_answers_and_their_spread() -> None:
-    def perform(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for batch in job["batches"]:
+    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        for batch in jobs[0]["batches"]:
             yield done(["a", "b", "a", "a"], batch["length"])
 
     row = table(toy_config(), Given(), [System("full", None)], perform, Note())
@@ -235,7 +238,7 @@ def test_shares_of_tasks_stand_beside_the_whole() -> None:
         def questions(self, length: int) -> list[Question]:
             return [question(0, "a", "story"), question(0, "b", "tale")]
 
-    def perform(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield done(["a", "a"], 32)
 
     (line,) = table(toy_config(lengths=("32",)), Two(), [System("full", None)], perform, Note()).lines
@@ -246,8 +249,8 @@ def test_shares_of_tasks_stand_beside_the_whole() -> None:
 def limited(most: int, tried: list[tuple[int, int]]) -> Any:
     """Systems that hold contexts up to so many tokens."""
 
-    def perform(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for batch in job["batches"]:
+    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        for batch in jobs[0]["batches"]:
             tried.append((batch["length"], len(batch["questions"])))
             if batch["length"] > most:
                 yield {"length": batch["length"], "error": "900 MB were held", "over": True}
@@ -284,7 +287,7 @@ def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
 
 
 def test_a_process_that_ended_early_leaves_reasons() -> None:
-    def perform(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield done(["a"] * 4, 32)
         yield {"length": None, "error": "Traceback", "over": False}
 
@@ -345,8 +348,8 @@ def test_a_loaded_pair_has_no_process_of_its_own(pair: tuple[Any, Any]) -> None:
 def test_query_first_prompts_have_the_question_in_front() -> None:
     asked: list[list[int]] = []
 
-    def perform(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        for batch in job["batches"]:
+    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        for batch in jobs[0]["batches"]:
             asked.extend(list(question["tokens"]) for question in batch["questions"])
             yield done(["a"] * len(batch["questions"]), batch["length"])
 
@@ -426,6 +429,27 @@ def test_a_job_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert line["kv_bytes"] > 0
 
 
+def test_what_each_kept_is_drawn(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    config = toy_config(systems=("full", "streaming[sinks=2,local=8]"), budgets=("24",), chunk_size=16)
+    (row, *_) = run(config, target=pair, pictures=str(tmp_path))
+    full, _, bounded, _ = row.lines
+    assert bounded["state"] == "", row.notes
+    assert bounded["kv_bytes"] <= full["kv_bytes"]
+    assert [path.name for path in tmp_path.iterdir()] == ["kept-streaming-sinks-2-local-8-24.png"]
+
+
+def test_what_was_kept_are_places_of_the_prompt(pair: tuple[Any, Any]) -> None:
+    make = Loader(Options(pair, chunk_size=16), shared=True)
+    system = {"spec": "streaming[sinks=2,local=8]", "budget": "24"}
+    question = {"tokens": list(range(3, 63)), "answer_tokens": 3}
+    job = {"system": system, "place": "cpu", "limit": None, "kept": True}
+    (record,) = answers(job | {"batches": [{"length": 60, "questions": [question, question]}]}, make)
+    model, _ = pair
+    expected = [0, 1, *range(60 - 22, 60)]
+    assert record["kept"] == [[expected] * model.config.num_key_value_heads] * model.config.num_hidden_layers
+
+
 def test_who_is_killed_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = tmp_path / "python"
     killed.write_text("#!/bin/sh\nkill -9 $$\n")
@@ -434,8 +458,8 @@ def test_who_is_killed_kills_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for script, over, words in ((killed, True, "memory is short"), (broken, False, "no module")):
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
-        (record,) = apart({"kind": "answers"})
-        assert record["over"] is over and words in record["error"]
+        (record,) = apart([{"kind": "answers"}], {})
+        assert (record["job"], record["over"]) == (0, over) and words in record["error"]
 
 
 # ---------------------------------------------------------------- books

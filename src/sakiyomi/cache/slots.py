@@ -215,8 +215,7 @@ class SlotCache:
         """
         if requests <= self.slots and columns + self.spare <= self.room:
             return self.bytes
-        slots, room = self._storage(requests, columns)
-        return self.pair_bytes * slots * room
+        return self._bytes(*self._storage(requests, columns))
 
     def _storage(self, requests: int, columns: int) -> tuple[int, int]:
         """Slots and room for so many requests of so many tokens: doubled, or, if that is too much, what is needed."""

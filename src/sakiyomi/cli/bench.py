@@ -119,7 +119,7 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         if pictures.plot is not None:
             plot.check(pictures.plot)
         quiet()
-        rows = run(config, _Shown(status))
+        rows = run(config, _Shown(status), pictures=pictures.plot)
         conditions = machine.conditions()
         done = _show(rows, conditions, status)
     if output.json:

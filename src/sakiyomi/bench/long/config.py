@@ -19,7 +19,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 class LongConfig:
     """Which systems, on what, and how often.
 
-    Lists are given by repeating a flag, or in one word with commas: ``--systems full,h2o``.
+    Lists are given by repeating a flag, or in one word with commas: ``--systems full,h2o[sinks=4,local=32]``.
 
     Attributes:
         target: embedded name, folder or hub id.
@@ -115,8 +115,9 @@ class LongConfig:
 
 
 def split_list(words: Sequence[str]) -> list[str]:
-    """Items of a list whose words may hold several, with commas between them."""
-    return [item for word in words for item in (part.strip() for part in word.split(",")) if item]
+    """Items of a list whose words may hold several, with commas between them; those in brackets are an item's own."""
+    parts = (part.strip() for word in words for part in re.split(r",(?![^\[]*\])", word))
+    return [part for part in parts if part]
 
 
 def budget_pairs(budget: str, length: int) -> int:

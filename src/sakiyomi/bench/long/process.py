@@ -1,6 +1,6 @@
-"""A job in a process of its own, so that the peak of its memory is its own, and a system that is killed kills nobody.
+"""Jobs in a process of their own, so that the peak of its memory is theirs, and a system that is killed kills nobody.
 
-The job is a file, and so are the records, one a line: of a process that was killed what it had done is there.
+Jobs are a file, and so are the records, one a line: of a process that was killed what it had done is there.
 """
 
 from __future__ import annotations
@@ -11,21 +11,30 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 __all__ = ["apart"]
 
-_JOB, _RECORDS, _LOG = "job.json", "records.jsonl", "log.txt"
+_JOBS, _RECORDS, _LOG = "jobs.json", "records.jsonl", "log.txt"
 _SHOWN = 300  # characters of what a process that failed said last
 
 
-def apart(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The records of a job; a process that ends before its time gives a last one that says so."""
+def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The records of jobs, which run one after the other in one process.
+
+    Args:
+        jobs: see ``work``.
+        options: of ``work.Options``.
+
+    Yields:
+        Records with ``job``, the place of the job in the list. A process that ends before its time gives a last one
+        that says so, of the job that it was at.
+    """
     with tempfile.TemporaryDirectory(prefix="sakiyomi-long-") as name:
         folder = Path(name)
-        (folder / _JOB).write_text(json.dumps(job))
+        (folder / _JOBS).write_text(json.dumps({"jobs": jobs, "options": options}))
         # The modules that are seen here, wherever this process was started and how.
         seen = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         with (folder / _LOG).open("wb") as log:
@@ -38,23 +47,31 @@ def apart(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 process.kill()
                 process.wait()
         records = folder / _RECORDS
-        if records.is_file():
-            yield from (json.loads(line) for line in records.read_text().splitlines())
+        place = 0
+        for line in records.read_text().splitlines() if records.is_file() else ():
+            record = json.loads(line)
+            if "begins" in record:
+                place = record["begins"]
+            else:
+                yield record
         if code:
             said = (folder / _LOG).read_text(errors="replace").strip()[-_SHOWN:]
             killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) if hasattr(signal, "SIGKILL") else False
             text = "the system ended the process, as it does when memory is short" if killed else said
-            yield {"length": None, "error": " ".join(text.split()) or f"exit code {code}", "over": killed}
+            said = " ".join(text.split()) or f"exit code {code}"
+            yield {"job": place, "length": None, "error": said, "over": killed}
 
 
 def _main(folder: Path) -> None:
     from sakiyomi.bench.long.work import Loader, Options, work
 
-    job = json.loads((folder / _JOB).read_text())
+    given = json.loads((folder / _JOBS).read_text())
+    make = Loader(Options(**given["options"]), shared=False)
     with (folder / _RECORDS).open("w") as out:
-        for record in work(job, Loader(Options(**job["options"]), shared=False)):
-            out.write(json.dumps(record) + "\n")
-            out.flush()
+        for place, job in enumerate(given["jobs"]):
+            for record in ({"begins": place}, *({"job": place, **record} for record in work(job, make))):
+                out.write(json.dumps(record) + "\n")
+                out.flush()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ class Question:
         answer_tokens: most new tokens.
         score: of an answer, 0 to 1.
         ahead: the prompt with the question in front of the text too, for systems that decide with it; None: not known.
+        spans: (begin, end) in tokens: where in the prompt the answer stands, as far as that is known.
     """
 
     task: str
@@ -50,6 +51,7 @@ class Question:
     answer_tokens: int
     score: Callable[[str], float]
     ahead: tuple[int, ...] | None = None
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class Source(Protocol):
@@ -95,7 +97,20 @@ def made(name: str, task: Any, seed: int, length: int, place: int, config: LongC
     # verbose=False: longer than the tokenizer's own limit is what is wanted here, no reason for a warning
     tokens, ahead = (tuple(tokenizer(example.prompt(first), verbose=False)["input_ids"]) for first in (False, True))
     new = config.max_new_tokens or task.answer_tokens
-    return Question(name, seed, tokens, new, partial(_of_example, task, example), ahead)
+    score = partial(_of_example, task, example)
+    return Question(name, seed, tokens, new, score, ahead, tuple(_in_tokens(example, tokenizer)))
+
+
+def _in_tokens(example: Any, tokenizer: Any) -> Iterator[tuple[int, int]]:
+    """The spans of an example in tokens, which it has in characters; none where the tokenizer does not know places."""
+    if not tokenizer.is_fast:
+        return
+    # The context is the beginning of the prompt: what follows changes no place within it.
+    encoded = tokenizer(example.prompt(False), verbose=False)
+    for begin, end in example.spans:
+        first, last = encoded.char_to_token(begin), encoded.char_to_token(end - 1)
+        if first is not None and last is not None:
+            yield first, last + 1
 
 
 def _of_example(task: Any, example: Any, text: str) -> float:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.long.books import compared, passages
 from sakiyomi.bench.long.config import LongConfig
+from sakiyomi.bench.long.plot import kept_map
 from sakiyomi.bench.long.process import apart
 from sakiyomi.bench.long.questions import Question, check_tasks, made, source, tasks
 from sakiyomi.bench.long.systems import ONE_SHOT, System, systems
@@ -24,7 +29,9 @@ from sakiyomi.loading.model import parse_device, parse_dtype
 __all__ = ["run"]
 
 
-def run(config: LongConfig, note: Note | None = None, *, target: Any = None) -> Iterator[Row]:
+def run(
+    config: LongConfig, note: Note | None = None, *, target: Any = None, pictures: str | None = None
+) -> Iterator[Row]:
     """Give each row when it is done.
 
     Args:
@@ -32,6 +39,7 @@ def run(config: LongConfig, note: Note | None = None, *, target: Any = None) -> 
         note: is told what is going on.
         target: a loaded ``(model, tokenizer)`` pair in the place of ``config.target``; only with ``memory`` off, since
             it cannot be given to other processes.
+        pictures: folder for maps of what each system kept of one prompt; None: none are drawn.
 
     Raises:
         SakiyomiError: what is asked for cannot be; before any work.
@@ -47,7 +55,8 @@ def run(config: LongConfig, note: Note | None = None, *, target: Any = None) -> 
     perform = _performer(config, config.target if target is None else target, place)
 
     def rows() -> Iterator[Row]:
-        accuracy = table(config, asked, found, perform, note)
+        kept = None if pictures is None else partial(_draw_kept, tokenizer, Path(pictures))
+        accuracy = table(config, asked, found, perform, note, kept)
         yield accuracy
         memory = growth(accuracy)
         if memory is not None:
@@ -62,16 +71,37 @@ def run(config: LongConfig, note: Note | None = None, *, target: Any = None) -> 
     return rows()
 
 
+def _draw_kept(
+    tokenizer: Any, folder: Path, system: System, length: int, question: Question, kept: list[list[list[int]]]
+) -> None:
+    """Of longer prompts the map replaces that of shorter ones."""
+    tokens = question.ahead if system.query_first and question.ahead is not None else question.tokens
+    words = [tokenizer.decode([token]) for token in tokens]
+    most = [max(map(len, layer)) for layer in kept]
+    arrays = [
+        np.array([own + [-1] * (width - len(own)) for own in layer]) for layer, width in zip(kept, most, strict=True)
+    ]
+    name = f"{system.name} {system.budget}"
+    title = f"{name}: pairs kept of {len(tokens)} tokens by layer and head, red where the answer stands"
+    file = re.sub(r"[^A-Za-z0-9.-]+", "-", f"kept {name}").strip("-")
+    spans = question.spans if tokens == question.tokens else ()
+    kept_map(arrays, words, folder / f"{file}.png", spans=spans, title=title)
+
+
 def _performer(config: LongConfig, target: Any, place: str) -> Perform:
     options = Options(target, config.dtype, config.device, config.compile, config.chunk_size)
     common = {"place": place, "limit": config.limit_bytes}
     if config.memory:
         shown = dataclasses.asdict(options)
-        return lambda job: apart({**job, **common, "options": shown})
+        return lambda jobs: apart([{**job, **common} for job in jobs], shown)
     loader = Loader(options, shared=True)
     # What this process holds is not one system's alone.
     unknown = {"peak_bytes": None, "grown_bytes": None}
-    return lambda job: ({**record, **unknown} for record in work({**job, **common}, loader))
+    return lambda jobs: (
+        {"job": place, **record, **unknown}
+        for place, job in enumerate(jobs)
+        for record in work({**job, **common}, loader)
+    )
 
 
 def _tokenizer(target: str) -> Any:
@@ -105,19 +135,20 @@ def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
     ]
     reference: dict[int, Mapping[str, Any]] = {}
     lines, notes = [], []
-    for system in wanted:
-        note(f"books: {system.name}")
-        for record in perform({"kind": "books", "system": dataclasses.asdict(system), "batches": batches}):
-            length = record["length"]
-            line: dict[str, Any] = {"name": system.name, "budget": system.budget, "length": length}
-            if "error" in record:
-                notes.append(f"{system.name}, {length} tokens: {record['error']}")
-                lines.append(line | {"state": "OOM" if record["over"] else "refused"})
-                continue
-            if system == full:
-                reference[length] = record
-            figures = compared(given[length], record, reference.get(length))
-            lines.append(line | figures | {"kv_bytes": record["kv_bytes"], "state": ""})
+    # One process for all of them: it is their bytes of keys and values that are shown, not its peak.
+    jobs = [{"kind": "books", "system": dataclasses.asdict(system), "batches": batches} for system in wanted]
+    note(f"books: {len(jobs)} systems")
+    for record in perform(jobs):
+        system, length = wanted[record["job"]], record["length"]
+        line: dict[str, Any] = {"name": system.name, "budget": system.budget, "length": length}
+        if "error" in record:
+            notes.append(f"{system.name}, {length} tokens: {record['error']}")
+            lines.append(line | {"state": "OOM" if record["over"] else "refused"})
+            continue
+        if system == full:
+            reference[length] = record
+        figures = compared(given[length], record, reference.get(length))
+        lines.append(line | figures | {"kv_bytes": record["kv_bytes"], "state": ""})
     first = next(iter(given.values()))
     conditions = {
         "books": Path(str(config.books)).name,
@@ -151,15 +182,16 @@ def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
         }
         for questions in given.values()
     ]
+    # What a turn to come will ask nobody knows, and one-shot keeps nothing between two prompts.
+    wanted = [system for system in found if not system.query_first and system.cache != ONE_SHOT]
+    jobs = [{"kind": "turns", "system": dataclasses.asdict(system), "batches": batches} for system in wanted]
+    note(f"turns: {len(jobs)} systems")
+    records = list(perform(jobs))
     lines, notes = [], []
-    for system in found:
-        if system.query_first or system.cache == ONE_SHOT:  # of a turn that is to come nobody knows; nothing is kept
-            continue
-        note(f"turns: {system.name}")
-        job = {"kind": "turns", "system": dataclasses.asdict(system), "batches": batches}
-        records = list(perform(job))
-        notes += [f"{system.name}: {record['error']}" for record in records if "error" in record]
-        lines.append(_of_turns(system, list(given.values()), records, whole))
+    for place, system in enumerate(wanted):
+        own = [record for record in records if record["job"] == place]
+        notes += [f"{system.name}: {record['error']}" for record in own if "error" in record]
+        lines.append(_of_turns(system, list(given.values()), own, whole))
     conditions = {"turns": config.turns, "turn_tokens": config.turn_tokens, "seeds": ",".join(config.seeds)}
     title = "one conversation that grows: right answers in percent, and bytes after the first and the last turn"
     return Row("turns", title, lines, conditions, list(dict.fromkeys(notes)))

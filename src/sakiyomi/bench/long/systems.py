@@ -34,12 +34,15 @@ class Answer:
         tokens: new tokens.
         prefill_seconds: wall clock up to the first token; eviction between chunks is in it.
         decode_seconds: wall clock from there to the last token.
+        kept: by layer and key head the places of the prompt's tokens that stayed; None where none were dropped, or
+            nobody asked.
     """
 
     text: str
     tokens: int
     prefill_seconds: float
     decode_seconds: float
+    kept: list[list[list[int]]] | None = None
 
 
 class Running(Protocol):
@@ -54,8 +57,8 @@ class Running(Protocol):
         """Bytes that a prompt and its answer of so many tokens will take beyond those held now; 0: not known before."""
         ...
 
-    def answer(self, tokens: Sequence[int], most: int) -> Answer:
-        """Greedy, of at most so many new tokens."""
+    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
+        """Greedy, of at most so many new tokens; with what stayed of the prompt, if that is wanted."""
         ...
 
 
@@ -130,22 +133,27 @@ class Ours:
         cache = self.llm.target.cache
         return max(0, cache.needs(1, columns) - cache.bytes)
 
-    def answer(self, tokens: Sequence[int], most: int) -> Answer:
+    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
         """See ``Running``. Each prompt is a conversation of its own: nothing of the one before is used again."""
-        return answered(self.llm.stream(list(tokens), SamplingParams(max_new_tokens=most)))
+        began = time.perf_counter()
+        first = last = began
+        text, count, stayed = "", 0, None
+        for step in self.llm.stream(list(tokens), SamplingParams(max_new_tokens=most)):
+            last = time.perf_counter()
+            if not count:
+                first = last
+                stayed = self._kept() if kept else None
+            text += step.text
+            count += len(step.token_ids)
+        return Answer(text, count, first - began, last - first, stayed)
 
-
-def answered(steps: Any) -> Answer:
-    """The answer that comes step by step."""
-    began = time.perf_counter()
-    first = last = began
-    text, count = "", 0
-    for step in steps:
-        last = time.perf_counter()
-        first = last if not count else first
-        text += step.text
-        count += len(step.token_ids)
-    return Answer(text, count, first - began, last - first)
+    def _kept(self) -> list[list[list[int]]] | None:
+        """Asked for between two rounds: the prompt's end is a border."""
+        places = getattr(self.llm.target.keeping, "places", None)
+        if places is None:
+            return None
+        # There is one slot, and the request has it.
+        return [[own.tolist() for own in layer] for layer in places(0)]
 
 
 class OneShot:
@@ -171,8 +179,8 @@ class OneShot:
         config = self._model.config.get_text_config()
         return int(2 * config.num_attention_heads * columns**2 * self._model.dtype.itemsize)
 
-    def answer(self, tokens: Sequence[int], most: int) -> Answer:
-        """See ``Running``."""
+    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
+        """See ``Running``; nothing is dropped."""
         import torch
         from transformers import DynamicCache
 

@@ -19,11 +19,13 @@ from sakiyomi.bench.report import Row
 
 __all__ = ["Perform", "growth", "measured", "table"]
 
-Perform = Callable[[Mapping[str, Any]], Iterable[dict[str, Any]]]
-"""Does a job and gives its records: here, or in a process of its own."""
+Perform = Callable[[Sequence[Mapping[str, Any]]], Iterable[dict[str, Any]]]
+"""Does jobs and gives their records, each with the place of its ``job``: here, or in a process of their own."""
 EXPECTED = {"one-shot": 2.0, "full": 1.0, "reduced": 1.0, "bounded": 0.0}
 """Exponent of memory by length that a class of systems has on paper."""
 RETRIES = 3
+Kept = Callable[[System, int, Question, list[list[list[int]]]], None]
+"""Told what a system kept of the first prompt of each length: by layer and head the places."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Bench:
     source: Source
     perform: Perform
     note: Note
+    kept: Kept | None
 
     def records(self, system: System, batches: Sequence[tuple[int, Sequence[Question]]]) -> Iterator[dict[str, Any]]:
         """Of one system, for each length."""
@@ -43,13 +46,14 @@ class Bench:
             return
         job = {
             "kind": "answers",
+            "kept": self.kept is not None,
             "system": {"spec": system.spec, "budget": system.budget},
             "batches": [
                 {"length": length, "questions": [_asked(question, system) for question in questions]}
                 for length, questions in batches
             ],
         }
-        yield from self.perform(job)
+        yield from self.perform([job])
 
 
 def _asked(question: Question, system: System) -> dict[str, Any]:
@@ -57,7 +61,9 @@ def _asked(question: Question, system: System) -> dict[str, Any]:
     return {"tokens": tokens, "answer_tokens": question.answer_tokens}
 
 
-def table(config: LongConfig, source: Source, found: Sequence[System], perform: Perform, note: Note) -> Row:
+def table(
+    config: LongConfig, source: Source, found: Sequence[System], perform: Perform, note: Note, kept: Kept | None = None
+) -> Row:
     """Every system with every budget at every length.
 
     Args:
@@ -66,8 +72,9 @@ def table(config: LongConfig, source: Source, found: Sequence[System], perform: 
         found: the systems, in order.
         perform: does the work.
         note: is told what is going on.
+        kept: is told what stayed of a prompt; None: nobody asks.
     """
-    bench = Bench(config, source, perform, note)
+    bench = Bench(config, source, perform, note, kept)
     prompts = {}
     for length in config.numbers("lengths", least=8):
         note(f"prompts of {length} tokens")
@@ -103,6 +110,8 @@ def _of_system(bench: Bench, system: System, prompts: Mapping[int, Sequence[Ques
             break
         if "texts" in record:
             fitting = length
+            if bench.kept is not None and record.get("kept"):
+                bench.kept(system, length, prompts[length][0], record["kept"])
             yield measured(system, length, prompts[length], record)
             continue
         yield _without(system, length, record)

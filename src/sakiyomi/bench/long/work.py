@@ -159,8 +159,9 @@ def answers(job: Job, make: Loader) -> Iterator[Record]:
             running.answer(questions[0]["tokens"][:WARM], 2)
             watch.begin(running.predicted_bytes(max(len(q["tokens"]) + q["answer_tokens"] for q in questions)))
             found, peak = [], 0
-            for question in questions:
-                found.append(running.answer(question["tokens"], question["answer_tokens"]))
+            for place, question in enumerate(questions):
+                wanted = place == 0 and job.get("kept", False)
+                found.append(running.answer(question["tokens"], question["answer_tokens"], kept=wanted))
                 peak = watch.peak()
             assert watch.ready is not None
             yield {
@@ -168,6 +169,7 @@ def answers(job: Job, make: Loader) -> Iterator[Record]:
                 "texts": [answer.text for answer in found],
                 "prefill": [len(q["tokens"]) / a.prefill_seconds for q, a in zip(questions, found, strict=True)],
                 "decode": [(a.tokens - 1) / a.decode_seconds for a in found if a.tokens > 1],
+                "kept": found[0].kept,
                 "kv_bytes": running.kv_bytes,
                 "peak_bytes": peak,
                 "grown_bytes": peak - watch.ready,
