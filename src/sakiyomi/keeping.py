@@ -24,28 +24,11 @@ from sakiyomi.policies import Policy, View, read_budget
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
 
-__all__ = ["EVERY", "Everything", "Keeping", "surprise"]
+__all__ = ["EVERY", "Everything", "Keeping", "Watched", "surprise"]
 
 EVERY = 64  # generated tokens from border to border
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
-
-
-@dataclass(eq=False)
-class _Held:
-    """What is known of a slot's pairs; by layer and head.
-
-    Attributes:
-        places: (n,) int64, of the pairs that stayed at the last border.
-        scores: (n,) what the policy said of them.
-        since: the last border.
-        surprise: -log p of every token since then.
-    """
-
-    places: list[list[Tensor]]
-    scores: list[list[Tensor]]
-    since: int = 0
-    surprise: list[float] = field(default_factory=list)
 
 
 class Everything:
@@ -59,7 +42,11 @@ class Everything:
     notes: Notes | None = None
 
     def __init__(self, cache: SlotCache) -> None:
-        self.keep = cache.keep
+        self._cache = cache
+
+    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """See ``SlotCache.keep``."""
+        self._cache.keep(slot, length, rows)
 
     def begin(self, slot: int) -> None:
         """A text begins in this slot."""
@@ -80,6 +67,76 @@ class Everything:
 
     def learn(self, slot: int, surprise: Sequence[float]) -> None:
         """Nobody asks."""
+
+
+class Watched(Everything):
+    """Keeps all pairs, and the queries of every slot's last row, for who draws an excerpt of the cache by them.
+
+    Args:
+        cache: of the model.
+    """
+
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+        self.notes = Notes(len(cache.shapes), cache.max_slots + cache.extra)
+        self._last: dict[int, list[Tensor]] = {}
+
+    @staticmethod
+    def note(layer: int, queries: Tensor, scaling: float) -> Tensor:
+        """The rows' queries, scaled: (rows, query heads x dim)."""
+        return (queries[0] * scaling).transpose(0, 1).flatten(1)
+
+    def begin(self, slot: int) -> None:
+        """A text begins in this slot."""
+        assert self.notes is not None
+        self.notes.begin(slot, 0)
+
+    def end(self, slot: int) -> None:
+        """Nobody has this slot."""
+        assert self.notes is not None
+        self.notes.end(slot)
+        self._last.pop(slot, None)
+
+    def roll_back(self, slot: int, length: int) -> bool:
+        """What comes next are the rows behind so many tokens."""
+        assert self.notes is not None
+        self.notes.begin(slot, length)
+        return True
+
+    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """See ``SlotCache.keep``."""
+        assert self.notes is not None
+        self._cache.keep(slot, length, rows)
+        self.notes.keep(slot, length, rows)
+
+    def settle(self, slot: int, prompt: int, length: int) -> None:
+        """Remember the last row's queries."""
+        assert self.notes is not None
+        rows = [self.notes.read(layer, slot, length) for layer in range(len(self._cache.shapes))]
+        if all(row is not None and len(row) for row in rows):
+            self._last[slot] = [row[-1].clone() for row in rows if row is not None]
+            self.notes.begin(slot, length)
+
+    def queries(self, slot: int) -> list[Tensor] | None:
+        """Of each layer the last row's, (query heads x dim); None: no pass was made."""
+        return self._last.get(slot)
+
+
+@dataclass(eq=False)
+class _Held:
+    """What is known of a slot's pairs; by layer and head.
+
+    Attributes:
+        places: (n,) int64, of the pairs that stayed at the last border.
+        scores: (n,) what the policy said of them.
+        since: the last border.
+        surprise: -log p of every token since then.
+    """
+
+    places: list[list[Tensor]]
+    scores: list[list[Tensor]]
+    since: int = 0
+    surprise: list[float] = field(default_factory=list)
 
 
 class Keeping:
@@ -149,7 +206,6 @@ class Keeping:
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.policy.notes else None
-        self.policy.attach(model)
         self._turn = make_turn(model) if self.policy.positions == "reassigned" else None
 
     # ------------------------------------------------------------ one slot

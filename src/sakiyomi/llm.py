@@ -42,7 +42,8 @@ class LLM:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair; of a model that hears (whisper) ``(model, processor)``.
         draft: "none", "auto", "model:<path or id>", "medusa:<heads>" (a folder, or ``tales-medusa``), "self-int8" (the
-            target once more, with weights of 8 bits), "early-exit:<layers>" (its own first layers), "oracle" or
+            target once more, with weights of 8 bits), "self-evicted" (the target on an excerpt of its cache, for long
+            contexts), "early-exit:<layers>" (its own first layers), "oracle" or
             "oracle:<rate>" (the known answer, to measure what a draft could bring), drafts from text
             ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
             ``tales-draft`` for ``tales``.
@@ -114,7 +115,8 @@ class LLM:
         )
         self._config = loaded.model.config
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        self.target = self._pack_target(loaded, quantize, keeping=keeping)
+        watched = keeping is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
+        self.target = self._pack_target(loaded, quantize, keeping=keeping, watched=watched)
         self._models = [self.target]
         around = Surroundings(
             loaded,

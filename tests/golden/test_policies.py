@@ -5,7 +5,9 @@ The oracle is transformers with a mask: a row sees the pairs that stayed at the 
 
 from __future__ import annotations
 
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,12 @@ from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.policies import POLICIES
+from sakiyomi.retaining.formats import read_heads, write_heads
+from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.retaining.raw import Raw
 from toys import character_tokenizer
 
+WITHOUT_FILES = [name for name in POLICIES if name != "locret"]
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 NEW, CHUNK, BUDGET = 90, 16, 24
 PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(39, 3)]
@@ -63,10 +69,50 @@ def drafted(name: str, policy: str, skill: Any, **values: Any) -> list[list[int]
     return [out.token_ids for out in done]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", WITHOUT_FILES)
 def test_reading_ahead_changes_nothing(policy: str) -> None:
     """Every policy, trees and a batch of unequal lengths, against each prompt alone."""
     assert drafted("llama", spec(policy), Branching, gamma=5) == plain("llama", spec(policy))
+
+
+@cache
+def heads_of(name: str) -> str:
+    """A folder with heads of random weights for this architecture."""
+    shape = RetainingShape(
+        Raw(model_of(name)).widths, tuple(layer.heads for layer in llm_of(name, "recency").target.cache.shapes), 24
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        heads = RetainingHeads(shape)
+    folder = Path(tempfile.mkdtemp()) / name
+    write_heads(heads, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gpt_neox", "gemma2", "granite", "stablelm"])
+def test_reading_ahead_with_retaining_heads(name: str) -> None:
+    policy = f"locret:{heads_of(name)}[local=4]"
+    assert drafted(name, policy, Branching, gamma=4) == plain(name, policy)
+
+
+def test_scores_of_heads_are_those_of_the_module() -> None:
+    """What passes of chunks, trees and single tokens leave behind, against one pass of transformers' model."""
+    model, heads = model_of("llama"), read_heads(heads_of("llama")).heads
+    texts = texts_of(PROMPTS[:1], [greedy(model, PROMPTS[0], NEW)])
+    drafter = Branching(texts, "sometimes", VOCAB)
+    policy = f"locret:{heads_of('llama')}[local=4]"
+    llm = LLM((model, TOKENIZER), drafter, cache=policy, kv_budget=250, chunk_size=CHUNK, compile=False)
+    with llm.conversation() as conversation:
+        out = conversation.generate(PROMPTS[0], params(gamma=5))
+        assert out.stats.accepted
+        found = llm.target.keeping._slots[0].scores
+        tokens = [*PROMPTS[0], *out.token_ids]
+        with torch.no_grad(), Raw(model) as raw:
+            model(torch.tensor([tokens]))
+            for layer, of_layer in enumerate(found):
+                scores = heads(layer, raw.read[layer])[: len(of_layer[0])].T
+                assert len(of_layer[0]) == len(PROMPTS[0]) + 64
+                torch.testing.assert_close(torch.stack(of_layer), scores, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "streaming", "sirllm"])

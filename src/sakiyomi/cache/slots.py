@@ -28,7 +28,7 @@ STEP = 64  # columns, where doubling does not fit
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV heads, the size of a key and of a value, the device and the sliding window (0: none) of one attention layer."""
+    """KV heads, sizes of a key and of a value, the device, and the sliding window (0: none) of one attention layer."""
 
     heads: int
     key_dim: int
@@ -328,3 +328,29 @@ class SlotCache:
                 self.dropped[slot, layer, part.heads] = length - count
         used = [self.dropped[slot, layer, : shape.heads] for layer, shape in enumerate(self.shapes)]
         self._least[slot] = int(min(int(some.min()) for some in used))
+
+    def excerpt(self, slot: int, length: int, source: SlotCache, other: int, columns: Sequence[Tensor]) -> None:
+        """Have a slot hold these pairs of another cache and nothing else, as if the rest of the text were dropped.
+
+        Args:
+            slot: of this cache; there must be room.
+            length: tokens of the text.
+            source: of equal shapes, of which nothing was dropped.
+            other: the slot there.
+            columns: of each layer (heads, n) int64, ascending.
+        """
+        assert self.dropped is not None, "a cache without limits drops nothing"
+        count = columns[0].shape[1]
+        for layer, chosen in enumerate(columns):
+            for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+                store = theirs[layer][other]
+                index = chosen.to(store.device)[..., None].expand(-1, -1, store.shape[2])
+                mine[layer][slot, :, :count] = store.gather(1, index)
+        self.dropped[slot] = self._least[slot] = length - count
+
+    def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
+        """Take the pairs of places [first, last) from another cache, see ``excerpt``."""
+        at = first - self._least[slot]
+        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            for layer, store in enumerate(theirs):
+                mine[layer][slot, :, at : at + last - first] = store[other, :, first:last]

@@ -19,13 +19,14 @@ from sakiyomi.train.config import (
     EditsConfig,
     MedusaConfig,
     NgramConfig,
+    RetainingConfig,
     TargetConfig,
     TonesConfig,
 )
 
 app = typer.Typer(
     name="train",
-    help="Train a target from text, distil a draft from a target, count n-grams, or train an encoder-decoder pair.",
+    help="Train a target from text, its draft or heads, count n-grams, or train an encoder-decoder pair.",
     no_args_is_help=True,
 )
 
@@ -100,6 +101,11 @@ _command(
     "medusa",
     MedusaConfig,
     "Train Medusa heads on a target, which stays as it is, or together with it (--joint).",
+)
+_command(
+    "retaining",
+    RetainingConfig,
+    "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",
 )
 _command(
     "distill-data",

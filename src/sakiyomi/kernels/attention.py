@@ -40,9 +40,14 @@ class _Probe:
 _probe: _Probe | None = None
 
 
-def _arguments(
+def call_arguments(
     module: nn.Module, query: Tensor, mask: Tensor | None, scaling: float | None, kwargs: dict[str, Any]
 ) -> tuple[int, float, float, int]:
+    """Layer, scaling, soft cap and sliding window (0: none) of one call of attention.
+
+    Raises:
+        UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
+    """
     if mask is not None:  # the mask functions give None, so this one is the layer's own
         raise UnsupportedError(
             f"attention of {type(module).__name__} makes its own mask, which is not supported; "
@@ -72,7 +77,7 @@ def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        layer, scale, softcap, window = _arguments(module, query, attention_mask, scaling, kwargs)
+        layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
         out = attend()(query, key, value, layer, scale, softcap, window)
         note: Note | None = getattr(module, NOTE, None)
         if note is not None:
@@ -91,7 +96,7 @@ def _probing(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    layer, scale, _, window = _arguments(module, query, attention_mask, scaling, kwargs)
+    layer, scale, _, window = call_arguments(module, query, attention_mask, scaling, kwargs)
     assert _probe is not None
     _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, window)
     _probe.calls += 1

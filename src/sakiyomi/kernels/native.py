@@ -193,8 +193,11 @@ class NativeModel:
                 *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, _numbers(cache.starts[i])),
                 *(shape.key_dim, shape.value_dim, int(cache.dtype == torch.bfloat16)),
             )
-        if cache.dropped is not None:
-            self._library.sk_dropped(self.number, cache.dropped.data_ptr(), cache.dropped.shape[2])
+        dropped = cache.dropped
+        if dropped is None:
+            self._library.sk_dropped(self.number, None, 0)
+        else:
+            self._library.sk_dropped(self.number, dropped.data_ptr(), dropped.shape[2])
         cache.gather = self._keep
 
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:

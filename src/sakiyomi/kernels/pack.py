@@ -18,7 +18,7 @@ from sakiyomi.kernels.native import NativeModel, PackedLinear, can_pack
 if TYPE_CHECKING:
     from sakiyomi.kernels.rounding import RoundingReport
 
-__all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "pack_linears", "present", "weight_of"]
+__all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
 
 PACKED = (nn.Linear, Conv1D)
 
@@ -139,6 +139,23 @@ def pack_linears(
     for group in siblings:
         join_siblings(native, [done[id(layer)] for layer in group if id(layer) in done])
     return len(done)
+
+
+def linear_beside(tables: NativeModel | None, weight: Tensor, bias: Tensor | None = None, bits: int = 16) -> nn.Module:
+    """A linear layer of its own, (out, in), that runs in a model's passes or beside them: by its kernels where it can.
+
+    Args:
+        tables: of the model; None: it has none.
+        weight, bias: of the layer.
+        bits: see ``NativeModel.add_linear``.
+    """
+    if tables is not None and can_pack(weight.shape, weight.dtype, bits):
+        return tables.add_linear(weight, bias, bits=bits)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
 
 
 def join_siblings(native: NativeModel, layers: Sequence[PackedLinear]) -> None:

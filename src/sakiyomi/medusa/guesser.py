@@ -6,11 +6,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from sakiyomi.errors import UnsupportedError
-from sakiyomi.kernels.native import NativeModel, can_pack
+from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.kernels.plan import Plan
 from sakiyomi.medusa.backbone import check_heads
 from sakiyomi.medusa.heads import MedusaHeads
@@ -71,15 +72,17 @@ class Guesser:
         tables = state if isinstance(state, NativeModel) else None
         bits = 16 if self._target.rounding is None else 8
         bias = None if self._biases is None else self._biases[0].flatten()
-        self._first = _linear(tables, self._weights[0].flatten(0, 1), bias, bits)
+        self._first = linear_beside(tables, self._weights[0].flatten(0, 1), bias, bits)
         self._further = [
             [
-                _linear(tables, weight, None if self._biases is None else self._biases[layer][head], bits)
+                linear_beside(tables, weight, None if self._biases is None else self._biases[layer][head], bits)
                 for head, weight in enumerate(self._weights[layer])
             ]
             for layer in range(1, self._shape.layers)
         ]
-        self._own = None if self._given is None else [_linear(tables, weight, None, bits) for weight in self._given]
+        self._own = (
+            None if self._given is None else [linear_beside(tables, weight, None, bits) for weight in self._given]
+        )
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Logits (heads, rows, V) behind hidden states (rows, hidden)."""
@@ -116,13 +119,3 @@ class Guesser:
             wide[..., self._map] = logits
             return wide
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-
-
-def _linear(tables: NativeModel | None, weight: Tensor, bias: Tensor | None, bits: int) -> nn.Module:
-    if tables is not None and can_pack(weight.shape, weight.dtype, bits):
-        return tables.add_linear(weight, bias, bits=bits)
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        layer.bias = nn.Parameter(bias, requires_grad=False)
-    return layer

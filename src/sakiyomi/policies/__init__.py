@@ -12,6 +12,7 @@ from sakiyomi.policies.base import Policy, View
 from sakiyomi.policies.chance import Random
 from sakiyomi.policies.h2o import H2O
 from sakiyomi.policies.knorm import KeyDiff, Knorm
+from sakiyomi.policies.locret import Locret
 from sakiyomi.policies.pyramidkv import PyramidKV
 from sakiyomi.policies.sirllm import SirLLM
 from sakiyomi.policies.snapkv import SnapKV
@@ -21,7 +22,8 @@ from sakiyomi.policies.tova import TOVA
 __all__ = ["POLICIES", "Policy", "View", "make_policy", "read_budget"]
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-    policy.name: policy for policy in (Streaming, Recency, Random, H2O, SnapKV, PyramidKV, TOVA, Knorm, KeyDiff, SirLLM)
+    policy.name: policy
+    for policy in (Locret, H2O, SnapKV, PyramidKV, TOVA, SirLLM, Knorm, KeyDiff, Streaming, Recency, Random)
 }
 """By the name in ``cache=``."""
 
@@ -44,7 +46,7 @@ def make_policy(spec: str) -> Policy | None:
     if match is None or match["name"] not in POLICIES:
         raise InputError(f"cache={spec!r}; expected full, {', '.join(POLICIES)}, with options as h2o[sinks=4]")
     make = POLICIES[match["name"]]
-    known = {field.name: field for field in dataclasses.fields(make)}  # type: ignore[arg-type]
+    known = {field.name: field for field in dataclasses.fields(make) if field.init}  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     if match["file"]:
         if "file" not in known:
@@ -68,7 +70,7 @@ def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
         value: int | float = int(text) if field.type == "int" else float(text)
     except ValueError:
         value = -1
-    if value < 0 or (field.name in ("ends", "recent") and value >= 1):
+    if value < 0 or (field.name in ("ends", "recent", "stabilizers") and value >= 1):
         what = "a whole number of 0 or more" if field.type == "int" else "a share from 0 to less than 1"
         raise InputError(f"cache={spec!r}: {field.name}={text!r}; expected {what}")
     return value

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
@@ -58,7 +58,7 @@ class View:
         return self.length >= self.prompt
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Policy:
     """Base of all: options that every policy has.
 
@@ -89,15 +89,13 @@ class Policy:
         """Pairs of a head that stay in any case; a budget must be larger."""
         return max(self.sinks, int(self.ends / 2 * budget)) + self.local + int(self.ends / 2 * budget)
 
-    def attach(self, model: PackedModel) -> None:
-        """Look at the model that runs, or read what belongs to it.
+    def listen(self, model: PackedModel) -> None:
+        """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
+        use. Called where ``notes`` is on, before the model's first pass.
 
         Raises:
-            LoadError, UnsupportedError: it is not served.
+            LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
         """
-
-    def listen(self, model: nn.Module) -> None:
-        """Hear what modules of the model that runs say, where queries are not enough. Called where ``notes`` is on."""
 
     def leave(self) -> None:
         """Hear no more."""

@@ -13,7 +13,7 @@ from sakiyomi.policies.base import Policy, View
 __all__ = ["Random"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Random(Policy):
     """A number for every place, layer and head, always the same one."""
 

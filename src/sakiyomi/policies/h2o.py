@@ -14,7 +14,7 @@ from sakiyomi.policies.looking import Looking
 __all__ = ["H2O"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class H2O(Looking):
     """Attention that a pair has had from all rows since it came, summed over the query heads of its head.
 

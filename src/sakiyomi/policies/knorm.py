@@ -14,7 +14,7 @@ from sakiyomi.policies.base import Policy, View
 __all__ = ["KeyDiff", "Knorm"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Knorm(Policy):
     """Short keys stay (Devoto et al. 2024, arXiv 2406.11430)."""
 
@@ -26,7 +26,7 @@ class Knorm(Policy):
         return -lengths
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class KeyDiff(Policy):
     """Keys stay that point away from the mean direction (Park et al. 2025, arXiv 2504.15364)."""
 

@@ -28,7 +28,7 @@ def pyramid(budget: int, layers: int, least: int, beta: float = 20.0) -> list[in
     return [least + round(high - i * (high - low) / (layers - 1)) for i in range(layers)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class PyramidKV(SnapKV):
     """SnapKV's scores, with budgets by layer."""
 

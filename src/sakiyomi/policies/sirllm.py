@@ -13,7 +13,7 @@ from sakiyomi.policies.base import Policy, View
 __all__ = ["SirLLM"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class SirLLM(Policy):
     """-log p of each token given those before it: one score for all layers and heads.
 

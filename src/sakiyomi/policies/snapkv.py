@@ -14,7 +14,7 @@ from sakiyomi.policies.looking import Looking
 __all__ = ["SnapKV"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class SnapKV(Looking):
     """Mean attention of the last ``window`` rows, smoothed over neighbours; the window itself stays.
 

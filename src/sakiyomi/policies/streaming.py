@@ -12,7 +12,7 @@ from sakiyomi.policies.base import Policy, View
 __all__ = ["Recency", "Streaming"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Streaming(Policy):
     """Attention sinks and a window; the paper moves positions together, ``positions="reassigned"``."""
 
@@ -24,7 +24,7 @@ class Streaming(Policy):
         return view.places.float()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Recency(Streaming):
     """A window alone: the floor."""
 

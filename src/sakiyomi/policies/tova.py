@@ -13,7 +13,7 @@ from sakiyomi.policies.looking import Looking
 __all__ = ["TOVA"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class TOVA(Looking):
     """Attention of the last row, mean over all heads of the layer."""
 

@@ -15,7 +15,17 @@ import numpy as np
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.train.data import Ids, check_ids, encode_documents, normalise, read_records
 
-__all__ = ["Message", "chat_prompts", "encode_chat", "read_counted", "read_prompts", "token_ids"]
+__all__ = [
+    "Message",
+    "answered_tokens",
+    "chat_messages",
+    "chat_prompts",
+    "encode_chat",
+    "read_counted",
+    "read_prompts",
+    "token_ids",
+    "written_chat",
+]
 
 Message = tuple[str, str]
 """Role ("system", "user" or "assistant") and text."""
@@ -58,7 +68,7 @@ def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
         place = f"{path} line {number}"
         if not isinstance(record, dict):
             raise LoadError(f"{place} holds a {type(record).__name__}; expected an object")
-        messages = _messages(record, place)
+        messages = chat_messages(record, place)
         if messages is not None:
             chats += 1
             chat = encode_chat(tokenizer, messages)
@@ -67,7 +77,7 @@ def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
         elif isinstance(record.get("text"), str):
             texts.append(normalise(record["text"]))
         else:
-            found.append(_answer(record, place, vocab))
+            found.append(answered_tokens(record, place, vocab))
     found += encode_documents([text for text in texts if text], tokenizer)
     if chats and not any((document >= 0).any() for document in found):
         raise InputError(
@@ -87,7 +97,7 @@ def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
     found: list[list[int]] = []
     others = 0
     for number, record in read_records(path):
-        messages = _messages(record, f"{path} line {number}") if isinstance(record, dict) else None
+        messages = chat_messages(record, f"{path} line {number}") if isinstance(record, dict) else None
         if messages is not None:
             found += chat_prompts(tokenizer, messages)
         else:
@@ -108,7 +118,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
     for i, (role, _) in enumerate(messages):
         if role != "assistant":
             continue
-        before, after = _written(tokenizer, messages[:i], asking=True), _written(tokenizer, messages[: i + 1])
+        before, after = written_chat(tokenizer, messages[:i], asking=True), written_chat(tokenizer, messages[: i + 1])
         if not before.startswith(done):  # a template that writes earlier turns differently: this reply alone counts
             parts, done = [], ""
         if not after.startswith(before):
@@ -134,13 +144,13 @@ def chat_prompts(tokenizer: Any, messages: Sequence[Message]) -> list[list[int]]
     if messages and messages[-1][0] == "user":
         ends.append(len(messages))
     return [
-        list(tokenizer(_written(tokenizer, messages[:end], asking=True), add_special_tokens=False)["input_ids"])
+        list(tokenizer(written_chat(tokenizer, messages[:end], asking=True), add_special_tokens=False)["input_ids"])
         for end in ends
         if end
     ]
 
 
-def _written(tokenizer: Any, messages: Sequence[Message], *, asking: bool = False) -> str:
+def written_chat(tokenizer: Any, messages: Sequence[Message], *, asking: bool = False) -> str:
     """Messages as one text; ``asking``: up to where the assistant's next one begins."""
     if getattr(tokenizer, "chat_template", None):
         turns = [{"role": role, "content": text} for role, text in messages]
@@ -154,7 +164,7 @@ def _written(tokenizer: Any, messages: Sequence[Message], *, asking: bool = Fals
     return written + PLAIN["assistant"] * asking
 
 
-def _messages(record: dict[str, Any], place: str) -> list[Message] | None:
+def chat_messages(record: dict[str, Any], place: str) -> list[Message] | None:
     """The messages of a record; None: it is no chat."""
     turns = record.get("conversations", record.get("messages"))
     if turns is None:
@@ -172,7 +182,8 @@ def _messages(record: dict[str, Any], place: str) -> list[Message] | None:
     return found
 
 
-def _answer(record: dict[str, Any], place: str, vocab: int) -> Ids:
+def answered_tokens(record: dict[str, Any], place: str, vocab: int) -> Ids:
+    """The document of a record with token ids."""
     tokens, prompt = record.get("tokens"), record.get("prompt", 0)
     whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
     if not whole or not tokens or type(prompt) is not int or not 0 <= prompt <= len(tokens):

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 
 from sakiyomi.loading.checkpoint import read_json
 from sakiyomi.medusa.heads import MedusaHeads
+from sakiyomi.retaining.heads import RetainingHeads
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.llama import save_model
 from sakiyomi.train.loop import Progress
@@ -35,7 +36,7 @@ def save(config: LoopConfig, model: LlamaForCausalLM, tokenizer: PreTrainedToken
 
 def write_card(
     config: LoopConfig,
-    model: PreTrainedModel | MedusaHeads,
+    model: PreTrainedModel | MedusaHeads | RetainingHeads,
     progress: Progress,
     measures: dict[str, Any],
     command: str,
@@ -55,13 +56,17 @@ def write_card(
         epochs: how often each source was read.
         folder: which becomes OUT/model, where it is not yet there.
         more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source`, `init`, `trees`,
-            `memory` and `about`.
+            `memory`, `about`, `overlaps`, `throughput`, and the `unit` of the loss.
     """
     folder = folder or model_folder(config)
-    layers = model.shape.layers if isinstance(model, MedusaHeads) else int(model.config.num_hidden_layers)
+    if isinstance(model, MedusaHeads | RetainingHeads):
+        layers = model.shape.layers
+    else:
+        layers = int(model.config.num_hidden_layers)
+    unit = str(more.get("unit", "nats"))
     last = [loss for _, _, _, loss in progress.losses[-LAST_STEPS:]]
     with writing(folder):
-        drawn = plot_losses(progress, folder / "loss.png")
+        drawn = plot_losses(progress, folder / "loss.png", f"{unit} per token" if unit else "")
         summary = {
             "finished": True,
             "name": config.name or Path(config.out).name,
@@ -104,7 +109,7 @@ def card(summary: dict[str, Any]) -> str:
         f"# {summary['name']}",
         "",
         f"{_what(summary)}, trained by sakiyomi: {_extent(summary)}. Mean loss of the last {LAST_STEPS} steps: "
-        f"{summary['final_loss']} nats ({curve}).",
+        f"{summary['final_loss']}{' nats' if summary.get('unit', 'nats') else ''} ({curve}).",
         "",
         "## Data",
         "",
@@ -122,6 +127,15 @@ def card(summary: dict[str, Any]) -> str:
         lines += ["|---|---|---|"]
         lines += [f"| {tree['nodes']} | {tree['expected_tau']:.3f} | {tree['replayed_tau']:.3f} |" for tree in trees]
         lines.append("")
+    for name, layers in summary.get("overlaps", {}).items():
+        lines += [
+            f"**{name}**: overlap of each layer's KV heads",
+            "",
+            "| layer | KV heads from the first on |",
+            "|---|---|",
+        ]
+        lines += [f"| {i} | {' '.join(f'{each:.2f}' for each in layer)} |" for i, layer in enumerate(layers)]
+        lines.append("")
     if "memory" in summary:
         lines += [summary["memory"]["explained"], ""]
     if summary.get("throughput"):
@@ -130,6 +144,7 @@ def card(summary: dict[str, Any]) -> str:
             f"A step took {found['step_ms']:.0f} ms, {found['ratio']:.2f} times the frozen target's pass over its rows "
             f"({found['forward_ms']:.0f} ms).",
             "",
+            *([f"{found['explained'][:1].upper()}{found['explained'][1:]}.", ""] if "explained" in found else []),
         ]
     if "cost" in summary:
         cost = "unknown" if summary["cost"] is None else f"{summary['cost']:.3g}"

@@ -74,6 +74,8 @@ class Loop:
         growth: when to grow in depth, if at all; Llama models do.
         device: where the model is, as accelerate takes it.
         precision: of the passes: "bf16", "fp16" or "no".
+        warmup_share: first share of the budget in which the learning rate rises.
+        clip_values: `clip` bounds each entry of the gradient, and not its norm.
     """
 
     def __init__(
@@ -88,12 +90,17 @@ class Loop:
         growth: Growth | None = None,
         device: str = "cpu",
         precision: str = "bf16",
+        warmup_share: float = 0.0,
+        clip_values: bool = False,
     ) -> None:
         self.config, self.model, self.mixture = config, model, mixture
         self._batch_loss, self._evaluate, self._growth = batch_loss, evaluate, growth
         self._out = Path(config.out)
         self._budget = float(config.tokens or config.minutes * 60)
-        self.schedule = Schedule(config.warmup_steps, self._budget * (1 - config.decay_share), self._budget)
+        self.schedule = Schedule(
+            config.warmup_steps, self._budget * (1 - config.decay_share), self._budget, self._budget * warmup_share
+        )
+        self._clip_values = clip_values
         self.progress = Progress()
         self._stop_asked = self._finish_asked = False
         self._new_optimizers = optimizers
@@ -186,18 +193,27 @@ class Loop:
         )
         scale = self.schedule.scale(progress.step, self._clock())
         set_scale(self._optimizers, scale)
-        with self._accelerator.autocast():
-            loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
-        self._accelerator.backward(loss)
-        self._accelerator.clip_grad_norm_(self.model.parameters(), config.clip)
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        loss = self.learn(batch)
         progress.step += 1
         progress.tokens += config.step_tokens
         progress.seconds += min(time.monotonic() - began, LONGEST_STEP_SECONDS)
-        progress.losses.append((progress.step, progress.tokens, progress.seconds, float(loss.detach())))
+        progress.losses.append((progress.step, progress.tokens, progress.seconds, float(loss)))
         return scale
+
+    def learn(self, batch: Any) -> Tensor:
+        """Go one step of the optimizer towards a smaller loss of this batch; the loss before it."""
+        with self._accelerator.autocast():
+            loss = self._batch_loss(self.model, on_device(batch, self._accelerator.device))
+        if loss.requires_grad:  # else its parts have been propagated one by one, so that they need not all be held
+            self._accelerator.backward(loss)
+        if self._clip_values:
+            self._accelerator.clip_grad_value_(self.model.parameters(), self.config.clip)
+        else:
+            self._accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
     def _measure(self, reporter: Reporter) -> None:
         began = time.monotonic()
@@ -302,11 +318,14 @@ def compile_layers(model: nn.Module, wanted: bool) -> None:
             layer.compile(dynamic=False)
 
 
-def compiled_loss(loss: Callable[..., Tensor], wanted: bool) -> Callable[..., Tensor]:
-    """The loss compiled where that is wanted and possible: it passes over the logits once instead of five times."""
+def compiled_loss(loss: Callable[..., Tensor], wanted: bool, *, dynamic: bool = False) -> Callable[..., Tensor]:
+    """The loss compiled where that is wanted and possible: it passes over the logits once instead of five times.
+
+    With `dynamic` for inputs of any length.
+    """
     if not wanted or not compiler_found():
         return loss
-    compiled: Callable[..., Tensor] = torch.compile(loss, dynamic=False)
+    compiled: Callable[..., Tensor] = torch.compile(loss, dynamic=dynamic)
     return compiled
 
 

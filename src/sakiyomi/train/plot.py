@@ -61,7 +61,43 @@ def plot_heads(
     return True
 
 
-def plot_losses(progress: Progress, path: Path) -> bool:
+def plot_overlaps(
+    progress: Progress, overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path, most: int = 4
+) -> bool:
+    """Draw what retaining heads and labels choose alike, over the steps, and at the end for each layer and head.
+
+    Args:
+        progress: of the run.
+        overlaps: by held-out file, of each layer and KV head.
+        path: of the picture.
+        most: files whose heads are drawn.
+
+    Returns:
+        False where matplotlib is not installed; nothing is written then.
+    """
+    figure = _figure()
+    if figure is None:
+        return False
+    shown = list(overlaps.items())[:most]
+    left, *others = figure.subplots(1, 1 + len(shown), width_ratios=[4, *[2] * len(shown)])
+    for name, colour in zip(overlaps, (MEAN_COLOUR, *HELD_OUT_COLOURS * len(overlaps)), strict=False):
+        points = [(entry["step"], entry["measures"][name]["overlap"]) for entry in progress.held_out]
+        left.plot(*zip(*points, strict=True), "o-", color=colour, markersize=3, label=name)
+    left.set(xlabel="step", ylabel="overlap of the top 10 %", ylim=(0, 1), title="held-out prompts")
+    left.grid(alpha=0.3)
+    left.legend(frameon=False, fontsize=8)
+    for axes, (name, layers) in zip(others, shown, strict=True):
+        widest = max(map(len, layers))
+        table = [[*layer, *[float("nan")] * (widest - len(layer))] for layer in layers]
+        picture = axes.imshow(table, vmin=0, vmax=1, aspect="auto", cmap="viridis")
+        axes.set(xlabel="KV head", ylabel="layer", title=name, xticks=range(widest))
+    if shown:
+        figure.colorbar(picture, ax=others, label="overlap")
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def plot_losses(progress: Progress, path: Path, unit: str = "nats per token") -> bool:
     """Draw training loss and held-out bits per character or acceptance over the tokens seen.
 
     Returns:
@@ -89,11 +125,16 @@ def plot_losses(progress: Progress, path: Path) -> bool:
         elif "nats_per_token" in points[0][1]:
             values = [measures["nats_per_token"] for _, measures in points]
             axes.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"held-out {name}")
+        elif "overlap" in points[0][1]:
+            other = other or axes.twinx()
+            values = [measures["overlap"] for _, measures in points]
+            other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"overlap {name}")
+            other.set(ylabel="overlap of the top 10 % on held-out prompts", ylim=(0, 1))
         else:
             other = other or axes.twinx()
             values = [measures["acceptance_rate"] for _, measures in points]
             other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"acceptance {name}")
-    axes.set(xlabel="training tokens (millions)", ylabel="loss (nats per token)")
+    axes.set(xlabel="training tokens (millions)", ylabel=f"loss ({unit})" if unit else "loss")
     axes.grid(alpha=0.3)
     if other is not None and not other.get_ylabel():
         other.set(ylabel="acceptance rate on held-out prompts", ylim=(0, 1))

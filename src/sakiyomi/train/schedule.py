@@ -10,15 +10,19 @@ LONGEST_STEP_SECONDS = 60.0
 
 @dataclass
 class Schedule:
-    """Warm-up, stable phase, linear decay to 0 between `decay_from` and `end` (in clock units: seconds or tokens)."""
+    """Warm-up, stable phase, linear decay to 0 between `decay_from` and `end` (in clock units: seconds or tokens).
+
+    Warm-up is over after so many steps, and not before `warm_from` on the clock.
+    """
 
     warmup_steps: int
     decay_from: float
     end: float
+    warm_from: float = 0.0
 
     def scale(self, step: int, clock: float) -> float:
         """Factor of the peak learning rate, in [0, 1]."""
-        warmup = min(1.0, (step + 1) / max(self.warmup_steps, 1))
+        warmup = min(1.0, (step + 1) / max(self.warmup_steps, 1), clock / self.warm_from if self.warm_from else 1.0)
         if clock < self.decay_from:
             return warmup
         return warmup * max(0.0, (self.end - clock) / max(self.end - self.decay_from, 1e-9))

@@ -1,0 +1,93 @@
+"""Locret: heads trained to say how important a pair will be (Huang et al. 2024, arXiv 2410.01805).
+
+A pair's score is made once, from what its own layer projects for its token, and never changes. Between the chunks of
+a prompt the last tokens stay as they are (stabilizers): what is dropped there would tear the text that the next chunk
+goes on from. Dropping goes on while text is generated, with the same heads: the paper lets the cache grow there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from sakiyomi.errors import InputError
+from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.pack import linear_beside
+from sakiyomi.policies.base import Policy, View
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+    from sakiyomi.retaining.heads import RetainingHeads
+    from sakiyomi.retaining.raw import Raw
+
+__all__ = ["Locret"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Locret(Policy):
+    """Scores of retaining heads.
+
+    Attributes:
+        file: folder or embedded name of the heads.
+        stabilizers: share of the budget that the last tokens have between the chunks of a prompt.
+    """
+
+    name: ClassVar[str] = "locret"
+    notes: ClassVar[bool] = True
+
+    file: str = ""
+    ends: float = 0.1
+    stabilizers: float = 0.25
+    _heads: RetainingHeads | None = field(default=None, init=False, repr=False)
+    _raw: Raw | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.file:
+            raise InputError("cache='locret' without heads; give their folder as 'locret:FOLDER', or an embedded name")
+
+    def least_of(self, budget: int) -> int:
+        """The stabilizers too."""
+        return super().least_of(budget) + max(0, int(self.stabilizers * budget) - self.local)
+
+    def listen(self, model: PackedModel) -> None:
+        """Read the heads, and hear what the layers project."""
+        from sakiyomi.retaining.formats import read_heads
+        from sakiyomi.retaining.raw import Raw
+
+        found = read_heads(self.file)
+        self._raw = Raw(model.module)
+        found.check(self._raw.widths, [shape.heads for shape in model.cache.shapes])
+        heads = found.heads.to(model.device, model.dtype).requires_grad_(False)
+        tables = model.state if isinstance(model.state, NativeModel) else None
+        for layers in (heads.first, heads.second):
+            for i, layer in enumerate(layers):
+                layers[i] = linear_beside(tables, layer.get_parameter("weight"))
+        self._heads = heads
+        self._raw.listen()
+
+    def leave(self) -> None:
+        """Hear no more."""
+        if self._raw is not None:
+            self._raw.leave()
+
+    def note(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
+        """The heads' scores, (rows, kv heads)."""
+        assert self._raw is not None and self._heads is not None
+        heard = self._raw.traced if torch.compiler.is_dynamo_compiling() else self._raw.read
+        projected = heard[layer]
+        assert projected is not None
+        scores: Tensor = self._heads(layer, projected)
+        return scores
+
+    def score(self, view: View) -> Tensor:
+        """As each was when its token came."""
+        assert view.notes is not None
+        return torch.cat([view.former, view.notes[:, view.heads].T.to(view.former)], 1)
+
+    def held(self, view: View) -> Tensor:
+        """Stabilizers, as long as more of the prompt comes."""
+        last = self.local if view.final else int(self.stabilizers * view.budget)
+        return super().held(view) | (view.places >= view.length - last)

@@ -1,0 +1,293 @@
+"""Files of retaining heads: a folder with ``config.json`` and ``heads.safetensors``, and the paper's own checkpoints.
+
+Tensors have the names of Locret's checkpoints (github.com/huangyuxiang03/Locret),
+``model.layers.{i}.self_attn.fc1.weight`` and ``fc2``: its loader takes what has ``fc`` in its name, so that it can read
+our files, and its files are read here, whatever else is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.embedded import folder_of
+from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.fingerprint import tokenizer_digest
+from sakiyomi.loading.checkpoint import read_checkpoint, read_header, read_json
+from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, check_heads
+from sakiyomi.retaining.raw import out_features
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FILE", "HeadsFile", "fingerprint", "read_heads", "write_heads"]
+
+FILE = "heads.safetensors"
+KIND = "retaining_heads"
+PICKLES = (".bin", ".pt", ".pth")
+NAME = "model.layers.{}.self_attn.fc{}.weight"
+_TENSOR = re.compile(r"(?:^|\.)(\d+)\.(?:[^\d.]\w*\.)+fc([12])\.weight$")  # inside an attention: MLPs have such
+
+
+@dataclass(frozen=True)
+class HeadsFile:
+    """Heads as they were found.
+
+    Attributes:
+        heads: themselves, in the dtype in which they are stored.
+        name: of the folder or file.
+        base: what their configuration calls the target; None: it does not say.
+        recipe: how they were trained: labels, whether the question stands in front of the prompt
+            (``query_aware``), ...; empty for files of others.
+        fingerprint: of the target (see `fingerprint`); empty for files of others.
+    """
+
+    heads: RetainingHeads
+    name: str
+    base: str | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, str] = field(default_factory=dict)
+
+    def check(
+        self, widths: Sequence[int], kv_heads: Sequence[int], fingerprint: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Refuse heads of another model.
+
+        Args:
+            widths: of each layer of the model, as `Raw` has them.
+            kv_heads: of each layer.
+            fingerprint: of the model, as far as it is known.
+
+        Returns:
+            What differs between models of the same sizes: "tokenizer", "weights". Such heads work, though perhaps
+            worse: a tuned model may use those of the model that it was tuned from.
+
+        Raises:
+            UnsupportedError: sizes differ; with both numbers.
+        """
+        check_heads(self.heads.shape, widths, kv_heads, self.name)
+        given = fingerprint or {}
+        return [part for part in self.fingerprint if part in given and given[part] != self.fingerprint[part]]
+
+
+def fingerprint(model: Any, tokenizer: Any) -> dict[str, str]:
+    """Of a transformers model and its tokenizer, as hexadecimal digits: what tells it from others of its sizes.
+
+    "weights" is that of the norms, in bf16: it is the same in whatever precision a model is loaded, and whether or not
+    its matrices are rounded and packed. It is left out where weights are not in memory; "tokenizer"
+    where that does not tell its vocabulary.
+    """
+    import torch
+
+    found = {}
+    with suppress(UnsupportedError):
+        found["tokenizer"] = tokenizer_digest(tokenizer)
+    vectors = {
+        f"{name}.{own}": weight
+        for name, module in model.named_modules()
+        if not out_features(module)  # packed layers hold their biases elsewhere
+        for own, weight in module.named_parameters(recurse=False)
+        if weight.dim() == 1
+    }
+    if vectors and all(weight.device.type != "meta" for weight in vectors.values()):
+        digest = hashlib.sha256()
+        for name in sorted(vectors):
+            digest.update(name.encode())
+            digest.update(vectors[name].detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        found["weights"] = digest.hexdigest()
+    return found
+
+
+def read_heads(name: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
+    """Read heads: a folder of ours, an embedded name, or a folder or file of Locret's.
+
+    Args:
+        name: of it.
+        allow_pickle: read ``.bin`` and ``.pt`` files too; tensors and nothing else are taken from them.
+
+    Raises:
+        LoadError: something is missing, damaged, or no heads.
+        InputError: an embedded name that is not known.
+    """
+    path = folder_of(name) if isinstance(name, str) else name.expanduser()
+    config: dict[str, Any] = {}
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            config = read_json(path / "config.json")
+        files = _files(path, allow_pickle)
+    elif path.is_file():
+        files = (path,)
+    else:
+        raise LoadError(f"there is no folder or file {str(path)!r} with retaining heads; check the path")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _pickled(file, allow_pickle) if file.suffix in PICKLES else _stored(file)
+    activation = config.get("activation", config.get("hidden_act", "silu"))  # Locret's folders have the model's own
+    heads = _assembled(path, tensors, str(activation))
+    if config.get("kind") != KIND:
+        return HeadsFile(heads, str(name))
+    base, recipe, digests = (config.get(key) for key in ("base_model_name_or_path", "recipe", "fingerprint"))
+    return HeadsFile(
+        heads,
+        str(name),
+        base if isinstance(base, str) else None,
+        recipe if isinstance(recipe, dict) else {},
+        digests if isinstance(digests, dict) else {},
+    )
+
+
+def write_heads(
+    heads: RetainingHeads,
+    folder: str | Path,
+    *,
+    config: Any = None,
+    base: str | Path | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    fingerprint: Mapping[str, str] | None = None,
+) -> None:
+    """Write heads; both files are there whole or not at all.
+
+    Args:
+        heads: to be written, in the dtype that they have.
+        folder: is made; what is in it is left, but for the two files that are written.
+        config: of the target, whose kind and sizes are noted.
+        base: name of the target.
+        recipe: how they were trained, as plain values.
+        fingerprint: of the target.
+
+    Raises:
+        InputError: the recipe holds what JSON does not.
+        LoadError: nothing can be written there.
+    """
+    shape, folder = heads.shape, Path(folder).expanduser()
+    said: dict[str, Any] = {"kind": KIND}
+    if base is not None:
+        said["base_model_name_or_path"] = str(base)
+    if config is not None:
+        text = config.get_text_config()
+        said |= {"model_type": config.model_type, "hidden_size": int(text.hidden_size)}
+    said |= {
+        "num_hidden_layers": shape.layers,
+        "num_key_value_heads": _one_or_all(shape.kv_heads),
+        "width": _one_or_all(shape.widths),
+        "d_r": shape.hidden,
+        "activation": shape.activation,
+        "recipe": dict(recipe or {}),
+        "fingerprint": dict(fingerprint or {}),
+    }
+    try:
+        text = json.dumps(said, indent=2)
+    except TypeError as error:
+        raise InputError(f"the recipe of the heads is not plain ({error}); expected what JSON holds") from error
+    tensors = {}
+    for layer in range(shape.layers):
+        for part, linear in ((1, heads.first), (2, heads.second)):
+            tensors[NAME.format(layer, part)] = linear.get_parameter(f"{layer}.weight").detach().cpu().contiguous()
+    from safetensors.torch import save_file
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".sakiyomi-", dir=folder) as fresh:
+            save_file(tensors, Path(fresh) / FILE)
+            (Path(fresh) / "config.json").write_text(text + "\n", encoding="utf-8")
+            for file in (FILE, "config.json"):
+                (Path(fresh) / file).chmod(0o644)  # made private; heads are there to be read by others
+                (Path(fresh) / file).replace(folder / file)
+    except OSError as error:
+        raise LoadError(f"retaining heads cannot be written to {folder}: {error}") from error
+
+
+def _one_or_all(values: tuple[int, ...]) -> int | list[int]:
+    """One number where all layers have the same."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
+    if (folder / FILE).is_file():
+        return (folder / FILE,)
+    others = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    pickles = sorted(path for path in folder.iterdir() if path.suffix in PICKLES)
+    if not (folder / "model.safetensors.index.json").is_file() and (others or (pickles and allow_pickle)):
+        return tuple(others or pickles)
+    if pickles and not others:
+        raise _no_pickle(pickles[0])
+    return read_checkpoint(folder).files  # says what is missing
+
+
+def _no_pickle(path: Path) -> LoadError:
+    return LoadError(
+        f"{path} is a pickle file, which can run any code when it is opened; use a safetensors version of the heads, "
+        "or pass allow_pickle=True if you trust where they came from"
+    )
+
+
+def _pickled(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
+    if not allow_pickle:
+        raise _no_pickle(path)
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged in whatever way
+        raise LoadError(f"{path} cannot be read ({error}); download it again") from error
+    if not isinstance(found, dict):
+        raise LoadError(f"{path} holds no tensors by name; it is no file of retaining heads")
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and _TENSOR.search(name)}
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    read_header(path)  # damage is found before anything is read
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if _TENSOR.search(name)}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{path} cannot be read ({error}); get it again") from error
+
+
+def _assembled(path: Path, tensors: Mapping[str, Tensor], activation: str) -> RetainingHeads:
+    """Heads of single tensors, all of which have to be there."""
+    import torch
+
+    parts: dict[tuple[int, int], Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _TENSOR.search(name)
+        assert match is not None
+        parts[int(match[1]), int(match[2])] = tensor
+    if not parts:
+        raise LoadError(f"{path} holds no retaining heads (tensors named ...fc1.weight and ...fc2.weight)")
+    layers = 1 + max(layer for layer, _ in parts)
+    missing = [(layer, part) for layer in range(layers) for part in (1, 2) if (layer, part) not in parts]
+    if missing:
+        layer, part = missing[0]
+        raise LoadError(f"{path} holds heads of {layers} layers in part: fc{part} of layer {layer} is missing")
+    sizes = {tuple(parts[layer, 1].shape)[:1] + tuple(parts[layer, 2].shape)[1:] for layer in range(layers)}
+    dtypes = {tensor.dtype for tensor in parts.values()}
+    flat = all(tensor.dim() == 2 and tensor.is_floating_point() for tensor in parts.values())
+    if not flat or len(dtypes) != 1 or len(sizes) != 1 or len(set(next(iter(sizes)))) != 1:
+        raise LoadError(
+            f"{path}: the heads of its {layers} layers do not fit together (between fc1 and fc2 there are "
+            f"{sorted(map(str, sizes))} values of {sorted(map(str, dtypes))}); expected one number and one dtype"
+        )
+    shape = RetainingShape(
+        tuple(parts[layer, 1].shape[1] for layer in range(layers)),
+        tuple(parts[layer, 2].shape[0] for layer in range(layers)),
+        int(parts[0, 1].shape[0]),
+        activation,
+    )
+    heads = RetainingHeads(shape, next(iter(dtypes)), "meta")
+    for layer in range(layers):
+        heads.first[layer].weight = torch.nn.Parameter(parts[layer, 1])
+        heads.second[layer].weight = torch.nn.Parameter(parts[layer, 2])
+    return heads

@@ -1,0 +1,208 @@
+"""What retaining heads learn: how strongly the rows of an answer look at each token of its prompt.
+
+Huang et al. 2024, arXiv 2410.01805, section 3.2: of each KV head the largest attention logit of a token, over the
+queries of its group and over the rows of the answer. Queries and keys are taken where a model hands them to its
+attention: behind norms and rotary embedding. No matrix of all rows by all tokens is ever made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from sakiyomi.errors import UnsupportedError
+from sakiyomi.kernels.attention import call_arguments
+
+__all__ = ["Heard", "attention_heard", "kv_heads_of", "largest_chances", "largest_logits"]
+
+NAME = "sakiyomi_heard"
+ROWS = 512  # of queries at a time
+COLUMNS = 2048  # of keys at a time
+
+Heard = Callable[[int, Tensor, Tensor, float, float], None]
+"""Told of every layer's attention: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft cap or 0."""
+
+_heard: Heard | None = None
+
+
+def _logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> Tensor:
+    """(kv_heads, group, rows, columns) float32, as the softmax reads them."""
+    kv_heads, group = keys.shape[0], queries.shape[0] // keys.shape[0]
+    rows = queries.reshape(kv_heads, group * queries.shape[1], -1)
+    found = (rows @ keys.mT).float().mul_(scaling)
+    if softcap:
+        found = softcap * torch.tanh(found / softcap)
+    return found.view(kv_heads, group, queries.shape[1], keys.shape[1])
+
+
+def largest_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
+    """The recipe's label: running maxima over blocks of rows and of tokens.
+
+    Sliding windows are left out of account: what a row would look at if it were near enough.
+
+    Args:
+        queries: (heads, rows, dim) of the answer.
+        keys: (kv_heads, tokens, dim) of the prompt.
+        scaling: of the logits.
+        softcap: largest absolute value of a logit; 0: none.
+
+    Returns:
+        (kv_heads, tokens) float32.
+    """
+    blocks = []
+    for some in keys.split(COLUMNS, 1):
+        best = some.new_full(some.shape[:2], -torch.inf, dtype=torch.float32)
+        for rows in queries.split(ROWS, 1):
+            torch.maximum(best, _logits(rows, some, scaling, softcap).amax((1, 2)), out=best)
+        blocks.append(best)
+    return torch.cat(blocks, 1)
+
+
+def largest_chances(queries: Tensor, keys: Tensor, tokens: int, scaling: float, softcap: float = 0.0) -> Tensor:
+    """The logarithm of the largest attention that a token gets from a row of the answer.
+
+    A row's logits are worth what they are beside its other logits: the softmax's denominator goes over all that the
+    row sees. It is found in a pass over blocks of tokens before the one that takes the maxima.
+
+    Args:
+        queries: (heads, rows, dim) of the last rows of the text.
+        keys: (kv_heads, T, dim) of the whole text.
+        tokens: of these belong to the prompt.
+        scaling, softcap: as in `largest_logits`.
+
+    Returns:
+        (kv_heads, tokens) float32, at most 0.
+    """
+    length, first = keys.shape[1], keys.shape[1] - queries.shape[1]
+    totals = []
+    for start in range(0, queries.shape[1], ROWS):
+        rows = queries[:, start : start + ROWS]
+        places = torch.arange(first + start, first + start + rows.shape[1], device=keys.device)
+        total: Tensor | None = None
+        for begin in range(0, length, COLUMNS):
+            found = _logits(rows, keys[:, begin : begin + COLUMNS], scaling, softcap)
+            later = torch.arange(begin, begin + found.shape[3], device=keys.device) > places[:, None]
+            part = found.masked_fill_(later, -torch.inf).logsumexp(3)
+            total = part if total is None else torch.logaddexp(total, part)
+        assert total is not None
+        totals.append(total)
+    blocks = []
+    for some in keys[:, :tokens].split(COLUMNS, 1):
+        best = some.new_full(some.shape[:2], -torch.inf, dtype=torch.float32)
+        for rows, total in zip(queries.split(ROWS, 1), totals, strict=True):
+            chances = _logits(rows, some, scaling, softcap) - total[..., None]
+            torch.maximum(best, chances.amax((1, 2)), out=best)
+        blocks.append(best)
+    return torch.cat(blocks, 1)
+
+
+# ---------------------------------------------------------------- attention that is listened to
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of one text, which tells of its queries and keys."""
+    layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
+    if softcap or 0 < window < query.shape[2]:
+        out = _by_rows(query, key, value, scale, softcap, window)
+    else:
+        group = query.shape[1] // key.shape[1]  # repeated: with enable_gqa some devices fall back to the whole matrix
+        keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
+        out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
+    if _heard is not None:
+        _heard(layer, query[0], key[0], scale, softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _by_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, window: int) -> Tensor:
+    """Attention with a soft cap or a sliding window, (1, heads, T, dim), a block of rows at a time."""
+    parts = []
+    for start in range(0, query.shape[2], ROWS):
+        rows = query[0, :, start : start + ROWS]
+        end = start + rows.shape[1]
+        begin = max(0, start - window + 1) if window else 0
+        found = _logits(rows, key[0, :, begin:end], scale, softcap)
+        places, columns = (torch.arange(*span, device=query.device) for span in ((start, end), (begin, end)))
+        hidden = columns > places[:, None]
+        if window:
+            hidden |= columns <= places[:, None] - window
+        chances = found.masked_fill_(hidden, -torch.inf).softmax(3).to(value.dtype)
+        kv_heads, group = chances.shape[:2]
+        out = chances.flatten(1, 2) @ value[0, :, begin:end]
+        parts.append(out.view(kv_heads * group, rows.shape[1], -1))
+    return torch.cat(parts, 1)[None]
+
+
+@functools.cache
+def _register() -> None:
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+@contextmanager
+def attention_heard(model: Any, heard: Heard) -> Iterator[None]:
+    """Around passes over single texts, (1, T) ids without padding: their attention is told of.
+
+    Args:
+        model: a causal LM; its attention is as it was before afterwards.
+        heard: told of it.
+
+    Raises:
+        UnsupportedError: the class keeps its own attention.
+    """
+    global _heard
+    _register()
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(NAME)
+    except ValueError as error:
+        raise _own(model) from error
+    _heard = heard
+    try:
+        yield
+    finally:
+        _heard = None
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def kv_heads_of(model: Any) -> tuple[int, ...]:
+    """KV heads of each layer, from a pass over two tokens, which shows that every layer's attention is heard.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    found: dict[int, int] = {}
+    calls: list[int] = []
+
+    def heard(layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> None:
+        found[layer] = keys.shape[0]
+        calls.append(layer)
+
+    with attention_heard(model, heard):
+        model(input_ids=torch.tensor([[1, 2]], device=model.device), use_cache=False)
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    if sorted(calls) != list(range(layers)):  # some classes take the name with a log line, and keep what they have
+        raise _own(model)
+    return tuple(found[layer] for layer in range(layers))
+
+
+def _own(model: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} keeps its own attention, whose queries cannot be seen: heads of it cannot be trained "
+        "in this version"
+    )

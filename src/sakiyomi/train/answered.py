@@ -1,0 +1,353 @@
+"""Prompts with their answers: from files of several forms, and from tasks that are made on the way."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.train.counted import answered_tokens, chat_messages, written_chat
+from sakiyomi.train.data import Ids, TextSpec, excerpts, normalise, parse_text, read_records
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "SHORTEST",
+    "Answered",
+    "Questions",
+    "TaskRows",
+    "joined",
+    "parse_tasks",
+    "read_answered",
+    "split_rows",
+]
+
+SHORTEST = 16
+"""Tokens of a prompt below which there is nothing to choose from."""
+CHARACTERS = 4  # of a token, about: texts are cut into excerpts before they are encoded
+PARTS = 8  # of an excerpt, the last of which is the answer
+JOINT = "\n\n"  # between a question in front and the prompt
+NOTHING: Ids = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt and its answer as token ids.
+
+    Attributes:
+        prompt: of the model, special tokens included.
+        answer: what follows.
+        front: the question, to be put in front of the prompt; empty: it stands there already, or is not wanted.
+    """
+
+    prompt: Ids
+    answer: Ids
+    front: Ids
+
+    def row(self, length: int, answer_tokens: int, first: int | None) -> tuple[Ids, int]:
+        """All as one row of at most `length` tokens, and how many of them are the prompt's.
+
+        Args:
+            length: of the row. Of a longer prompt the middle is left out: questions stand at the ends.
+            answer_tokens: most tokens of the answer, which takes no more than half of the row.
+            first: the token that every prompt begins with, before the front; None: there is none.
+        """
+        answer = self.answer[: min(answer_tokens, length // 2)]
+        front = self.front[: length // 4]
+        begin = self.prompt[:1] if first is not None and len(self.prompt) and self.prompt[0] == first else NOTHING
+        prompt = self.prompt[len(begin) :]
+        room = length - len(begin) - len(front) - len(answer)
+        if len(prompt) > room:
+            prompt = np.concatenate([prompt[: room // 2], prompt[len(prompt) - (room - room // 2) :]])
+        before = np.concatenate([begin, front, prompt])
+        return np.concatenate([before, answer]).astype(np.int64), len(before)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """A record before it is encoded.
+
+    Attributes:
+        answer: None: the prompt's own last part.
+        asked: the question by itself; empty where nobody says it.
+        chat: the prompt is written by a chat template, with its special tokens.
+    """
+
+    prompt: str
+    answer: str | None
+    asked: str = ""
+    chat: bool = False
+
+
+def read_answered(
+    path: Path, tokenizer: Any, vocab: int, *, query_tokens: int = 0, length: int = 1024, most: int = 0, seed: int = 0
+) -> tuple[list[Answered], dict[str, int]]:
+    """Prompts with answers from a file; the form of each record is told by its keys.
+
+    - ``instruction`` (with ``input``) and ``output``, as LongAlpaca and Alpaca have them: a message and its reply;
+    - ``prompt`` and ``answer``, texts as they are, perhaps with ``question``;
+    - ``conversations`` or ``messages``, chats in ShareGPT's form: the last reply is the answer;
+    - ``tokens`` with ``prompt``, the number of those that are the prompt's;
+    - ``text``: in excerpts of about a row, of which the last part is the answer: the text goes on.
+
+    Args:
+        path: a .jsonl or .json file (.gz allowed).
+        tokenizer: of the target.
+        vocab: tokens that it knows.
+        query_tokens: with more than 0 the question is wanted in front: the record's own, or so many last tokens.
+        length: tokens of a row, for texts.
+        most: of the records that are kept, drawn with the seed; 0: all.
+        seed: of the choice.
+
+    Returns:
+        The prompts with answers, and how many records were passed over, by reason.
+
+    Raises:
+        LoadError: a line is not JSON, or is none of these; its number and the reason are said.
+        InputError: no record has an answer, or every prompt is too short.
+    """
+    kept: list[_Texts | Answered] = []
+    passed = {"no answer": 0, "too short": 0}
+    rng, seen = np.random.default_rng((seed, 7)), 0
+    for number, record in read_records(path):
+        found = _parsed(record, f"{path} line {number}", tokenizer, vocab, length)
+        passed["no answer"] += not found
+        for one in found:
+            seen += 1
+            if not most or len(kept) < most:
+                kept.append(one)
+            elif (place := int(rng.integers(seen))) < most:  # each is kept with the same chance, and memory is bounded
+                kept[place] = one
+    if not kept:
+        raise InputError(
+            f"{path} has {passed['no answer']} records without an answer and none with one; expected instruction and "
+            "output, prompt and answer, or chats that end with a reply"
+        )
+    encoded = [_encoded(one, tokenizer, query_tokens) for one in kept]
+    long = [one for one in encoded if len(one.prompt) >= SHORTEST and len(one.answer)]
+    passed["too short"] = len(encoded) - len(long)
+    if not long:
+        longest = max(len(one.prompt) for one in encoded)
+        raise InputError(
+            f"{path}: the longest of {len(encoded)} prompts has {longest} tokens, and heads learn from {SHORTEST} or "
+            "more, followed by an answer; give longer ones"
+        )
+    return long, passed
+
+
+def _parsed(record: Any, place: str, tokenizer: Any, vocab: int, length: int) -> Sequence[_Texts | Answered]:
+    """A record's prompt and answer, of a text several; none: it has no answer."""
+    if not isinstance(record, dict):
+        raise LoadError(f"{place} holds a {type(record).__name__}; expected an object")
+    messages = chat_messages(record, place)
+    if messages is None and isinstance(record.get("instruction"), str):
+        asked = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+        messages = [("user", asked)]
+        if _text(record, "output", place):
+            messages.append(("assistant", record["output"].strip()))
+    if messages is not None:
+        last = max((i for i, (role, text) in enumerate(messages) if role == "assistant" and text), default=0)
+        if not last:
+            return []
+        before = written_chat(tokenizer, messages[:last], asking=True)
+        after = written_chat(tokenizer, messages[: last + 1])
+        # A template that writes a message differently when it is answered: the answer as it is.
+        answer = after[len(before) :] if after.startswith(before) else messages[last][1]
+        return [_Texts(before, answer, chat=True)]
+    if isinstance(record.get("prompt"), str):
+        answer = _text(record, "answer", place)
+        asked = _text(record, "question", place)
+        return [_Texts(normalise(record["prompt"]), answer, asked)] if answer.strip() else []
+    if isinstance(record.get("text"), str):
+        return [_Texts(part, None) for part in excerpts(normalise(record["text"]), CHARACTERS * length) if part]
+    if "tokens" in record:
+        document = answered_tokens(record, place, vocab)
+        count = int((document < 0).sum())
+        ids = np.where(document < 0, ~document, document)
+        return [Answered(ids[:count], ids[count:], NOTHING)] if 0 < count < len(ids) else []
+    raise LoadError(
+        f'{place} has neither "instruction" and "output", "prompt" and "answer", "conversations", "text" nor '
+        '"tokens" with "prompt"; expected one of them'
+    )
+
+
+def _text(record: dict[str, Any], key: str, place: str) -> str:
+    value = record.get(key) or ""
+    if not isinstance(value, str):
+        raise LoadError(f'{place} has a {type(value).__name__} as "{key}"; expected a text')
+    return value
+
+
+def _encoded(one: _Texts | Answered, tokenizer: Any, query_tokens: int) -> Answered:
+    named = False
+    if isinstance(one, _Texts):
+        named = bool(query_tokens and one.asked)
+        own = not (one.chat and getattr(tokenizer, "chat_template", None))
+        prompt = _ids(f"{one.asked}{JOINT}{one.prompt}" if named else one.prompt, tokenizer, own)
+        if one.answer is None:
+            count = len(prompt) - len(prompt) // PARTS
+            one = Answered(prompt[:count], prompt[count:], NOTHING)
+        else:
+            one = Answered(prompt, _ids(one.answer, tokenizer, False), NOTHING)
+    front = one.prompt[-query_tokens:] if query_tokens and not named else NOTHING
+    return Answered(one.prompt, one.answer, front)
+
+
+def _ids(text: str, tokenizer: Any, special: bool) -> Ids:
+    found: Ids = np.array(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=np.int64)
+    return found
+
+
+# ---------------------------------------------------------------- tasks
+
+
+class TaskRows:
+    """Questions of one of ``sakiyomi.longtasks``.
+
+    Args:
+        name: of the task.
+        tokenizer: of the target.
+        query_aware: the question also stands in front.
+
+    Raises:
+        InputError: no task is called so.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, query_aware: bool) -> None:
+        tasks = importlib.import_module("sakiyomi.longtasks").TASKS
+        if name not in tasks:
+            raise InputError(f"no task is called {name!r}; available are {', '.join(tasks)}")
+        self._task, self._tokenizer, self._query_aware = tasks[name], tokenizer, query_aware
+
+    def make(self, rng: np.random.Generator, length: int) -> Answered:
+        """A question whose prompt and answer have `length` tokens at most.
+
+        Raises:
+            InputError: the task needs more.
+        """
+        example = self._task.make(rng, length - self._task.answer_tokens, self._tokenizer)
+        prompt = example.prompt(query_first=self._query_aware)
+        # The answer goes on where the question ends: inside a quotation, or behind a word.
+        answer = " " * prompt[-1].isalnum() + ", ".join(example.answers)
+        return Answered(_ids(prompt, self._tokenizer, True), _ids(answer, self._tokenizer, False), NOTHING)
+
+
+def parse_tasks(tasks: str) -> list[TextSpec]:
+    """Read NAME,NAME@SHARE,NAME@STABLE:DECAY; the path of each is its name.
+
+    Raises:
+        InputError: a share is no number, or negative.
+    """
+    return [parse_text(part.strip()) for part in tasks.split(",") if part.strip()]
+
+
+# ---------------------------------------------------------------- batches
+
+
+class Questions:
+    """Rows of prompts with answers, drawn from files and tasks by share.
+
+    Args:
+        files: of each what was read of it.
+        tasks: makers of others.
+        stable, decay: shares of the rows before and during the decay, of the files and then of the tasks.
+        answer_tokens: most tokens of an answer.
+        most: positions of the target.
+        first: token that every prompt begins with; None: none.
+        seed: of all choices.
+
+    Attributes:
+        tokens: of all rows so far.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Sequence[Answered]],
+        tasks: Sequence[TaskRows],
+        stable: Sequence[float],
+        decay: Sequence[float],
+        *,
+        answer_tokens: int,
+        most: int,
+        first: int | None,
+        seed: int,
+    ) -> None:
+        self._files, self._tasks = files, tasks
+        self._shares = [np.array(shares, dtype=float) / sum(shares) for shares in (stable, decay)]
+        self._answer_tokens, self._most, self._first, self._seed = answer_tokens, most, first, seed
+        self._taken = [0] * len(files)
+        self.tokens = 0
+
+    def batch(self, step: int, rows: int, length: int, decaying: bool) -> dict[str, Ids]:
+        """Rows of step `step` behind one another: `ids`, the `ends` of the rows, and their `prompts`' tokens."""
+        rng = np.random.default_rng((self._seed, step))
+        found = []
+        for source in rng.choice(len(self._shares[0]), size=rows, p=self._shares[int(decaying)]):
+            task = int(source) - len(self._files)
+            one = self._tasks[task].make(rng, self.length(length)) if task >= 0 else self._next(int(source))
+            found.append(self.row(one, length))
+        batch = joined(found)
+        self.tokens += len(batch["ids"])
+        return batch
+
+    def length(self, wanted: int) -> int:
+        """Most tokens of a row: the wanted ones, or the target's positions."""
+        return min(wanted, self._most)
+
+    def row(self, one: Answered, length: int) -> tuple[Ids, int]:
+        """One of at most `length` tokens, and how many are the prompt's."""
+        return one.row(self.length(length), self._answer_tokens, self._first)
+
+    def _next(self, file: int) -> Answered:
+        """The next of a file; every epoch is a permutation of its own."""
+        epoch, place = divmod(self._taken[file], len(self._files[file]))
+        order = np.random.default_rng((self._seed, file, epoch)).permutation(len(self._files[file]))
+        self._taken[file] += 1
+        found: Answered = self._files[file][int(order[place])]
+        return found
+
+    def epochs(self, names: Sequence[str]) -> dict[str, float]:
+        """How often each file was read."""
+        return {
+            name: round(taken / len(rows), 2) for name, taken, rows in zip(names, self._taken, self._files, strict=True)
+        }
+
+    def state(self) -> dict[str, Any]:
+        """How much was taken, and the sizes of all files."""
+        return {"taken": list(self._taken), "sizes": list(map(len, self._files)), "tokens": self.tokens}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave.
+
+        Raises:
+            LoadError: the files are not those of the checkpoint.
+        """
+        sizes = list(map(len, self._files))
+        if sizes != state["sizes"]:
+            raise LoadError(
+                f"the training files have {sizes} prompts, those of the checkpoint had {state['sizes']}: give the "
+                "files as they were, or begin another run with another --out"
+            )
+        self._taken, self.tokens = list(state["taken"]), int(state["tokens"])
+
+
+def joined(rows: Sequence[tuple[Ids, int]]) -> dict[str, Ids]:
+    """Rows of several lengths as one batch."""
+    return {
+        "ids": np.concatenate([ids for ids, _ in rows]),
+        "ends": np.cumsum([len(ids) for ids, _ in rows]),
+        "prompts": np.array([prompt for _, prompt in rows], dtype=np.int64),
+    }
+
+
+def split_rows(batch: Mapping[str, Tensor]) -> list[tuple[Tensor, int]]:
+    """The rows of a batch again, as tensors."""
+    ends = batch["ends"].tolist()
+    rows = [batch["ids"][begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return list(zip(rows, batch["prompts"].tolist(), strict=True))
