@@ -71,7 +71,14 @@ def pair() -> tuple[Any, Any]:
 
 
 def toy_config(**changed: Any) -> LongConfig:
-    values = {"tasks": ("story",), "lengths": ("32", "64"), "count": 2, "seeds": ("0", "1"), "memory": False}
+    values = {
+        "systems": ("full",),
+        "tasks": ("story",),
+        "lengths": ("32", "64"),
+        "count": 2,
+        "seeds": ("0", "1"),
+        "memory": False,
+    }
     return LongConfig(**(values | {"target": "toy"} | changed))
 
 
@@ -550,8 +557,9 @@ def test_turns_that_do_not_fit_end_early(pair: tuple[Any, Any]) -> None:
 def test_the_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     save_model(tmp_path / "toy", tiny_llama(), tiny_tokenizer())
-    command = f"bench long --target {tmp_path / 'toy'} --tasks story --lengths 32,64 --count 1 --seeds 0,1 --no-memory"
-    result = CliRunner().invoke(app, [*command.split(), "--json", "--plot", str(tmp_path / "pictures")])
+    command = f"bench long --target {tmp_path / 'toy'} --systems full --tasks story --lengths 32,64"
+    command += f" --count 1 --seeds 0,1 --no-memory --json --plot {tmp_path / 'pictures'}"
+    result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output
     assert "right" in result.stdout
     found = json.loads(result.stdout.splitlines()[-1])

@@ -50,7 +50,7 @@ class LongConfig:
     """
 
     target: str = "retriever"
-    systems: tuple[str, ...] = ("full",)
+    systems: tuple[str, ...] = ("full", "h2o", "snapkv", "streaming")
     budgets: tuple[str, ...] = ("1/8",)
     tasks: tuple[str, ...] = ("passkey",)
     lengths: tuple[str, ...] = ("1024", "4096")

@@ -111,9 +111,17 @@ def _groups(lines: Sequence[Mapping[str, Any]], *needs: str) -> dict[str, list[M
     return groups
 
 
-def _style(place: int) -> dict[str, Any]:
-    colour, mark = COLOURS[place % len(COLOURS)], MARKS[place // len(COLOURS) % len(MARKS)]
-    return {"color": colour, "marker": mark, "markersize": 5}
+def _styles(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """A colour a system and a mark a budget; of more systems than colours the marks go on."""
+    heads = {name: (str(group[0]["name"]).removesuffix(" *"), group[0]["budget"]) for name, group in groups.items()}
+    systems = list(dict.fromkeys(system for system, _ in heads.values()))
+    budgets = list(dict.fromkeys(budget for _, budget in heads.values() if budget is not None))
+    found = {}
+    for name, (system, budget) in heads.items():
+        place = systems.index(system)
+        mark = place // len(COLOURS) * max(len(budgets), 1) + (budgets.index(budget) if budget is not None else 0)
+        found[name] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[mark % len(MARKS)], "markersize": 5}
+    return found
 
 
 def _accuracy(row: Row) -> Figure | None:
@@ -123,6 +131,7 @@ def _accuracy(row: Row) -> Figure | None:
     if not lengths:
         return None
     figure, panels = _figure(len(lengths))
+    styles = _styles(groups)
     for axes, length in zip(panels, lengths, strict=True):
         for place, (name, group) in enumerate(groups.items()):
             for line in (line for line in group if line["length"] == length):
@@ -133,7 +142,7 @@ def _accuracy(row: Row) -> Figure | None:
                     linestyle="none",
                     capsize=3,
                     label=name,
-                    **_style(place),
+                    **styles[name],
                 )
         axes.set(xscale="log", ylim=(-4, 104), title=f"{length} tokens", xlabel=f"keys and values, MB {ASIDE}")
         _plain_ticks(axes.xaxis)
@@ -164,7 +173,7 @@ def _memory(table: Row, growth: Row) -> Figure:
             slope = "" if fit.get(exponent) is None else f": slope {fit[exponent]:.2f}"
             name = " ".join(filter(None, _key(fit)))
             shown = CLASSES[fit["class"]] + ("" if name == fit["class"] else f" ({name})") + slope
-            axes.plot(*zip(*points, strict=True), label=shown, **_style(place))
+            axes.plot(*zip(*points, strict=True), label=shown, color=COLOURS[place], marker=MARKS[0], markersize=5)
         axes.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel=label)
         lengths = sorted({line["length"] for group in groups for line in group if not line["starred"]})
         axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -204,12 +213,14 @@ def _turns(row: Row) -> Figure | None:
     if not groups:
         return None
     figure, (axes,) = _figure()
-    for place, (name, (line, *_)) in enumerate(groups.items()):
+    styles = _styles(groups)
+    for name, (line, *_) in groups.items():
         series = line["series"]
         share = f", {100 * line['accuracy']:.0f} % right"
-        axes.plot(series["tokens"], [size / 1e6 for size in series["kv"]], label=name + share, **_style(place))
+        axes.plot(series["tokens"], [size / 1e6 for size in series["kv"]], label=name + share, **styles[name])
     axes.set(xlabel="tokens of the conversation", ylabel="keys and values, MB", yscale="log")
-    axes.legend(frameon=False, fontsize=8)
+    _plain_ticks(axes.yaxis)
+    _legend(figure, [axes])
     return figure
 
 
@@ -220,6 +231,7 @@ def _books(row: Row) -> Figure | None:
         return None
     longest = max(line["length"] for group in groups.values() for line in group)
     figure, panels = _figure(2)
+    styles = _styles(groups)
     kinds = [("perplexity", 1.0, "perplexity"), ("agreement", 100.0, "tokens that full expects too, percent")]
     for axes, (key, scale, label) in zip(panels, kinds, strict=True):
         for place, (name, group) in enumerate(groups.items()):
@@ -232,7 +244,7 @@ def _books(row: Row) -> Figure | None:
                     linestyle="none",
                     capsize=3,
                     label=name,
-                    **_style(place),
+                    **styles[name],
                 )
         axes.set(xscale="log", xlabel=f"keys and values, MB {ASIDE}", ylabel=label, title=f"{longest} tokens")
         _plain_ticks(axes.xaxis)
@@ -292,6 +304,8 @@ def kept_map(
         row += heads
     for begin, end in spans:
         axes.axvspan(begin, max(end, begin + 1), color="#c2452d", alpha=0.25, linewidth=0)
+        # A few tokens of thousands are thinner than a line.
+        axes.plot((begin + end) / 2, 0, "v", color="#c2452d", markersize=6, clip_on=False)
     places = np.unique(np.linspace(0, len(tokens) - 1, WORDS).astype(int))
     axes.set_xticks(
         places + 0.5, [_word(tokens[place], place) for place in places], rotation=60, ha="right", fontsize=7
