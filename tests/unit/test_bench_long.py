@@ -292,6 +292,15 @@ def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
     row = table(config, Given(), [System("full", None)], limited(8, tried), Note())
     assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # nothing fits
 
+    class Long(Given):
+        def questions(self, length: int) -> list[Question]:
+            if length < 60:
+                raise InputError("no room for a question")
+            return super().questions(length)
+
+    row = table(config, Long(), [System("full", None)], limited(40, tried), Note())
+    assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # and nothing shorter can be asked
+
 
 def test_a_process_that_ended_early_leaves_reasons() -> None:
     def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from sakiyomi.bench.long.fit import longest, slope
 from sakiyomi.bench.long.questions import Question, Source
 from sakiyomi.bench.long.systems import System
 from sakiyomi.bench.report import Row
+from sakiyomi.errors import InputError
 
 __all__ = ["Perform", "growth", "measured", "table"]
 
@@ -133,7 +134,10 @@ def _starred(bench: Bench, system: System, fitting: int, below: int) -> Iterator
             return True
         bench.note(f"{system.name}: does a context of {length} tokens fit?")
         # The one that takes most; the others of this length are as long.
-        question = max(bench.source.questions(length), key=lambda q: len(q.tokens) + q.answer_tokens)
+        try:
+            question = max(bench.source.questions(length), key=lambda q: len(q.tokens) + q.answer_tokens)
+        except InputError:  # a task has no prompt as short as that
+            return False
         return all("texts" in record for record in bench.records(system, [(length, [question])]))
 
     length = longest(fits, below)
