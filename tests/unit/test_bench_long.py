@@ -32,6 +32,7 @@ from sakiyomi.bench.long.work import Loader, Options, Watch, answers
 from sakiyomi.cli import app
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.llm import LLM
+from sakiyomi.longtasks import TASKS
 from sakiyomi.memory import peak_bytes, resident_bytes
 from sakiyomi.params import SamplingParams
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -46,8 +47,7 @@ class Story:
     answer_tokens: int = 4
 
     def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Any:
-        assert depth is not None and 0 <= depth <= 1
-        begin = f"{int(rng.integers(10**6))} at {depth:.2f}. "
+        begin = f"{int(rng.integers(10**6))}. "
         text = begin + STORY * length
         while len(tokenizer(text + " And so")["input_ids"]) > length:
             text = text[: len(text) * 9 // 10]
@@ -62,7 +62,8 @@ class Story:
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sakiyomi.longtasks", SimpleNamespace(TASKS={"story": Story(), "tale": Story(3)}))
+    monkeypatch.setitem(TASKS, "story", Story())  # type: ignore[arg-type]
+    monkeypatch.setitem(TASKS, "tale", Story(3))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,26 @@ def test_the_middle_is_cut() -> None:
     assert middle_cut(range(10), 5) == [0, 1, 2, 8, 9]
     assert middle_cut(range(10), 4) == [0, 1, 8, 9]
     assert middle_cut(range(3), 5) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in ("story", "tale")])
+def test_every_made_task_has_prompts_and_marks(task: str) -> None:
+    tokenizer = tiny_tokenizer()
+    found = FromTasks(toy_config(tasks=(task,), count=3, seeds=("0",)), tokenizer).questions(1200)
+    assert [q.task for q in found] == [task] * 3
+    for question in found:
+        assert 600 < len(question.tokens) <= 1200 and question.ahead is not None
+        assert len(question.tokens) < len(question.ahead) <= 1200
+        assert question.spans
+        assert all(0 <= begin < end <= len(question.tokens) for begin, end in question.spans)
+        assert question.score("nothing of it") == 0.0
+
+
+def test_marks_stand_where_the_answer_does() -> None:
+    tokenizer = tiny_tokenizer()
+    for question in FromTasks(toy_config(tasks=("passkey",)), tokenizer).questions(400):
+        ((begin, end),) = question.spans
+        assert question.score(tokenizer.decode(list(question.tokens[begin:end]))) == 1.0
 
 
 # ---------------------------------------------------------------- numbers
@@ -355,8 +376,8 @@ def test_a_context_beyond_the_positions_is_refused(pair: tuple[Any, Any]) -> Non
 def test_a_loaded_pair_has_no_process_of_its_own(pair: tuple[Any, Any]) -> None:
     with pytest.raises(InputError, match="processes of its own"):
         run(toy_config(memory=True), target=pair)
-    with pytest.raises(InputError, match="there is no task 'passkey'"):
-        run(toy_config(tasks=("passkey",)), target=pair)
+    with pytest.raises(InputError, match="there is no task 'nonesuch'"):
+        run(toy_config(tasks=("nonesuch",)), target=pair)
     with pytest.raises(LoadError, match="no tokenizer"):
         run(toy_config(target="/nowhere/at/all"))
 

@@ -5,9 +5,8 @@ Made once for all systems. Knows a tokenizer and no model.
 
 from __future__ import annotations
 
-import importlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,9 @@ from sakiyomi.bench.long.infinitebench import read_infinitebench
 from sakiyomi.bench.long.leval import read_leval
 from sakiyomi.bench.long.longbench import read_longbench
 from sakiyomi.errors import InputError
+from sakiyomi.longtasks import TASKS, Example, Task
 
-__all__ = ["FromFile", "FromTasks", "Question", "Source", "check_tasks", "made", "middle_cut", "source", "tasks"]
+__all__ = ["FromFile", "FromTasks", "Question", "Source", "check_tasks", "made", "middle_cut", "source"]
 
 READERS: dict[str, Callable[[Path, Path | None], Iterator[Item]]] = {
     "leval": read_leval,
@@ -63,7 +63,7 @@ class Source(Protocol):
 
 
 class FromTasks:
-    """Made tasks: ``count`` prompts of each, for each seed, with what the answer needs at even depths.
+    """Made tasks: ``count`` prompts of each, for each seed; what the answer needs stands anywhere.
 
     Args:
         config: names tasks, seeds and count.
@@ -75,7 +75,7 @@ class FromTasks:
 
     def __init__(self, config: LongConfig, tokenizer: Any) -> None:
         check_tasks(config.tasks)
-        self._tasks = [(name, tasks()[name]) for name in config.tasks]
+        self._tasks = [(name, TASKS[name]) for name in config.tasks]
         self._config, self._tokenizer = config, tokenizer
 
     def questions(self, length: int) -> list[Question]:
@@ -88,12 +88,11 @@ class FromTasks:
         ]
 
 
-def made(name: str, task: Any, seed: int, length: int, place: int, config: LongConfig, tokenizer: Any) -> Question:
-    """One prompt of a made task: number ``place`` of ``config.count``, whose depth is in that part of the context."""
+def made(name: str, task: Task, seed: int, length: int, place: int, config: LongConfig, tokenizer: Any) -> Question:
+    """One prompt of a made task: number ``place`` of its length and seed."""
     # Keyed by all that it depends on: the same prompt, whichever other tasks, lengths and counts are asked for.
     rng = np.random.default_rng([seed, zlib.crc32(name.encode()), length, place])
-    depth = (place + float(rng.random())) / config.count
-    example = task.make(rng, length, tokenizer, depth)
+    example = task.make(rng, length, tokenizer)
     # verbose=False: longer than the tokenizer's own limit is what is wanted here, no reason for a warning
     tokens, ahead = (tuple(tokenizer(example.prompt(first), verbose=False)["input_ids"]) for first in (False, True))
     new = config.max_new_tokens or task.answer_tokens
@@ -101,7 +100,7 @@ def made(name: str, task: Any, seed: int, length: int, place: int, config: LongC
     return Question(name, seed, tokens, new, score, ahead, tuple(_in_tokens(example, tokenizer)))
 
 
-def _in_tokens(example: Any, tokenizer: Any) -> Iterator[tuple[int, int]]:
+def _in_tokens(example: Example, tokenizer: Any) -> Iterator[tuple[int, int]]:
     """The spans of an example in tokens, which it has in characters; none where the tokenizer does not know places."""
     if not tokenizer.is_fast:
         return
@@ -113,8 +112,8 @@ def _in_tokens(example: Any, tokenizer: Any) -> Iterator[tuple[int, int]]:
             yield first, last + 1
 
 
-def _of_example(task: Any, example: Any, text: str) -> float:
-    return float(task.score(text, example))
+def _of_example(task: Task, example: Example, text: str) -> float:
+    return task.score(text, example)
 
 
 class FromFile:
@@ -175,11 +174,5 @@ def check_tasks(names: Sequence[str]) -> None:
         InputError: there is one.
     """
     for name in names:
-        if name not in tasks():
-            raise InputError(f"there is no task {name!r}; tasks are {', '.join(tasks())}")
-
-
-def tasks() -> Mapping[str, Any]:
-    """The made tasks, by name."""
-    found: Mapping[str, Any] = importlib.import_module("sakiyomi.longtasks").TASKS
-    return found
+        if name not in TASKS:
+            raise InputError(f"there is no task {name!r}; tasks are {', '.join(TASKS)}")

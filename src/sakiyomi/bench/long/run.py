@@ -17,7 +17,7 @@ from sakiyomi.bench.long.books import compared, passages
 from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.bench.long.plot import kept_map
 from sakiyomi.bench.long.process import apart
-from sakiyomi.bench.long.questions import Question, check_tasks, made, source, tasks
+from sakiyomi.bench.long.questions import Question, check_tasks, made, source
 from sakiyomi.bench.long.systems import ONE_SHOT, System, systems
 from sakiyomi.bench.long.table import Perform, growth, table
 from sakiyomi.bench.long.work import Loader, Options, work
@@ -25,6 +25,7 @@ from sakiyomi.bench.report import Row
 from sakiyomi.embedded import folder_of
 from sakiyomi.errors import InputError, LoadError
 from sakiyomi.loading.model import parse_device, parse_dtype
+from sakiyomi.longtasks import TASKS
 
 __all__ = ["run"]
 
@@ -162,10 +163,9 @@ def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
 
 def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform: Perform, note: Note) -> Row:
     """One conversation a seed, each system the same ones."""
-    known, many = tasks(), dataclasses.replace(config, count=config.turns)
     given: dict[int, list[Question]] = {
         seed: [
-            made(name, known[name], seed, config.turn_tokens, place, many, tokenizer)
+            made(name, TASKS[name], seed, config.turn_tokens, place, config, tokenizer)
             for place in range(config.turns)
             for name in (config.tasks[place % len(config.tasks)],)
         ]
