@@ -572,6 +572,8 @@ def test_row_of_turns(pair: tuple[Any, Any]) -> None:
     assert series["tokens"] == sorted(series["tokens"]) and series["tokens"][-1] == line["tokens_held"] > 150
     assert series["kv"] == sorted(series["kv"]) and len(series["resident"]) == 5
     assert line["kv_to_bytes"] >= line["tokens_held"] * 256 // 2
+    shown = [f"{turn}: {series['kv'][turn - 1] / 1e6:.3g}" for turn in (1, 2, 4, 5)]
+    assert row.notes == [f"full, KV MB after turn: {', '.join(shown)}"]
 
 
 def test_turns_that_do_not_fit_end_early(pair: tuple[Any, Any]) -> None:

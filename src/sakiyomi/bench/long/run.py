@@ -192,6 +192,7 @@ def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
         own = [record for record in records if record["job"] == place]
         notes += [f"{system.name}: {record['error']}" for record in own if "error" in record]
         lines.append(_of_turns(system, list(given.values()), own, whole))
+        notes += _by_turn(system, lines[-1])
     conditions = {"turns": config.turns, "turn_tokens": config.turn_tokens, "seeds": ",".join(config.seeds)}
     title = "one conversation that grows: right answers in percent, and bytes after the first and the last turn"
     return Row("turns", title, lines, conditions, list(dict.fromkeys(notes)))
@@ -220,6 +221,16 @@ def _of_turns(
         "series": {key: series[key] for key in ("tokens", "kv", "resident")},
         "state": "ended early" if any("error" in record for _, record in done) else "",
     }
+
+
+def _by_turn(system: System, line: Mapping[str, Any]) -> list[str]:
+    """Bytes after turns 1, 2, 4 and so on, and after the last; all of them are in the JSON."""
+    if "series" not in line:
+        return []
+    held = line["series"]["kv"]
+    turns = sorted({min(2**i, len(held)) for i in range(len(held).bit_length() + 1)})
+    name = " ".join(filter(None, (system.name, system.budget)))
+    return [f"{name}, KV MB after turn: " + ", ".join(f"{turn}: {held[turn - 1] / 1e6:.3g}" for turn in turns)]
 
 
 def _later(tokens: Sequence[int], tokenizer: Any) -> Sequence[int]:
