@@ -261,6 +261,17 @@ def test_right_answers_and_their_spread() -> None:
     assert {"right", "±", "KV MB", "peak MB"} <= set(row.table()[0])
 
 
+def test_right_answers_beside_those_of_full() -> None:
+    def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        texts = {"full": "abaa", "h2o": "aaxx"}[jobs[0]["system"]["spec"]]
+        yield done(list(texts), 32)
+
+    given = [System("full", None), System("h2o", "8")]
+    row = table(toy_config(lengths=("32",)), Given(), given, perform, Note())
+    assert [line["of_full"] for line in row.lines] == [1.0, pytest.approx(0.25 / 0.75)]
+    assert "of_full" not in table(toy_config(lengths=("32",)), Given(), given[:1], perform, Note()).lines[0]
+
+
 def test_shares_of_tasks_stand_beside_the_whole() -> None:
     class Two:
         def questions(self, length: int) -> list[Question]:
@@ -398,6 +409,14 @@ def test_query_first_prompts_have_the_question_in_front() -> None:
     assert len(asked) == 4 and all(tokenizer.decode(tokens).startswith("And so") for tokens in asked)
     row = table(config, Given(), [system], perform, Note())
     assert row.lines[0]["state"] == "refused" and "made tasks" in row.notes[0]
+
+
+def test_a_row_that_fails_says_so_and_the_others_run(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(STORY)
+    config = toy_config(books=str(tmp_path / "book.txt"), turns=1, turn_tokens=32, lengths=("32",))
+    table_row, books_row, turns_row = run(config, target=pair)
+    assert books_row.error is not None and "give longer ones" in books_row.error
+    assert table_row.error is turns_row.error is None and len(turns_row.lines) == 1
 
 
 # ---------------------------------------------------------------- memory
@@ -606,6 +625,8 @@ def test_the_command(tmp_path: Path) -> None:
         ("--format leval", 2, "go together"),
         ("--target /nowhere/at/all", 1, "no tokenizer"),
         ("--dtype int3", 2, "dtype is 'int3'"),
+        ("--target tales --books /nowhere/books.jsonl", 1, "/nowhere/books.jsonl"),
+        ("--target tales --turns 2 --tasks nonesuch", 2, "there is no task"),
         ("--plot /dev/null/here", 2, "plot is"),
     ],
 )

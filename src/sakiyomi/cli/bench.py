@@ -126,6 +126,8 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
     if pictures.plot is not None:
         plot.draw(done, pictures.plot, conditions)
+    if any(row.error is not None for row in done):
+        raise typer.Exit(1)
 
 
 def _show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:

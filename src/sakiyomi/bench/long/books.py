@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sakiyomi.bench.long.work import Loader
     from sakiyomi.llm import LLM
 
-__all__ = ["Passage", "books", "compared", "followed", "passages"]
+__all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
 
 CHARACTERS = 8
 """A token has fewer on average: so many a token are tokenised, not the whole book."""
@@ -64,7 +64,7 @@ def passages(config: LongConfig, tokenizer: Any, length: int) -> list[Passage]:
         LoadError: the file cannot be read.
         InputError: no book has so many tokens.
     """
-    texts = _texts(config)
+    texts = read_books(config)
     found = []
     for seed in config.numbers("seeds", least=0):
         rng = np.random.default_rng([seed, length])
@@ -80,7 +80,12 @@ def passages(config: LongConfig, tokenizer: Any, length: int) -> list[Passage]:
     return found
 
 
-def _texts(config: LongConfig) -> list[str]:
+def read_books(config: LongConfig) -> list[str]:
+    """The first ``config.count`` texts of the file.
+
+    Raises:
+        LoadError, InputError: it cannot be read, or holds none.
+    """
     assert config.books is not None
     path = Path(config.books).expanduser()
     if path.name.removesuffix(".gz").endswith(".jsonl"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.bench.config import Note
-from sakiyomi.bench.long.books import compared, passages
+from sakiyomi.bench.long.books import compared, passages, read_books
 from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.bench.long.plot import kept_map
 from sakiyomi.bench.long.process import apart
@@ -23,7 +23,7 @@ from sakiyomi.bench.long.table import Perform, growth, table
 from sakiyomi.bench.long.work import Loader, Options, work
 from sakiyomi.bench.report import Row
 from sakiyomi.embedded import folder_of
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.loading.model import parse_device, parse_dtype
 from sakiyomi.longtasks import TASKS
 
@@ -33,7 +33,7 @@ __all__ = ["run"]
 def run(
     config: LongConfig, note: Note | None = None, *, target: Any = None, pictures: str | None = None
 ) -> Iterator[Row]:
-    """Give each row when it is done.
+    """Give each row when it is done; one that fails says so, and the others run.
 
     Args:
         config: what is asked for.
@@ -55,20 +55,25 @@ def run(
     asked = source(config, tokenizer)
     perform = _performer(config, config.target if target is None else target, place)
 
-    def rows() -> Iterator[Row]:
-        kept = None if pictures is None else partial(_draw_kept, tokenizer, Path(pictures))
-        accuracy = table(config, asked, found, perform, note, kept)
-        yield accuracy
-        memory = growth(accuracy)
-        if memory is not None:
-            yield memory
-        if config.books is not None:
-            yield _books(config, found, tokenizer, perform, note)
-        if config.turns:
-            yield _turns(config, found, tokenizer, perform, note)
-
+    kept = None if pictures is None else partial(_draw_kept, tokenizer, Path(pictures))
+    made_rows: dict[str, Callable[[], Row]] = {"long": lambda: table(config, asked, found, perform, note, kept)}
+    if config.books is not None:
+        read_books(config)
+        made_rows["books"] = lambda: _books(config, found, tokenizer, perform, note)
     if config.turns:
         check_tasks(config.tasks)
+        made_rows["turns"] = lambda: _turns(config, found, tokenizer, perform, note)
+
+    def rows() -> Iterator[Row]:
+        for name, make in made_rows.items():
+            try:
+                row = make()
+            except SakiyomiError as error:
+                row = Row(name, "failed", [], error=error.message)
+            yield row
+            if name == "long" and (memory := growth(row)) is not None:
+                yield memory
+
     return rows()
 
 

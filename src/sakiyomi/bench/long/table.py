@@ -87,6 +87,7 @@ def table(
             if line["note"]:
                 notes.append(f"{line['name']}, {line['length']} tokens: {line['note']}")
             lines.append({key: value for key, value in line.items() if key != "note"})
+    _beside_full(lines)
     per_seed = len(next(iter(prompts.values()))) // len(config.seeds)
     conditions = {
         "target": config.target,
@@ -98,6 +99,15 @@ def table(
     }
     title = "right answers in percent (± standard deviation over seeds), keys and values, memory and speed"
     return Row("long", title, lines, conditions, list(dict.fromkeys(notes)))
+
+
+def _beside_full(lines: Sequence[dict[str, Any]]) -> None:
+    """Right answers as a share of those of the full cache at the same length, where it was measured and has any."""
+    full = {line["length"]: line.get("accuracy") for line in lines if line["spec"] == "full"}
+    for line in lines if any(full.values()) and len({line["spec"] for line in lines}) > 1 else ():
+        if "accuracy" in line:
+            best = full.get(line["length"])
+            line["of_full"] = line["accuracy"] / best if best else None
 
 
 def _of_system(bench: Bench, system: System, prompts: Mapping[int, Sequence[Question]]) -> Iterator[dict[str, Any]]:
