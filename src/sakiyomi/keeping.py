@@ -8,7 +8,7 @@ back is still moving a length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,14 @@ class Everything:
     def roll_back(self, slot: int, length: int) -> bool:
         """Take a slot's text back to so many tokens; False where that cannot be done."""
         return True
+
+    def snapshot(self, slot: int) -> dict[str, Tensor]:
+        """What is known of a slot's pairs, by name."""
+        return {}
+
+    def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
+        """A slot was filled with pairs of which this is known; so many tokens were read."""
+        self.roll_back(slot, length)
 
     def border(self, slot: int, prompt: int) -> int:
         """None is ever reached."""
@@ -206,6 +214,7 @@ class Keeping:
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.policy.notes else None
+        self.policy.prepare(model)
         self._turn = make_turn(model) if self.policy.positions == "reassigned" else None
 
     # ------------------------------------------------------------ one slot
@@ -229,6 +238,26 @@ class Keeping:
         held = self._slots[slot]
         del held.surprise[max(0, length - held.since) :]
         return length >= held.since
+
+    def snapshot(self, slot: int) -> dict[str, Tensor]:
+        """What is known of a slot's pairs at a border, by name."""
+        held = self._slots[slot]
+        known: dict[str, Tensor] = {}
+        for name, what in (("places", held.places), ("scores", held.scores)):
+            for layer, heads in enumerate(what):
+                known |= {f"{name}.{layer}.{head}": tensor.to("cpu", copy=True) for head, tensor in enumerate(heads)}
+        return known
+
+    def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
+        """A slot was filled with pairs of which this is known; so many tokens were read."""
+        held = self._slots[slot]
+        for name, what in (("places", held.places), ("scores", held.scores)):
+            for layer, heads in enumerate(what):
+                for head, tensor in enumerate(heads):
+                    heads[head] = known[f"{name}.{layer}.{head}"].to(tensor.device)
+        held.since = length
+        if self.notes is not None:
+            self.notes.begin(slot, length)
 
     def border(self, slot: int, prompt: int) -> int:
         """The next border, in tokens of the cache."""
@@ -313,6 +342,7 @@ class Keeping:
                     length=length,
                     budget=self._budgets[layer][part.heads.start],
                     fresh=fresh,
+                    moved=self._cache.least(slot) if self._turn else 0,
                     places=torch.cat([places, new], 1),
                     keys=part.keys[:, :n],
                     values=part.values[:, :n],

@@ -329,6 +329,13 @@ class SlotCache:
         used = [self.dropped[slot, layer, : shape.heads] for layer, shape in enumerate(self.shapes)]
         self._least[slot] = int(min(int(some.min()) for some in used))
 
+    def forget(self, slot: int, dropped: Sequence[Sequence[int]]) -> None:
+        """Say how many pairs each layer's heads have dropped: a slot was filled from elsewhere."""
+        if self.dropped is not None:
+            for layer, heads in enumerate(dropped):
+                self.dropped[slot, layer, : len(heads)] = torch.tensor(heads, dtype=torch.int32)
+            self._least[slot] = min(map(min, dropped))
+
     def excerpt(self, slot: int, length: int, source: SlotCache, other: int, columns: Sequence[Tensor]) -> None:
         """Have a slot hold these pairs of another cache and nothing else, as if the rest of the text were dropped.
 
