@@ -19,7 +19,7 @@ from sakiyomi.bench.long.plot import kept_map
 from sakiyomi.bench.long.process import apart
 from sakiyomi.bench.long.questions import Question, check_tasks, made, source
 from sakiyomi.bench.long.systems import ONE_SHOT, System, systems
-from sakiyomi.bench.long.table import Perform, growth, table
+from sakiyomi.bench.long.table import Perform, growth, reasons, table
 from sakiyomi.bench.long.work import Loader, Options, work
 from sakiyomi.bench.report import Row
 from sakiyomi.embedded import folder_of
@@ -140,7 +140,7 @@ def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
         for n, each in given.items()
     ]
     reference: dict[int, Mapping[str, Any]] = {}
-    lines, notes = [], []
+    lines, why = [], []
     # One process for all of them: it is their bytes of keys and values that are shown, not its peak.
     jobs = [{"kind": "books", "system": dataclasses.asdict(system), "batches": batches} for system in wanted]
     note(f"books: {len(jobs)} systems")
@@ -148,7 +148,7 @@ def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
         system, length = wanted[record["job"]], record["length"]
         line: dict[str, Any] = {"name": system.name, "budget": system.budget, "length": length}
         if "error" in record:
-            notes.append(f"{system.name}, {length} tokens: {record['error']}")
+            why.append((system.name, length, record["error"]))
             lines.append(line | {"state": "OOM" if record["over"] else "refused"})
             continue
         if system == full:
@@ -163,7 +163,7 @@ def _books(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
         "follow": config.follow,
     }
     title = "perplexity of what follows a long context, and share of tokens that full expects too"
-    return Row("books", title, lines, conditions, notes)
+    return Row("books", title, lines, conditions, reasons(why))
 
 
 def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform: Perform, note: Note) -> Row:
@@ -195,12 +195,12 @@ def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
     lines, notes = [], []
     for place, system in enumerate(wanted):
         own = [record for record in records if record["job"] == place]
-        notes += [f"{system.name}: {record['error']}" for record in own if "error" in record]
+        notes += reasons((system.name, None, record["error"]) for record in own if "error" in record)
         lines.append(_of_turns(system, list(given.values()), own, whole))
         notes += _by_turn(system, lines[-1])
     conditions = {"turns": config.turns, "turn_tokens": config.turn_tokens, "seeds": ",".join(config.seeds)}
     title = "one conversation that grows: right answers in percent, and bytes after the first and the last turn"
-    return Row("turns", title, lines, conditions, list(dict.fromkeys(notes)))
+    return Row("turns", title, lines, conditions, notes)
 
 
 def _of_turns(

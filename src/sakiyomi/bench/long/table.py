@@ -18,7 +18,7 @@ from sakiyomi.bench.long.systems import System
 from sakiyomi.bench.report import Row
 from sakiyomi.errors import InputError
 
-__all__ = ["Perform", "growth", "measured", "table"]
+__all__ = ["Perform", "growth", "measured", "reasons", "table"]
 
 Perform = Callable[[Sequence[Mapping[str, Any]]], Iterable[dict[str, Any]]]
 """Does jobs and gives their records, each with the place of its ``job``: here, or in a process of their own."""
@@ -81,11 +81,11 @@ def table(
         note(f"prompts of {length} tokens")
         prompts[length] = source.questions(length)
     lines: list[dict[str, Any]] = []
-    notes: list[str] = []
+    why: list[tuple[str, int | None, str]] = []
     for system in found:
         for line in _of_system(bench, system, prompts):
             if line["note"]:
-                notes.append(f"{line['name']}, {line['length']} tokens: {line['note']}")
+                why.append((line["name"], line["length"], line["note"]))
             lines.append({key: value for key, value in line.items() if key != "note"})
     _beside_full(lines)
     per_seed = len(next(iter(prompts.values()))) // len(config.seeds)
@@ -93,12 +93,27 @@ def table(
         "target": config.target,
         "prompts": f"{per_seed} of each length and seed",
         "seeds": ",".join(config.seeds),
+        "dtype": config.dtype,
+        "graphs": "compiled" if config.compile else "eager",
         "chunk_size": config.chunk_size,
         "limit_bytes": config.limit_bytes,
         "peak": "of the process, or the GPU, while it answers" if config.memory else None,
     }
     title = "right answers in percent (± standard deviation over seeds), keys and values, memory and speed"
-    return Row("long", title, lines, conditions, list(dict.fromkeys(notes)))
+    return Row("long", title, lines, conditions, reasons(why))
+
+
+def reasons(found: Iterable[tuple[str, int | None, str]]) -> list[str]:
+    """Why there are no figures, each reason of a system once.
+
+    Args:
+        found: (system, tokens of the context, reason), in order.
+    """
+    lengths: dict[tuple[str, str], list[str]] = {}
+    for name, length, why in found:
+        lengths.setdefault((name, why), []).extend([str(length)] * (length is not None))
+    places = {key: f", {', '.join(own)} tokens" if own else "" for key, own in lengths.items()}
+    return [f"{name}{place}: {why}" for (name, why), place in places.items()]
 
 
 def _beside_full(lines: Sequence[dict[str, Any]]) -> None:
