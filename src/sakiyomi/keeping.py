@@ -9,7 +9,7 @@ back is still moving a length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,14 +19,14 @@ from sakiyomi.cache.notes import Notes
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.kernels.rotary import make_turn
+from sakiyomi.memory import available_bytes
 from sakiyomi.policies import Policy, View, read_budget
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
 
-__all__ = ["EVERY", "Everything", "Keeping", "Watched", "surprise"]
+__all__ = ["Everything", "Keeping", "Watched", "surprise"]
 
-EVERY = 64  # generated tokens from border to border
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
 
@@ -40,6 +40,7 @@ class Everything:
 
     wants_surprise = False
     notes: Notes | None = None
+    far_bytes = 0
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
@@ -155,7 +156,6 @@ class Keeping:
         budget: pairs of a head that stay at a border, on average over layers and heads; or bytes of a whole request,
             with what comes between two borders.
         chunk: most tokens of a prompt between two borders.
-        every: generated tokens between two borders.
 
     Attributes:
         wants_surprise: -log p of every token is wanted.
@@ -165,12 +165,12 @@ class Keeping:
         InputError: the budget is neither.
     """
 
-    def __init__(self, policy: Policy, budget: int | str, chunk: int, every: int = EVERY) -> None:
-        self.policy, self.chunk, self.every = policy, chunk, every
+    def __init__(self, policy: Policy, budget: int | str, chunk: int) -> None:
+        self.policy, self.chunk, self.every = policy, chunk, policy.every
         self._asked = read_budget(budget)
         self.budget = 0
         self.wants_surprise = policy.surprise_wanted
-        self.slack = max(chunk, every + WIDEST)
+        self.slack = max(chunk, policy.every + WIDEST)
         self._slots: dict[int, _Held] = {}
 
     def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]]:
@@ -214,6 +214,10 @@ class Keeping:
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.policy.notes else None
+        self._all: SlotCache | None = None
+        if self.policy.recalls:
+            shapes = [replace(shape, device=torch.device("cpu")) for shape in cache.shapes]
+            self._all = SlotCache(shapes, dtype=cache.dtype, max_slots=cache.max_slots, available=available_bytes)
         self.policy.prepare(model)
         self._turn = make_turn(model) if self.policy.positions == "reassigned" else None
 
@@ -246,6 +250,10 @@ class Keeping:
         for name, what in (("places", held.places), ("scores", held.scores)):
             for layer, heads in enumerate(what):
                 known |= {f"{name}.{layer}.{head}": tensor.to("cpu", copy=True) for head, tensor in enumerate(heads)}
+        for layer in range(self._layers if self._all is not None else 0):
+            assert self._all is not None
+            for name, stores in (("all_keys", self._all.keys), ("all_values", self._all.values)):
+                known[f"{name}.{layer}"] = stores[layer][slot, :, : held.since].clone()
         return known
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
@@ -255,9 +263,19 @@ class Keeping:
             for layer, heads in enumerate(what):
                 for head, tensor in enumerate(heads):
                     heads[head] = known[f"{name}.{layer}.{head}"].to(tensor.device)
+        for layer in range(self._layers if self._all is not None else 0):
+            assert self._all is not None
+            self._all.reserve(slot, length)
+            for name, stores in (("all_keys", self._all.keys), ("all_values", self._all.values)):
+                stores[layer][slot, :, :length] = known[f"{name}.{layer}"]
         held.since = length
         if self.notes is not None:
             self.notes.begin(slot, length)
+
+    @property
+    def far_bytes(self) -> int:
+        """Bytes of pairs in main memory that attention does not read; 0 where dropped pairs are gone."""
+        return self._all.bytes if self._all is not None else 0
 
     def border(self, slot: int, prompt: int) -> int:
         """The next border, in tokens of the cache."""
@@ -292,13 +310,14 @@ class Keeping:
             return
         held, kept, dropping = self._slots[slot], [], False
         fresh = length - held.since
+        self._store(slot, held.since, length)
         old = [self._positions(slot, layer, length) for layer in range(self._layers)] if self._turn else []
         for layer in range(self._layers):
             columns: list[Tensor] = []
             for view in self._views(slot, layer, prompt, length):
                 scores = self.policy.score(view).float()
                 if view.places.shape[1] > view.budget and self._drops(view):
-                    ranked = scores.masked_fill(self.policy.held(view), torch.inf)
+                    ranked = self.policy.rank(view, scores).masked_fill(self.policy.held(view), torch.inf)
                     if self._cache.shapes[layer].window:
                         # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels
                         # count the window in columns.
@@ -308,10 +327,15 @@ class Keeping:
                 else:
                     stay = torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
                 columns += stay
-                held.places[layer][view.heads] = view.places.gather(1, stay)
-                held.scores[layer][view.heads] = scores.gather(1, stay)
+                forgotten = slice(None) if self._all is not None else stay
+                held.places[layer][view.heads] = _of(view.places, forgotten)
+                held.scores[layer][view.heads] = _of(scores, forgotten)
             kept.append(columns)
-        if dropping:
+        if dropping and self._all is not None:
+            self._cache.excerpt(slot, length, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
+            if self._turn is not None:
+                self._move(slot, length, kept, [[torch.arange(length)] * len(of_layer) for of_layer in kept])
+        elif dropping:
             self._cache.drop(slot, length, kept)
             if self._turn is not None:
                 self._move(slot, length, kept, old)
@@ -319,6 +343,21 @@ class Keeping:
         del held.surprise[:fresh]
         if self.notes is not None:
             self.notes.begin(slot, length)
+
+    def _store(self, slot: int, since: int, length: int) -> None:
+        """Where pairs are recalled: the new ones too are in main memory from now on, at their own positions."""
+        if self._all is None:
+            return
+        self._all.reserve(slot, length)
+        by = torch.full((1, 1), self._cache.least(slot))
+        for layer in range(self._layers):
+            for part in self._cache.parts(layer, slot):
+                own = slice(since - part.dropped, length - part.dropped)
+                keys = part.keys[:, own]
+                if self._turn is not None and self._cache.least(slot):
+                    keys = self._turn(layer, keys, by.to(keys.device).expand(keys.shape[:2]))
+                self._all.keys[layer][slot, part.heads, since:length] = keys
+                self._all.values[layer][slot, part.heads, since:length] = part.values[:, own]
 
     def _drops(self, view: View) -> bool:
         return self.policy.where == "both" or view.length <= view.prompt
@@ -329,7 +368,7 @@ class Keeping:
         fresh = length - held.since
         surprise = torch.tensor(held.surprise[:fresh]) if self.policy.surprise_wanted else None
         views = []
-        for part in self._cache.parts(layer, slot):
+        for part in (self._all or self._cache).parts(layer, slot):
             n = length - part.dropped
             places, former = (torch.stack(some[layer][part.heads]) for some in (held.places, held.scores))
             new = torch.arange(held.since, length, device=places.device).expand(len(places), -1)
@@ -378,6 +417,11 @@ class Keeping:
                 )
                 n = by.shape[1]
                 part.keys[:, :n] = self._turn(layer, part.keys[:, :n], by)
+
+
+def _of(values: Tensor, which: Tensor | slice) -> Tensor:
+    """All, or of each row these."""
+    return values.gather(1, which) if isinstance(which, Tensor) else values
 
 
 def surprise(logits: Tensor, tokens: Sequence[int]) -> list[float]:

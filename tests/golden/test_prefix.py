@@ -20,6 +20,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "full": {},
     "h2o": {"cache": "h2o[local=4]", "kv_budget": 24, "chunk_size": 16},
     "pyramidkv": {"cache": "pyramidkv[window=4,local=0,beta=4]", "kv_budget": 24, "chunk_size": 16},
+    "infllm": {"cache": "infllm[block=4,sinks=4,local=4]", "kv_budget": 24, "chunk_size": 16},
     "moved": {"cache": "streaming[local=4,positions=reassigned]", "kv_budget": 24, "chunk_size": 16},
 }
 BEGINNING, ENDS = prompt(64, 1), [prompt(9, 2), prompt(21, 3), prompt(3, 4)]
