@@ -236,7 +236,7 @@ class Given:
 
 
 def done(texts: Sequence[str], length: int, size: int = 100) -> dict[str, Any]:
-    figures = {"prefill": [10.0, 30.0], "decode": [5.0], "kv_bytes": size * length, "peak_bytes": 900}
+    figures = {"prefill": [10.0, 30.0], "decode": [5.0], "kv_bytes": size * length, "far_bytes": 0, "peak_bytes": 900}
     return {"length": length, "texts": list(texts), "grown_bytes": size * length**2} | figures
 
 
@@ -378,6 +378,15 @@ def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
     width = 2 * config.num_hidden_layers * config.num_key_value_heads * config.hidden_size // 4 * 4
     assert once["kv_bytes"] == width * (71 + 6 - 1)  # the last token was never read
     assert full["kv_bytes"] >= once["kv_bytes"] and full["kv_bytes"] % width == 0
+
+
+def test_pairs_that_are_kept_elsewhere_are_counted_apart(pair: tuple[Any, Any]) -> None:
+    config = toy_config(systems=("full", "infllm[block=8,sinks=4,local=8]"), budgets=("48",), chunk_size=32)
+    row, memory = run(dataclasses.replace(config, lengths=("128", "400")), target=pair)
+    _, full, _, recalled = row.lines
+    assert recalled["state"] == "", row.notes
+    assert recalled["far_bytes"] >= full["kv_bytes"] // 2 and "far_bytes" not in full
+    assert memory.lines[1]["class"] == "reduced" and memory.lines[1]["on_paper"] == 1.0
 
 
 def test_a_context_beyond_the_positions_is_refused(pair: tuple[Any, Any]) -> None:

@@ -39,6 +39,7 @@ HEADS = {
     "agreement": ("agree", 100),
     "agreement_spread": ("± agree", 100),
     "perplexity_spread": ("± ppl", 1),
+    "far_bytes": ("far MB", 1e-6),
     "peak_bytes": ("peak MB", 1e-6),
     "prefill_tokens_per_second": ("prefill tok/s", 1),
     "decode_tokens_per_second": ("decode tok/s", 1),
@@ -55,7 +56,7 @@ HEADS = {
 JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high", "weights"}
 JSON_ONLY |= {"spec", "kind", "pairs", "starred", "tasks", "seeds", "decode_low_high", "grown_bytes", "series"}
 """Figures that no table has room for; of other weights a note tells."""
-LAST = ("perplexity", "match", "equal", "state")
+LAST = ("far_bytes", "perplexity", "match", "equal", "state")
 """Columns at the end, whichever line has further figures."""
 
 

@@ -5,6 +5,7 @@ Two kinds of them answer in one form: ours, whatever its cache, and transformers
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sakiyomi.bench.long.config import budget_pairs
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.params import SamplingParams
+from sakiyomi.policies import POLICIES
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
@@ -21,8 +23,8 @@ __all__ = ["ONE_SHOT", "Answer", "OneShot", "Ours", "Running", "System", "system
 
 ONE_SHOT = "one-shot"
 QUERY_FIRST = "query-first"
-UNBOUNDED = ("full", ONE_SHOT, "quant", "offload", "infllm", "minference", "kvquant")
-"""Systems that keep every pair, in some form or place: they have no budget."""
+UNBOUNDED = ("full", ONE_SHOT, "quant", "offload", "minference", "kvquant")
+"""Systems whose attention reads every pair, in some form or place: they have no budget."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,12 @@ class Running(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values allocated, the most so far."""
+        """Bytes of keys and values allocated where attention reads them, the most so far."""
+        ...
+
+    @property
+    def far_bytes(self) -> int:
+        """Bytes of those that are kept elsewhere."""
         ...
 
     def predicted_bytes(self, columns: int) -> int:
@@ -96,7 +103,10 @@ class System:
         """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded"."""
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
-        return "reduced" if self.budget is None else "bounded"
+        # What recalls has a budget for what attention reads, and all pairs in main memory.
+        names = [re.split(r"[:\[]", part)[0] for part in self.cache.split("+")]
+        recalls = any(getattr(POLICIES.get(name), "recalls", False) for name in names)
+        return "reduced" if self.budget is None or recalls else "bounded"
 
     def pairs(self, length: int) -> int | None:
         """KV pairs at a context of so many tokens."""
@@ -127,6 +137,11 @@ class Ours:
     def kv_bytes(self) -> int:
         """See ``Running``."""
         return self.llm.target.cache.bytes
+
+    @property
+    def far_bytes(self) -> int:
+        """See ``Running``."""
+        return self.llm.target.keeping.far_bytes
 
     def predicted_bytes(self, columns: int) -> int:
         """See ``Running``: what the cache would allocate, beyond what it has."""
@@ -172,7 +187,7 @@ class OneShot:
                 f"{model.config._attn_implementation}; leave the system out"
             )
         self._model, self._tokenizer, self._stop = model, tokenizer, frozenset(stop)
-        self.kv_bytes = 0
+        self.kv_bytes = self.far_bytes = 0
 
     def predicted_bytes(self, columns: int) -> int:
         """See ``Running``: one layer's matrix of scores and its softmax, the least that there is at once."""

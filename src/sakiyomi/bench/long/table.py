@@ -210,6 +210,7 @@ def measured(
         "accuracy_spread": statistics.stdev(seeds.values()) if len(seeds) > 1 else None,
         "seeds": {str(seed): share for seed, share in seeds.items()},
         "kv_bytes": record["kv_bytes"],
+        **({"far_bytes": record["far_bytes"]} if record["far_bytes"] else {}),
         "peak_bytes": record["peak_bytes"],
         "grown_bytes": record["grown_bytes"],
         "prefill_tokens_per_second": statistics.median(record["prefill"]),

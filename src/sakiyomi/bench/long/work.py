@@ -171,6 +171,7 @@ def answers(job: Job, make: Loader) -> Iterator[Record]:
                 "decode": [(a.tokens - 1) / a.decode_seconds for a in found if a.tokens > 1],
                 "kept": found[0].kept,
                 "kv_bytes": running.kv_bytes,
+                "far_bytes": running.far_bytes,
                 "peak_bytes": peak,
                 "grown_bytes": peak - watch.ready,
             }
