@@ -207,6 +207,16 @@ class SlotCache:
         if requests > self.slots or columns + self.spare > self.room:
             self._storage(requests, columns)
 
+    def needs(self, requests: int, columns: int) -> int:
+        """Bytes that storage for so many requests of so many tokens will take, without allocating any.
+
+        Raises:
+            MemoryLimitError: it would not fit.
+        """
+        if requests <= self.slots and columns + self.spare <= self.room:
+            return self.bytes
+        return self._bytes(*self._storage(requests, columns))
+
     def _storage(self, requests: int, columns: int) -> tuple[int, int]:
         """Slots and room for so many requests of so many tokens: doubled, or, if that is too much, what is needed."""
         slots, room = max(self.slots, 1), max(self.room, FIRST_ROOM)
