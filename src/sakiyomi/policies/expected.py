@@ -69,9 +69,10 @@ class Expected(Looking):
     def _mean_rotation(self, view: View, end: int) -> Tensor:
         """(dim, dim): a row of numbers times this is its mean over the next positions; of all layers the same."""
         assert self._turn is not None
-        if self._rotation is None or self._rotation[0] != end or self._rotation[1].device != view.keys.device:
-            dim, device = view.keys.shape[2], view.keys.device
+        dim, device = view.keys.shape[2], view.keys.device
+        known = self._rotation
+        if known is None or known[0] != end or known[1].shape[0] != dim or known[1].device != device:
             by = torch.arange(end, end + self.ahead, device=device)[:, None].expand(-1, dim)
             turned = self._turn(view.layer, torch.eye(dim, device=device).expand(self.ahead, -1, -1), by)
-            self._rotation = end, turned.mean(0)
-        return self._rotation[1]
+            known = self._rotation = end, turned.mean(0)
+        return known[1]
