@@ -11,13 +11,13 @@ from sakiyomi.errors import InputError, LoadError
 
 __all__ = ["EMBEDDED", "HEADS", "embedded", "folder_of", "is_embedded_name"]
 
-EMBEDDED = ("tales", "tales-draft")
+EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
 HEADS = ("tales-medusa", "tales-retaining")
 """Names of heads that belong to one of them."""
 
-_ANNOUNCED = ("retriever", "retriever-retaining")
+_ANNOUNCED = ("retriever-retaining",)
 
 _ROOT = Path(__file__).resolve().parent / "models"
 

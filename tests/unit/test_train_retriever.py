@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from sakiyomi.embedded import embedded
 from sakiyomi.errors import InputError, LoadError
+from sakiyomi.longtasks import TASKS
 from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.config import RetrieverConfig
 from sakiyomi.train.llama import new_llama
@@ -225,6 +227,22 @@ def test_the_start_looks_back_and_for_the_same_again(tokenizer: PreTrainedTokeni
         # What stood behind the same token, or the same two, the last time.
         assert seen(1, head, count - 1) > 0.1
         assert seen(1, head, count - 5) < 0.05
+
+
+def test_the_embedded_model_answers() -> None:
+    """Its card has the shares of many prompts; a few are enough to see that the files are those of a trained model."""
+    folder = embedded("retriever")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    own = AutoTokenizer.from_pretrained(folder)
+    for query_first in (False, True):
+        for task in ("passkey", "kv"):
+            assert accuracy(model, own, task, 1024, prompts=4, query_first=query_first, seed=9) >= 0.75
+    example = TASKS["passkey"].make(np.random.default_rng(3), 600, own)
+    ids = own(example.prompt(), return_tensors="pt", return_token_type_ids=False)
+    count = ids["input_ids"].shape[1]
+    written = model.generate(**ids, max_new_tokens=TASKS["passkey"].answer_tokens, do_sample=False)[0, count:]
+    assert TASKS["passkey"].score(own.decode(written), example) == 1
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 4 << 20
 
 
 def test_stages_follow_each_other(tmp_path: Path) -> None:
