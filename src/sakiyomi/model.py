@@ -159,7 +159,7 @@ class PackedModel:
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self._text = list(text) if quantize else []
         self.lock = threading.RLock()
-        self._reassigned = keeping is not None and keeping.policy.positions == "reassigned"
+        self._reassigned = keeping is not None and keeping.reassigned
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[Plan, float], None]] = []
         self.hidden: Tensor | None = None
@@ -194,9 +194,10 @@ class PackedModel:
             on_move=self._moved,
             available=lambda: int(available_bytes(str(self.device)) * 0.9),
             limits=keeping.limits(shapes, self.dtype.itemsize) if keeping is not None else None,
+            packed=keeping.packed(shapes, max_slots + int(self._encoder is not None)) if keeping is not None else None,
         )
         self.sources = self._source_cache(max_slots)
-        self._noted = keeping.policy if keeping is not None and keeping.policy.notes else None
+        self._noted = keeping.noted if keeping is not None else None
         self.keeping: Keeping | Everything = Everything(self.cache)
         self.state: State
         self.graphs: Graphs | None = None
@@ -222,7 +223,7 @@ class PackedModel:
         if keeping is not None:
             keeping.attach(self)
             self.keeping = keeping
-            if keeping.policy.positions == "reassigned":
+            if keeping.reassigned:
                 self.max_context = ENDLESS
 
     @property

@@ -195,6 +195,14 @@ class NativeModel:
             )
         if cache.dropped is not None:
             self._library.sk_dropped(self.number, cache.dropped.data_ptr(), cache.dropped.shape[2])
+        if cache.packed is not None and cache.packed.key_codes:
+            packed = cache.packed
+            for i, stores in enumerate(
+                zip(packed.key_codes, packed.key_scales, packed.value_codes, packed.value_scales, strict=True)
+            ):
+                room = stores[2].shape[2]
+                self._library.sk_packed(self.number, i, *(store.data_ptr() for store in stores), room, packed.bits)
+            self._library.sk_packed_count(self.number, packed.count.data_ptr())
         cache.gather = self._keep
 
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
