@@ -148,14 +148,14 @@ class Keeping:
         if in_bytes and self.packing is None:
             self.budget = self.budget // pair - self.slack
         elif in_bytes and self.packing is not None:
-            packed = self.packing.pair_bytes(shapes)
-            self.budget = self.packing.residual + (self.budget - beside * pair) // packed // GROUP * GROUP
+            packed = self.packing.group_bytes(shapes)
+            self.budget = self.packing.residual + (self.budget - beside * pair) // packed * GROUP
         self._budgets = self.policy.budgets(self.budget, [shape.heads for shape in shapes])
         low = min(map(min, self._budgets))
         if low <= (least := self.policy.least_of(low)):
             raise InputError(
                 f"kv_budget={self._asked[0]}{' bytes' * in_bytes}: that leaves {max(low, 0)} pairs to a head beside "
-                f"{self.slack} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
+                f"{beside} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
                 "give a larger budget, or a smaller chunk_size, or lower what it keeps"
             )
         endless = self.policy.where == "prompt"

@@ -37,13 +37,13 @@ class Packing:
     bits: int
     residual: int = 64
 
-    def pair_bytes(self, shapes: Sequence[LayerShape]) -> int:
-        """Bytes of one packed column of all these layers."""
+    def group_bytes(self, shapes: Sequence[LayerShape]) -> int:
+        """Bytes of 32 packed columns of all these layers."""
         total = 0
         for shape in shapes:
-            keys = shape.key_dim * (4 * self.bits + 4) // GROUP
+            keys = shape.key_dim * (4 * self.bits + 4)
             values = value_bytes(shape.value_dim, self.bits) + -(-shape.value_dim // GROUP) * 4
-            total += shape.heads * (keys + values)
+            total += shape.heads * (keys + GROUP * values)
         return total
 
     @classmethod
@@ -174,7 +174,7 @@ class PackedPairs:
     def bytes(self, slots: int, room: int) -> int:
         """Bytes of so large a storage."""
         each = zip(self.shapes, self.rooms(room), strict=True)
-        return slots * sum(self.packing.pair_bytes([shape]) * columns for shape, columns in each)
+        return slots * sum(self.packing.group_bytes([shape]) * (columns // GROUP) for shape, columns in each)
 
     def wanted(self, columns: int) -> int:
         """How many packed columns a text of so many columns may come to."""
