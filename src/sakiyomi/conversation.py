@@ -11,6 +11,7 @@ from sakiyomi.errors import InputError
 from sakiyomi.generate import Engine
 from sakiyomi.outputs import Generation, Stats, Step
 from sakiyomi.params import SamplingParams, as_params
+from sakiyomi.prefix import Prefix
 from sakiyomi.request import Place, Request
 
 __all__ = ["Conversation"]
@@ -32,8 +33,8 @@ class Conversation:
     from the conversation that was longest idle, whose next prompt is then computed as a whole.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._place = engine, Place()
+    def __init__(self, engine: Engine, prefix: Prefix | None = None) -> None:
+        self._engine, self._place = engine, Place(prefix=prefix)
         self._request: Request | None = None
 
     @property
@@ -78,6 +79,10 @@ class Conversation:
         if params.n > 1:
             raise InputError(f"n={params.n} samples are no one reply; use LLM.generate")
         return self._engine.complete(self._submit(prompt, params, key=(index,), live=False) for _ in range(1))[0]
+
+    def snapshot(self, text: str, recipe: dict[str, str]) -> Prefix:
+        """What is held of the last prompt and its reply, see ``LLM.prefix``."""
+        return self._engine.snapshot(self._place, text, recipe)
 
     def close(self) -> None:
         """Free the place. The next prompt, if there is one, is computed as a whole and kept again."""

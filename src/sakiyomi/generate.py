@@ -28,6 +28,7 @@ from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
 from sakiyomi.params import SamplingParams, as_params
 from sakiyomi.places import Places
+from sakiyomi.prefix import Prefix
 from sakiyomi.request import Place, Request
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
@@ -166,8 +167,8 @@ class Engine:
         """
         with self._lock, torch.no_grad():
             self.settle()
-            self._admit()
-            steps = self._prefill([r for r in self._running if not r.prefilled])
+            steps = self._admit()
+            steps += self._prefill([r for r in self._running if not r.prefilled])
             fresh = {step.request for step in steps}
             decoding = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
             for graphs in dict.fromkeys(r.graphs for r in decoding):  # a request keeps the path that it began with
@@ -217,6 +218,12 @@ class Engine:
             for request in [r for r in (*self._waiting, *self._running) if r.place is place]:
                 self.remove(request.id)
             self._places.release(place)
+
+    def snapshot(self, place: Place, text: str, recipe: dict[str, str]) -> Prefix:
+        """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
+        with self._lock:
+            assert place.slot is not None, "the place holds nothing"
+            return Prefix.of_slot(place.held, text, recipe, self.target, place.slot)
 
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""
@@ -322,14 +329,22 @@ class Engine:
 
     # ------------------------------------------------------------ coming and going
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Step]:
+        """Seat who waits; steps of those for whom there is no memory."""
+        steps: list[Step] = []
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
             request.began = time.perf_counter()  # waiting is not its time
-            self._places.seat(request)
+            try:
+                self._places.seat(request)
+            except MemoryLimitError as error:  # of a prefix; others would be refused before
+                steps.append(request.fail(error))
+                self._places.free(request)
+                continue
             self._settle_cache(request)
             request.graphs = self.target.ready
             self._running.append(request)
+        return steps
 
     def _prefill(self, requests: list[Request]) -> list[Step]:
         """One chunk of prompts; the first token of every request whose prompt is complete after it."""

@@ -8,7 +8,7 @@ rolling back is still moving a length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,11 +25,110 @@ from sakiyomi.policies import Policy, View, read_budget
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
 
-__all__ = ["EVERY", "Everything", "Keeping", "surprise"]
+__all__ = ["EVERY", "Everything", "Keeping", "Watched", "surprise"]
 
 EVERY = 64  # generated tokens from border to border
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
+
+
+class Everything:
+    """Keeps all pairs: there are no borders.
+
+    Args:
+        cache: of the model.
+    """
+
+    wants_surprise = False
+    notes: Notes | None = None
+
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+
+    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """See ``SlotCache.keep``."""
+        self._cache.keep(slot, length, rows)
+
+    def begin(self, slot: int) -> None:
+        """A text begins in this slot."""
+
+    def end(self, slot: int) -> None:
+        """Nobody has this slot."""
+
+    def roll_back(self, slot: int, length: int) -> bool:
+        """Take a slot's text back to so many tokens; False where that cannot be done."""
+        return True
+
+    def snapshot(self, slot: int) -> dict[str, Tensor]:
+        """What is known of a slot's pairs, by name."""
+        return {}
+
+    def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
+        """A slot was filled with pairs of which this is known; so many tokens were read."""
+        self.roll_back(slot, length)
+
+    def border(self, slot: int, prompt: int) -> int:
+        """None is ever reached."""
+        return ENDLESS
+
+    def settle(self, slot: int, prompt: int, length: int) -> None:
+        """Drop nothing."""
+
+    def learn(self, slot: int, surprise: Sequence[float]) -> None:
+        """Nobody asks."""
+
+
+class Watched(Everything):
+    """Keeps all pairs, and the queries of every slot's last row, for who draws an excerpt of the cache by them.
+
+    Args:
+        cache: of the model.
+    """
+
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+        self.notes = Notes(len(cache.shapes), cache.max_slots + cache.extra)
+        self._last: dict[int, list[Tensor]] = {}
+
+    @staticmethod
+    def note(layer: int, queries: Tensor, scaling: float) -> Tensor:
+        """The rows' queries, scaled: (rows, query heads x dim)."""
+        return (queries[0] * scaling).transpose(0, 1).flatten(1)
+
+    def begin(self, slot: int) -> None:
+        """A text begins in this slot."""
+        assert self.notes is not None
+        self.notes.begin(slot, 0)
+
+    def end(self, slot: int) -> None:
+        """Nobody has this slot."""
+        assert self.notes is not None
+        self.notes.end(slot)
+        self._last.pop(slot, None)
+
+    def roll_back(self, slot: int, length: int) -> bool:
+        """What comes next are the rows behind so many tokens."""
+        assert self.notes is not None
+        self.notes.begin(slot, length)
+        return True
+
+    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """See ``SlotCache.keep``."""
+        assert self.notes is not None
+        self._cache.keep(slot, length, rows)
+        self.notes.keep(slot, length, rows)
+
+    def settle(self, slot: int, prompt: int, length: int) -> None:
+        """Remember the last row's queries."""
+        assert self.notes is not None
+        rows = [self.notes.read(layer, slot, length) for layer in range(len(self._cache.shapes))]
+        if all(row is not None and len(row) for row in rows):
+            self._last[slot] = [row[-1].clone() for row in rows if row is not None]
+            self.notes.begin(slot, length)
+
+    def queries(self, slot: int) -> list[Tensor] | None:
+        """Of each layer the last row's, (query heads x dim); None: no pass was made."""
+        return self._last.get(slot)
 
 
 @dataclass(eq=False)
@@ -47,40 +146,6 @@ class _Held:
     scores: list[list[Tensor]]
     since: int = 0
     surprise: list[float] = field(default_factory=list)
-
-
-class Everything:
-    """Keeps all pairs: there are no borders.
-
-    Args:
-        cache: of the model.
-    """
-
-    wants_surprise = False
-    notes: Notes | None = None
-
-    def __init__(self, cache: SlotCache) -> None:
-        self.keep = cache.keep
-
-    def begin(self, slot: int) -> None:
-        """A text begins in this slot."""
-
-    def end(self, slot: int) -> None:
-        """Nobody has this slot."""
-
-    def roll_back(self, slot: int, length: int) -> bool:
-        """Take a slot's text back to so many tokens; False where that cannot be done."""
-        return True
-
-    def border(self, slot: int, prompt: int) -> int:
-        """None is ever reached."""
-        return ENDLESS
-
-    def settle(self, slot: int, prompt: int, length: int) -> None:
-        """Drop nothing."""
-
-    def learn(self, slot: int, surprise: Sequence[float]) -> None:
-        """Nobody asks."""
 
 
 class Keeping:
@@ -193,6 +258,8 @@ class Keeping:
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.noted is not None else None
+        if self.policy is not None:
+            self.policy.prepare(model)
         self._turn = make_turn(model) if self.reassigned else None
 
     # ------------------------------------------------------------ one slot
@@ -216,6 +283,26 @@ class Keeping:
         held = self._slots[slot]
         del held.surprise[max(0, length - held.since) :]
         return length >= held.since
+
+    def snapshot(self, slot: int) -> dict[str, Tensor]:
+        """What is known of a slot's pairs at a border, by name."""
+        held = self._slots[slot]
+        known: dict[str, Tensor] = {}
+        for name, what in (("places", held.places), ("scores", held.scores)):
+            for layer, heads in enumerate(what):
+                known |= {f"{name}.{layer}.{head}": tensor.to("cpu", copy=True) for head, tensor in enumerate(heads)}
+        return known
+
+    def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
+        """A slot was filled with pairs of which this is known; so many tokens were read."""
+        held = self._slots[slot]
+        for name, what in (("places", held.places), ("scores", held.scores)):
+            for layer, heads in enumerate(what):
+                for head, tensor in enumerate(heads):
+                    heads[head] = known[f"{name}.{layer}.{head}"].to(tensor.device)
+        held.since = length
+        if self.notes is not None:
+            self.notes.begin(slot, length)
 
     def border(self, slot: int, prompt: int) -> int:
         """The next border, in tokens of the cache."""
@@ -308,6 +395,7 @@ class Keeping:
                     length=length,
                     budget=self._budgets[layer][part.heads.start],
                     fresh=fresh,
+                    moved=self._cache.least(slot) if self._turn else 0,
                     places=torch.cat([places, new], 1),
                     keys=keys,
                     values=values,

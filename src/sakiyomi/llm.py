@@ -26,8 +26,10 @@ from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.policies import read_cache
+from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
+from sakiyomi.request import Place
 
 __all__ = ["LLM"]
 
@@ -42,7 +44,8 @@ class LLM:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
             ``(model, tokenizer)`` pair; of a model that hears (whisper) ``(model, processor)``.
         draft: "none", "auto", "model:<path or id>", "medusa:<heads>" (a folder, or ``tales-medusa``), "self-int8" (the
-            target once more, with weights of 8 bits), "early-exit:<layers>" (its own first layers), "oracle" or
+            target once more, with weights of 8 bits), "self-evicted" (the target on an excerpt of its cache, for long
+            contexts), "early-exit:<layers>" (its own first layers), "oracle" or
             "oracle:<rate>" (the known answer, to measure what a draft could bring), drafts from text
             ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
             ``tales-draft`` for ``tales``.
@@ -94,6 +97,7 @@ class LLM:
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
+        self._cache = cache, kv_budget
         keeping = _keeping(cache, kv_budget, chunk_size or CHUNK)
         if quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
@@ -115,7 +119,8 @@ class LLM:
         )
         self._config = loaded.model.config
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        self.target = self._pack_target(loaded, quantize, keeping=keeping)
+        watched = keeping is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
+        self.target = self._pack_target(loaded, quantize, keeping=keeping, watched=watched)
         self._models = [self.target]
         around = Surroundings(
             loaded,
@@ -157,6 +162,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         rounds_trace: bool = False,
+        prefix: Prefix | None = None,
     ) -> Any:
         """Generate for one prompt or for a list; a list gives a list back, in order.
 
@@ -165,6 +171,7 @@ class LLM:
                 source text or its tokens, or, of a model that hears, an ``Audio`` or a tensor of its input features.
             params: for all of them; None for the defaults.
             rounds_trace: keep every round's tree in ``Generation.rounds_trace``.
+            prefix: what each prompt goes on from, see ``prefix``; it is not read again.
 
         Returns:
             A ``Generation`` for each prompt; with ``params.n`` above 1 a list of n in the place of each.
@@ -174,19 +181,37 @@ class LLM:
         """
         params = as_params(params)
         if isinstance(prompts, str | Audio) or (isinstance(prompts, Tensor) and prompts.is_floating_point()):
-            return self.generate([prompts], params, rounds_trace=rounds_trace)[0]
+            return self.generate([prompts], params, rounds_trace=rounds_trace, prefix=prefix)[0]
         if not isinstance(prompts, Iterable):
             raise InputError(f"prompts is {prompts!r:.80}; expected a text, or a list of texts or of token-id lists")
         prompts = list(prompts)
         if prompts and all(isinstance(token, int) for token in prompts):
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
-        done = self.engine.complete(
-            self.engine.submit(
-                prompt, params, key=(i, j) if params.n > 1 else (i,), rounds_trace=rounds_trace, live=False
+        if prefix is not None:
+            prefix.check(self.recipe())
+            prompts = [[*prefix.tokens, *self._ids(prompt)] for prompt in prompts]
+        places: list[Place] = []
+
+        def place() -> Place | None:
+            if prefix is not None:
+                places.append(Place(prefix=prefix))
+            return places[-1] if places else None
+
+        try:
+            done = self.engine.complete(
+                self.engine.submit(
+                    *(prompt, params),
+                    key=(i, j) if params.n > 1 else (i,),
+                    rounds_trace=rounds_trace,
+                    live=False,
+                    place=place(),
+                )
+                for i, prompt in enumerate(prompts)
+                for j in range(params.n)
             )
-            for i, prompt in enumerate(prompts)
-            for j in range(params.n)
-        )
+        finally:
+            for made in places:
+                self.engine.release(made)
         if params.n == 1:
             return done
         return [done[i : i + params.n] for i in range(0, len(done), params.n)]
@@ -208,7 +233,62 @@ class LLM:
         with self.conversation() as alone:
             yield from alone.stream(prompt, params, index=index)
 
-    def conversation(self) -> Conversation:
+    def prefix(self, text: str | Sequence[int]) -> Prefix:
+        """Read a beginning once, to go on from it many times: a document, a system prompt.
+
+        ::
+
+            prefix = llm.prefix(document)
+            prefix.save("document.safetensors")
+            answer = llm.generate("Who wrote it?", prefix=llm.load_prefix("document.safetensors"))
+
+        A prompt's tokens come behind those of the prefix as they are: where a word ends at the border, it ends.
+
+        Args:
+            text: or token ids.
+
+        Raises:
+            InputError: it is empty, or longer than the context.
+            MemoryLimitError: it does not fit.
+        """
+        said = text if isinstance(text, str) else ""
+        with self.conversation() as conversation:
+            ids = self._ids(text, begin=True)
+            conversation.generate(ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
+            return conversation.snapshot(said, self.recipe())
+
+    def load_prefix(self, path: str | os.PathLike[str]) -> Prefix:
+        """A prefix from its file.
+
+        Raises:
+            LoadError: it is no such file, or damaged.
+            InputError: it was made by another model, or its cache is kept in another way.
+        """
+        prefix = read_prefix(path)
+        prefix.check(self.recipe(), str(path))
+        return prefix
+
+    def recipe(self) -> dict[str, str]:
+        """What must be equal where a prefix is used again: the model, and how its cache is kept."""
+        from sakiyomi.retaining.formats import fingerprint
+
+        rounding = self.target.rounding
+        return {
+            **fingerprint(self.target.module, self.tokenizer),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "quantize": str(rounding.kind if rounding is not None else None),
+            "cache": self._cache[0],
+            "kv_budget": str(self._cache[1]),
+            "chunk_size": str(self.engine.chunk_size),
+        }
+
+    def _ids(self, prompt: Any, *, begin: bool = False) -> list[int]:
+        """Token ids of a text; behind a prefix without what a text begins with."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return list(self.tokenizer(prompt, add_special_tokens=begin).input_ids)
+
+    def conversation(self, prefix: Prefix | None = None) -> Conversation:
         """Requests that follow one another: of each prompt only what is new is computed.
 
         ::
@@ -216,8 +296,13 @@ class LLM:
             with llm.conversation() as conversation:
                 for text in ("Once upon a time", "Once upon a time, in a wood"):
                     print(conversation.generate(text).text)
+
+        Args:
+            prefix: what its first prompt goes on from, if it begins with the same tokens.
         """
-        return Conversation(self.engine)
+        if prefix is not None:
+            prefix.check(self.recipe())
+        return Conversation(self.engine, prefix)
 
     # ------------------------------------------------------------ models
 

@@ -24,7 +24,7 @@ from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.cache.sources import Source, SourceCache
 from sakiyomi.clock import running_mean
 from sakiyomi.errors import UnsupportedError
-from sakiyomi.keeping import ENDLESS, Everything, Keeping
+from sakiyomi.keeping import ENDLESS, Everything, Keeping, Watched
 from sakiyomi.kernels import attention, observe
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense
@@ -103,6 +103,7 @@ class PackedModel:
         text: token ids on which the rounding is judged.
         prepared: what is known of a model whose layers are packed already; nothing is rounded then.
         keeping: keeps the cache within a budget; None: all pairs stay.
+        watched: where all pairs stay, the queries of each slot's last row are kept beside them.
 
     Attributes:
         keeping: what stays of the cache, for the engine.
@@ -132,6 +133,7 @@ class PackedModel:
         text: Sequence[int] = (),
         prepared: Prepared | None = None,
         keeping: Keeping | None = None,
+        watched: bool = False,
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_rounding(f"quantize={quantize!r}", model.dtype)
@@ -184,7 +186,7 @@ class PackedModel:
         self._owned, self._compile = owned, compile
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
-        accelerated = accelerated and self._encoder is None and keeping is None
+        accelerated = accelerated and self._encoder is None and keeping is None and not watched
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
@@ -197,8 +199,9 @@ class PackedModel:
             packed=keeping.packed(shapes, max_slots + int(self._encoder is not None)) if keeping is not None else None,
         )
         self.sources = self._source_cache(max_slots)
+        self.keeping: Keeping | Everything = Watched(self.cache) if watched else Everything(self.cache)
         self._noted = keeping.noted if keeping is not None else None
-        self.keeping: Keeping | Everything = Everything(self.cache)
+        self._note = Watched.note if watched else self._noted.note if self._noted is not None else None
         self.state: State
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
@@ -292,9 +295,10 @@ class PackedModel:
             self.tap.listen(self.head)
         if self._noted is not None:
             self._noted.listen(self)
+        if self._note is not None:
             for module in self._model.modules():
                 if hasattr(module, "layer_idx"):
-                    setattr(module, attention.NOTE, self._noted.note)
+                    setattr(module, attention.NOTE, self._note)
         if isinstance(state, NativeModel):
             state.set_distances(self._distances)
             if self.cache.room:

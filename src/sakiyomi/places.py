@@ -48,6 +48,7 @@ class Places:
                 self.release(self._kept[0])
             request.slot = self._cache.take()
             self._keeping.begin(request.slot)
+            self._go_on(request)
             return
         assert place.context is not None
         alike = request.context.source is None  # else what is held was made from another source
@@ -64,6 +65,17 @@ class Places:
         if alike:
             tell(self._drafter, "inherit", request.context, place.context)
         tell(self._drafter, "end", place.context)
+
+    def _go_on(self, request: Request) -> None:
+        """From a prefix, if the request has one and begins with all of it."""
+        prefix = request.place.prefix if request.place is not None else None
+        if prefix is None or (self._exact and len(prefix.tokens) % self._chunk_size):
+            return  # the rows of its last chunk round otherwise than in a chunk that is longer
+        count = len(prefix.tokens)
+        if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
+            assert request.slot is not None
+            prefix.take(self._cache, self._keeping, request.slot)
+            request.cached = request.stats.reused = count
 
     def free(self, request: Request) -> None:
         """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""

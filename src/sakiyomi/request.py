@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import Rows, Verifier
 
+if TYPE_CHECKING:
+    from sakiyomi.prefix import Prefix
+
 __all__ = ["Place", "Request"]
 
 
@@ -32,8 +36,10 @@ class Place:
         held: the tokens whose keys and values lie there.
         whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
         context: of the last request, with the drafter's own memory.
+        prefix: what requests go on from where nothing else is held.
     """
 
+    prefix: Prefix | None = None
     slot: int | None = None
     held: list[int] = field(default_factory=list)
     whole: int = 0

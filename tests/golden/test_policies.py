@@ -18,7 +18,7 @@ from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.errors import UnsupportedError
-from sakiyomi.policies import POLICIES
+from sakiyomi.policies import POLICIES, View
 from sakiyomi.retaining.formats import read_heads, write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.raw import Raw
@@ -127,6 +127,11 @@ def test_every_architecture(name: str) -> None:
     assert drafted(name, spec("h2o"), Branching, gamma=3) == plain(name, spec("h2o"))
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "granite", "stablelm"])
+def test_expected_attention_of_other_architectures(name: str) -> None:
+    assert drafted(name, spec("expected"), Branching, gamma=3) == plain(name, spec("expected"))
+
+
 def test_what_keeps_its_own_attention_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         llm_of("falcon", spec("h2o"))
@@ -168,6 +173,46 @@ def test_what_stays_is_what_attention_sees(name: str) -> None:
     for row, entry in zip(rows, out.trace, strict=True):
         assert float(row.max()) == pytest.approx(entry.target_prob, abs=2e-4)
     assert greedy(model, PROMPTS[0], NEW) != out.token_ids, "what was dropped did not matter"
+
+
+def test_expected_attention_is_a_mean_over_queries() -> None:
+    """Against queries that are drawn: normal, before their rotation, then turned to each of the next positions."""
+    torch.manual_seed(0)
+    llm = llm_of("llama", "expected[local=4,ahead=8,floor=0.0]")
+    keeping: Any = llm.target.keeping
+    turn, dim, rows = keeping.policy._turn, 8, 40
+    raw = torch.randn(2, rows, dim) * 0.3 + torch.randn(2, 1, dim)  # two query heads of one key head
+    positions = torch.arange(10, 10 + rows)
+    queries = turn(0, raw, positions.expand(2, -1))
+    keys, values = torch.randn(1, 50, dim), torch.ones(1, 50, dim)
+    notes = torch.zeros(rows, 2, 2, dim)
+    notes[:, 1] = queries.transpose(0, 1)
+    view = View(
+        layer=0,
+        heads=slice(1, 2),
+        all_heads=2,
+        prompt=50,
+        length=50,
+        budget=24,
+        fresh=rows,
+        moved=0,
+        places=torch.arange(50)[None],
+        keys=keys,
+        values=values,
+        notes=notes.flatten(1),
+        surprise=None,
+        former=torch.zeros(1, 10),
+    )
+    found = keeping.policy.score(view)[0]
+    rotation = torch.stack([turn(0, torch.eye(dim)[None], torch.full((1, dim), p))[0] for p in range(50, 58)]).mean(0)
+    away = raw - raw.mean(1, keepdim=True)
+    total = torch.zeros(50)
+    for head in range(2):
+        spread = (away[head].T @ away[head]) / rows
+        drawn = raw[head].mean(0) + torch.randn(200_000, dim) @ torch.linalg.cholesky(spread + 1e-9 * torch.eye(dim)).T
+        logs = (drawn @ rotation @ keys[0].T).exp().mean(0).log()
+        total += logs.softmax(-1) / 2
+    torch.testing.assert_close(found, total * dim**0.5, atol=0.01, rtol=0.05)
 
 
 def test_sums_of_attention_are_the_models_own() -> None:

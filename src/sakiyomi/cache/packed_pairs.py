@@ -217,6 +217,18 @@ class PackedPairs:
             unpack_values(value_codes[:, :count], value_scales[:, :count], self.shapes[layer].value_dim, self.bits),
         )
 
+    def get(self, layer: int, slot: int, head: int) -> list[Tensor]:
+        """What one head of a slot holds: key codes and scales, value codes and scales."""
+        count = int(self.count[slot, layer, head])
+        sizes = (count // GROUP, count // GROUP, count, count)
+        return [store[layer][slot, head, :size] for store, size in zip(self._stores, sizes, strict=True)]
+
+    def put(self, layer: int, slot: int, head: int, held: Sequence[Tensor]) -> None:
+        """Have a head of a slot hold this, as ``get`` gave it."""
+        for store, tensor in zip(self._stores, held, strict=True):
+            store[layer][slot, head, : len(tensor)] = tensor
+        self.count[slot, layer, head] = len(held[2])
+
     def append(self, layer: int, slot: int, heads: slice, keys: Tensor, values: Tensor) -> None:
         """Pack these columns behind those that are there, (heads, n, dim), n a multiple of 32."""
         first, more = int(self.count[slot, layer, heads.start]), keys.shape[1]

@@ -397,3 +397,36 @@ class SlotCache:
                 part.keys[:, :count], part.values[:, :count] = keys[:, first:], values[:, first:]
                 self.dropped[slot, layer, part.heads] = length - count
         self._count_absent(slot)
+
+    def forget(self, slot: int, dropped: Sequence[Sequence[int]]) -> None:
+        """Say how many pairs each layer's heads have dropped or packed: a slot was filled from elsewhere."""
+        if self.dropped is not None:
+            for layer, heads in enumerate(dropped):
+                self.dropped[slot, layer, : len(heads)] = torch.tensor(heads, dtype=torch.int32)
+            self._count_absent(slot)
+
+    def excerpt(self, slot: int, length: int, source: SlotCache, other: int, columns: Sequence[Tensor]) -> None:
+        """Have a slot hold these pairs of another cache and nothing else, as if the rest of the text were dropped.
+
+        Args:
+            slot: of this cache; there must be room.
+            length: tokens of the text.
+            source: of equal shapes, of which nothing was dropped.
+            other: the slot there.
+            columns: of each layer (heads, n) int64, ascending.
+        """
+        assert self.dropped is not None, "a cache without limits drops nothing"
+        count = columns[0].shape[1]
+        for layer, chosen in enumerate(columns):
+            for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+                store = theirs[layer][other]
+                index = chosen.to(store.device)[..., None].expand(-1, -1, store.shape[2])
+                mine[layer][slot, :, :count] = store.gather(1, index)
+        self.dropped[slot] = self._least[slot] = self._absent[slot] = length - count
+
+    def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
+        """Take the pairs of places [first, last) from another cache, see ``excerpt``."""
+        at = first - self._least[slot]
+        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            for layer, store in enumerate(theirs):
+                mine[layer][slot, :, at : at + last - first] = store[other, :, first:last]

@@ -29,6 +29,7 @@ class GenerateOptions:
         stream: print text while it is written; by default for a single prompt.
         trace: colour each token by its origin (accepted, recovered, bonus, plain).
         rounds_trace: with --json: every round's draft and what became of it.
+        prefix: file of a beginning that was read before (cache build): each prompt goes on from it.
     """
 
     prompts: tuple[str, ...] = field(default=(), metadata={"argument": "PROMPT"})
@@ -36,6 +37,7 @@ class GenerateOptions:
     stream: bool | None = None
     trace: bool = False
     rounds_trace: bool = False
+    prefix: str | None = None
 
 
 def register(app: typer.Typer) -> None:
@@ -62,18 +64,21 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
     if options.rounds_trace and options.stream:
         raise InputError("rounds_trace comes with whole texts, not with streamed ones; leave out --stream")
     stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
-    if output.json and options.stream is None:
+    if options.prefix is not None and options.stream:
+        raise InputError("prefix comes with whole texts, not with streamed ones; leave out --stream")
+    if (output.json or options.prefix is not None) and options.stream is None:
         stream = False
     from sakiyomi.cli.output import emit_json, progress
 
     llm = load(model)
     note_lossy(params)
     rounding = llm.target.rounding
+    prefix = llm.load_prefix(options.prefix) if options.prefix is not None else None
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
     else:
         with progress(f"writing {len(prompts)} texts"):
-            results = _flat(llm.generate(prompts, params, rounds_trace=options.rounds_trace))
+            results = _flat(llm.generate(prompts, params, rounds_trace=options.rounds_trace, prefix=prefix))
         if not output.json:
             _show(llm, results, params, options.trace)
     if output.json:

@@ -78,6 +78,16 @@ def _early_exit(argument: str, around: Surroundings) -> Drafter:
     return EarlyExit(FirstLayers(around.packed, count))
 
 
+def _self_evicted(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
+
+    try:
+        budget = int(argument) if argument else BUDGET
+    except ValueError:
+        raise InputError(f'draft "self-evicted:{argument}"; write self-evicted:<pairs of a head>') from None
+    return SelfEvicted(around.packed, budget)
+
+
 def _self_int8(argument: str, around: Surroundings) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
@@ -130,6 +140,7 @@ DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
     "model": _model,
     "medusa": _medusa,
     "self-int8": _self_int8,
+    "self-evicted": _self_evicted,
     "early-exit": _early_exit,
     "oracle": _oracle,
     "prompt-lookup": _lookup,
@@ -143,6 +154,7 @@ FORMS = {
     "prompt-lookup": "prompt-lookup[:<longest match>]",
     "suffix": "suffix[:<file>]",
     "ngram": "ngram[:<file>]",
+    "self-evicted": "self-evicted[:<pairs of a head>]",
     "early-exit": "early-exit:<layers>",
     "oracle": "oracle[:<rate>]",
 }

@@ -193,10 +193,15 @@ class NativeModel:
                 *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, _numbers(cache.starts[i])),
                 *(shape.key_dim, shape.value_dim, int(cache.dtype == torch.bfloat16)),
             )
-        if cache.dropped is not None:
-            self._library.sk_dropped(self.number, cache.dropped.data_ptr(), cache.dropped.shape[2])
-        if cache.packed is not None and cache.packed.key_codes:
-            packed = cache.packed
+        dropped = cache.dropped
+        if dropped is None:
+            self._library.sk_dropped(self.number, None, 0)
+        else:
+            self._library.sk_dropped(self.number, dropped.data_ptr(), dropped.shape[2])
+        packed = cache.packed
+        if packed is None or not packed.key_codes:
+            self._library.sk_packed_count(self.number, None)
+        else:
             for i, stores in enumerate(
                 zip(packed.key_codes, packed.key_scales, packed.value_codes, packed.value_scales, strict=True)
             ):

@@ -11,6 +11,7 @@ from sakiyomi.cache.packed_pairs import BITS, Packing
 from sakiyomi.errors import InputError
 from sakiyomi.policies.base import Policy, View
 from sakiyomi.policies.chance import Random
+from sakiyomi.policies.expected import Expected
 from sakiyomi.policies.h2o import H2O
 from sakiyomi.policies.knorm import KeyDiff, Knorm
 from sakiyomi.policies.locret import Locret
@@ -24,7 +25,7 @@ __all__ = ["POLICIES", "Policy", "View", "make_policy", "read_budget", "read_cac
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     policy.name: policy
-    for policy in (Locret, H2O, SnapKV, PyramidKV, TOVA, SirLLM, Knorm, KeyDiff, Streaming, Recency, Random)
+    for policy in (Locret, H2O, SnapKV, PyramidKV, TOVA, Expected, SirLLM, Knorm, KeyDiff, Streaming, Recency, Random)
 }
 """By the name in ``cache=``."""
 
@@ -104,7 +105,7 @@ def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
         value: int | float = int(text) if field.type == "int" else float(text)
     except ValueError:
         value = -1
-    if value < 0 or (field.name in ("ends", "recent", "stabilizers") and value >= 1):
+    if value < 0 or (field.name in ("ends", "recent", "stabilizers", "floor") and value >= 1):
         what = "a whole number of 0 or more" if field.type == "int" else "a share from 0 to less than 1"
         raise InputError(f"cache={spec!r}: {field.name}={text!r}; expected {what}")
     return value

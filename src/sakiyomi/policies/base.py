@@ -31,6 +31,7 @@ class View:
         length: tokens in the cache, dropped ones included.
         budget: pairs of these heads that may stay.
         fresh: pairs, the last ones, that have come since the last border.
+        moved: by how many positions the text has moved together, where positions are reassigned.
         places: (h, n) int64, each pair's place in the text, ascending.
         keys, values: (h, n, dim), keys after their rotation.
         notes: (fresh, width) what ``Policy.note`` gave for the rows that have come; None: nothing.
@@ -45,6 +46,7 @@ class View:
     length: int
     budget: int
     fresh: int
+    moved: int
     places: Tensor
     keys: Tensor
     values: Tensor
@@ -95,6 +97,13 @@ class Policy:
 
         Raises:
             LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
+        """
+
+    def prepare(self, model: PackedModel) -> None:
+        """Look at the model when it can run, before its first request.
+
+        Raises:
+            UnsupportedError: the policy is not for this model.
         """
 
     def leave(self) -> None:

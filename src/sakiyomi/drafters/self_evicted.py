@@ -1,0 +1,192 @@
+"""The target reads ahead on an excerpt of its own cache: no second model, and the fewer keys the longer the context.
+
+What a long context costs is reading its keys and values; most of what attention sees lies in few of them. The draft is
+the target itself on those few, and the target on all of them checks it, so that the text is the target's own. The
+excerpt is drawn anew every few rounds by the queries of the last token that was checked: pages of neighbours by the
+mean of their keys (as TriForce draws them, Sun et al. 2024, arXiv 2404.11912), the first page and the last tokens
+always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.levels import Levels, kind_of
+from sakiyomi.drafters.reading import Reading
+from sakiyomi.errors import InputError, MemoryLimitError, UnsupportedError
+from sakiyomi.excerpt import Excerpt
+from sakiyomi.keeping import Watched
+from sakiyomi.sampling import Sampler
+from sakiyomi.tree import Draft, DraftKind
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+    from sakiyomi.params import SamplingParams
+
+__all__ = ["SelfEvicted"]
+
+BUDGET = 1024  # pairs of a head
+PAGE = 16
+AGAIN = 8  # rounds
+ROOM = 320  # columns behind an excerpt: what comes until the next one is drawn, and a tree
+
+
+@dataclass(eq=False, slots=True)
+class _Seat:
+    """A request's excerpt.
+
+    Attributes:
+        slot: in the excerpts' cache.
+        sampler: of the request.
+        base: tokens of the text when it was drawn; 0: it was not yet.
+        held: tokens that it is up to date with.
+        rounds: since it was drawn.
+        pages: of each layer the mean keys of the pages so far, (heads, pages, dim).
+        reading: the tree that was read last.
+    """
+
+    slot: int
+    sampler: Sampler
+    base: int = 0
+    held: int = 0
+    rounds: int = 0
+    pages: list[Tensor] = field(default_factory=list)
+    reading: Reading | None = None
+
+
+class SelfEvicted:
+    """Drafts by the target on an excerpt of its cache.
+
+    Args:
+        target: made with ``watched``.
+        budget: pairs of a head in an excerpt.
+
+    Raises:
+        UnsupportedError: the target's cache is an excerpt itself, or not one of ours alone.
+        InputError: the budget is too small.
+    """
+
+    name = "self-evicted"
+    kind: DraftKind = "chain"
+
+    def __init__(self, target: PackedModel, budget: int = BUDGET) -> None:
+        if not isinstance(target.keeping, Watched) or not target.passes_here or target.sources is not None:
+            raise UnsupportedError(
+                f"draft self-evicted: it draws from all keys and values of {type(target.module).__name__}, and these "
+                "are not all there, or the model keeps them otherwise; use cache='full', or another draft"
+            )
+        if budget < 4 * PAGE:
+            raise InputError(f"draft self-evicted:{budget}: an excerpt has {4 * PAGE} pairs or more")
+        self._target, self._keeping, self._budget = target, target.keeping, budget
+        self.model = Excerpt(target, budget + ROOM)
+        self.levels = Levels(self.model, target.vocab_size)
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params)
+
+    @property
+    def passes(self) -> int:
+        """Passes so far, a level each."""
+        return self.levels.passes
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds inside the passes so far."""
+        return self.model.forward_seconds
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; all requests advance together, one pass a level."""
+        readings = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        self.levels.read([reading for reading in readings if reading is not None])
+        return [Draft.empty() if reading is None else reading.draft() for reading in readings]
+
+    def end(self, context: Context) -> None:
+        """Free the request's place."""
+        seat: _Seat | None = context.memory.pop(self.name, None)
+        if seat is not None:
+            self.model.cache.release(seat.slot)
+
+    # ------------------------------------------------------------ excerpts
+
+    def _begin(self, context: Context, gamma: int) -> Reading | None:
+        seat: _Seat | None = context.memory.get(self.name)
+        if seat is None:
+            sampler = Sampler(context.params, self.model.vocab_size)
+            seat = context.memory[self.name] = _Seat(self.model.cache.take(), sampler)
+        if seat.reading is not None:
+            seat.reading.settle(context.tokens)
+            seat.reading = None
+        length = len(context.tokens) - 1
+        try:
+            if not self._bring_up(seat, context.slot, length):
+                return None
+        except MemoryLimitError:
+            return None
+        gamma = min(gamma, max(1, self._budget + ROOM - 1 - (length - self.model.cache.least(seat.slot))))
+        seat.reading = self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, length)
+        return seat.reading
+
+    def _bring_up(self, seat: _Seat, slot: int, length: int) -> bool:
+        """Have the excerpt end with the target's own pairs of all tokens but the last."""
+        queries = self._keeping.queries(slot)
+        if queries is None or length < 1:
+            return False
+        seat.rounds += 1
+        if not seat.base or seat.rounds > AGAIN or length - seat.base > ROOM // 2:
+            columns = self._choose(seat, slot, length, queries)
+            self.model.cache.clear(seat.slot)
+            self.model.cache.reserve(seat.slot, columns[0].shape[1] + ROOM)
+            self.model.cache.excerpt(seat.slot, length, self._target.cache, slot, columns)
+            seat.base, seat.rounds = length, 0
+        else:
+            self.model.cache.copy(seat.slot, seat.held, length, self._target.cache, slot)
+        seat.held = length
+        return True
+
+    def _choose(self, seat: _Seat, slot: int, length: int, queries: list[Tensor]) -> list[Tensor]:
+        """Of each layer the columns of an excerpt, (heads, n)."""
+        cache, chosen = self._target.cache, []
+        for layer, shape in enumerate(cache.shapes):
+            if length <= self._budget:
+                chosen.append(torch.arange(length, device=shape.device).expand(shape.heads, -1))
+                continue
+            keys = cache.keys[layer][slot]
+            if len(seat.pages) <= layer:
+                seat.pages.append(keys.new_zeros(shape.heads, 0, shape.key_dim))
+            known, whole = seat.pages[layer].shape[1], length // PAGE
+            if whole > known:
+                fresh = keys[:, known * PAGE : whole * PAGE].unflatten(1, (-1, PAGE)).mean(2)
+                seat.pages[layer] = torch.cat([seat.pages[layer], fresh], 1)
+            chosen.append(_pages(seat.pages[layer], queries[layer], length, self._budget, shape.window))
+        return chosen
+
+
+def _pages(pages: Tensor, query: Tensor, length: int, budget: int, window: int) -> Tensor:
+    """Columns of the best pages by the mean of their keys: (heads, budget), ascending; the last quarter are the last.
+
+    Args:
+        pages: (heads, pages, dim).
+        query: (query heads x dim), scaled.
+        length: of the text.
+        budget: columns.
+        window: of a layer that sees its last tokens alone; 0: it sees all.
+    """
+    heads, _, dim = pages.shape
+    if window:
+        return torch.arange(length - budget, length, device=pages.device).expand(heads, -1)
+    take = (budget - budget // 4) // PAGE
+    recent = budget - take * PAGE
+    candidates = pages[:, : (length - recent) // PAGE].float()
+    scores = (query.view(heads, -1, dim).float() @ candidates.transpose(1, 2)).softmax(-1).sum(1)
+    scores[:, 0] = torch.inf
+    best = scores.topk(take, 1).indices.sort(1).values
+    old = (best[..., None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten(1)
+    last = torch.arange(length - recent, length, device=pages.device).expand(heads, -1)
+    return torch.cat([old, last], 1)

@@ -1,0 +1,73 @@
+"""Expected attention: what queries that are still to come will look at (Devoto et al. 2025, arXiv 2510.00636)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from sakiyomi.policies.base import View
+from sakiyomi.policies.looking import Looking
+
+if TYPE_CHECKING:
+    from sakiyomi.kernels.rotary import Turn
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Expected"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Expected(Looking):
+    """Attention that queries drawn like the last rows', at the next positions, would have; times the value's length.
+
+    Queries before their rotation are taken to be normal, with the mean and covariance of the rows that came since the
+    last border; both are turned by the mean rotation of the next ``ahead`` positions. The mean of exp(q k) is then
+    exp(mu k + k S k / 2).
+
+    Attributes:
+        ahead: positions.
+        floor: added to the attention, so that long values count everywhere.
+    """
+
+    name: ClassVar[str] = "expected"
+    ahead: int = 512
+    floor: float = 0.02
+    _turn: Turn | None = field(default=None, init=False, repr=False)
+
+    def prepare(self, model: PackedModel) -> None:
+        """How the model's positions turn keys and queries."""
+        from sakiyomi.kernels.rotary import make_turn
+
+        self._turn = make_turn(model)
+
+    def score(self, view: View) -> Tensor:
+        """Mean over the query heads of a head."""
+        assert view.notes is not None and self._turn is not None
+        heads, _, dim = view.keys.shape
+        group = view.notes.shape[1] // (view.all_heads * dim)
+        own = view.notes.view(view.fresh, view.all_heads, group, dim)[:, view.heads].flatten(1, 2).transpose(0, 1)
+        end = view.length - view.moved
+        back = -torch.arange(end - view.fresh, end, device=own.device).expand(len(own), -1)
+        raw = self._turn(view.layer, own.float(), back)
+        rotation = self._mean_rotation(view, end)
+        mean = (raw.mean(1) @ rotation).view(heads, group, dim)
+        spread = torch.zeros(len(raw), dim, dim, device=raw.device)
+        if view.fresh > 1:
+            away = raw - raw.mean(1, keepdim=True)
+            spread = rotation.T @ (away.transpose(1, 2) @ away / view.fresh) @ rotation
+        keys = view.keys.float()
+        first = mean @ keys.transpose(1, 2)
+        wide = keys[:, None].expand(-1, group, -1, -1)
+        second = ((wide @ spread.view(heads, group, dim, dim)) * wide).sum(-1) / 2
+        looks = (first + second).softmax(-1).mean(1)
+        lengths: Tensor = torch.linalg.vector_norm(view.values.float(), dim=-1)
+        return (looks + self.floor / view.keys.shape[1]) * lengths
+
+    def _mean_rotation(self, view: View, end: int) -> Tensor:
+        """(dim, dim): a row of numbers times this is its mean over the next positions."""
+        assert self._turn is not None
+        dim = view.keys.shape[2]
+        by = torch.arange(end, end + self.ahead, device=view.keys.device)[:, None].expand(-1, dim)
+        return self._turn(view.layer, torch.eye(dim, device=view.keys.device).expand(self.ahead, -1, -1), by).mean(0)

@@ -1,0 +1,168 @@
+"""A beginning that was read once: its keys and values as they stay in the cache, to go on from many times.
+
+A document or a system prompt is read, what its policy drops is dropped, and the rest is kept, in memory or in a file.
+Every request that begins with its tokens goes on from a copy. What was read by another model, or would be kept in
+another way, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sakiyomi.errors import InputError, LoadError
+
+if TYPE_CHECKING:
+    from sakiyomi.cache.slots import SlotCache
+    from sakiyomi.keeping import Everything, Keeping
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Prefix", "read_about", "read_prefix"]
+
+FORMAT = "1"
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Tokens, and what stays of them in a cache.
+
+    Attributes:
+        tokens: of the beginning.
+        text: that they were made from; empty where they were given as ids.
+        recipe: what made it: the model's fingerprint, its dtype and rounding, the cache's policy, budget and chunks.
+        tensors: by name, for each layer and head its keys, values, those before them that are packed, and what the
+            policy knows of them.
+    """
+
+    tokens: list[int]
+    text: str
+    recipe: dict[str, str]
+    tensors: dict[str, Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return sum(t.nbytes for name, t in self.tensors.items() if name.startswith(("keys.", "values.", "packed.")))
+
+    @property
+    def pairs(self) -> list[list[int]]:
+        """Pairs that stay, of each layer's heads."""
+        found: list[list[int]] = []
+        for name, tensor in self.tensors.items():
+            kind, *place = name.split(".")
+            if kind == "keys":
+                while len(found) <= int(place[0]):
+                    found.append([])
+                packed = self.tensors.get(".".join(("packed", "2", *place)))
+                found[int(place[0])].append(len(tensor) + (len(packed) if packed is not None else 0))
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it; the file is there whole or not at all.
+
+        Raises:
+            LoadError: it cannot be written there.
+        """
+        from safetensors.torch import save_file
+
+        path = Path(path).expanduser()
+        about = {"format": FORMAT, "text": self.text, "recipe": json.dumps(self.recipe)}
+        tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int32)} | self.tensors
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".sakiyomi-", dir=path.parent) as fresh:
+                file = Path(fresh) / "prefix"
+                save_file(tensors, file, about)
+                file.chmod(0o644)
+                file.replace(path)
+        except OSError as error:
+            raise LoadError(f"the prefix cannot be written to {path}: {error}") from error
+
+    def check(self, recipe: Mapping[str, str], name: str = "the prefix") -> None:
+        """Refuse what was read by another model, or kept in another way.
+
+        Raises:
+            InputError: naming what differs, with both values.
+        """
+        for key, own in recipe.items():
+            if self.recipe.get(key) != own:
+                raise InputError(
+                    f"{name} was made with {key} {self.recipe.get(key)!r}, and this is {own!r}; build it again, or "
+                    "load the model as it was"
+                )
+
+    def take(self, cache: SlotCache, keeping: Everything | Keeping, slot: int) -> None:
+        """Put a copy into a slot that is empty."""
+        cache.reserve(slot, max(map(max, self.pairs)))
+        dropped = [[0] * len(counts) for counts in self.pairs]
+        for layer, counts in enumerate(self.pairs):
+            for head in range(len(counts)):
+                count = len(self.tensors[f"keys.{layer}.{head}"])
+                dropped[layer][head] = len(self.tokens) - count
+                if cache.packed is not None:
+                    cache.packed.put(layer, slot, head, [self.tensors[f"packed.{i}.{layer}.{head}"] for i in range(4)])
+                for kind, stores in (("keys", cache.keys), ("values", cache.values)):
+                    store = stores[layer][slot].reshape(-1, stores[layer].shape[-1])
+                    first = cache.starts[layer][head]
+                    store[first : first + count] = self.tensors[f"{kind}.{layer}.{head}"].to(store.device)
+        cache.forget(slot, dropped)
+        keeping.restore(slot, len(self.tokens), self.tensors)
+
+    @classmethod
+    def of_slot(cls, tokens: list[int], text: str, recipe: dict[str, str], target: PackedModel, slot: int) -> Prefix:
+        """A copy of what stays of these tokens in a slot."""
+        cache = target.cache
+        tensors = {}
+        for layer in range(len(cache.shapes)):
+            for part in cache.parts(layer, slot):
+                count = len(tokens) - part.dropped
+                for i, head in enumerate(range(part.heads.start, part.heads.stop)):
+                    tensors[f"keys.{layer}.{head}"] = part.keys[i, :count].to("cpu", copy=True)
+                    tensors[f"values.{layer}.{head}"] = part.values[i, :count].to("cpu", copy=True)
+                    if cache.packed is not None:
+                        for j, tensor in enumerate(cache.packed.get(layer, slot, head)):
+                            tensors[f"packed.{j}.{layer}.{head}"] = tensor.to("cpu", copy=True)
+        return cls(tokens, text, recipe, tensors | target.keeping.snapshot(slot))
+
+
+def read_about(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Text and recipe of a file, and the shapes of its tensors, without reading these.
+
+    Raises:
+        LoadError: it is no such file, or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise LoadError(f"there is no file {str(path)!r}; make one by `sakiyomi cache build`")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = dict(file.metadata() or {})
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{path} cannot be read ({error}); build it again") from error
+    if about.get("format") != FORMAT or "tokens" not in shapes:
+        raise LoadError(f"{path} is no prefix of this version (format {about.get('format')!r}); build it again")
+    return about | {"recipe": json.loads(about["recipe"])}, shapes
+
+
+def read_prefix(path: str | os.PathLike[str]) -> Prefix:
+    """A prefix from its file.
+
+    Raises:
+        LoadError: it is no such file, or damaged.
+    """
+    from safetensors.torch import load_file
+
+    about, _ = read_about(path)
+    tensors = load_file(Path(path).expanduser())
+    return Prefix(tensors.pop("tokens").tolist(), about["text"], about["recipe"], tensors)
