@@ -90,6 +90,18 @@ inline void with_bits(int64_t bits, F f) {
 inline int64_t value_bytes(int64_t dim, int64_t bits) { return (dim + 7) / 8 * bits; }
 inline int64_t value_groups(int64_t dim) { return (dim + packed_group - 1) / packed_group; }
 
+// Numbers of two channels as bf16, side by side.
+inline void store_pairs(void* to, f16v first, f16v second) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+  const i16v sides = i16v{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001 + 0x100000;
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)sides, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)));
+#else
+  auto rounded = [](f16v x) { return (u16v)x + 0x7fffu + (((u16v)x >> 16) & 1); };
+  u16v pairs = rounded(first) >> 16 | (rounded(second) & 0xffff0000u);
+  std::memcpy(to, &pairs, 64);
+#endif
+}
+
 // 16 keys of a group, lane by lane as `turn` in attention.h; `steps` are the group's steps and lows.
 template <int bits, typename L>
 inline void unpack_turned(const uint8_t* codes, const float* steps, int64_t half, int64_t dim, L* to) {
@@ -97,12 +109,7 @@ inline void unpack_turned(const uint8_t* codes, const float* steps, int64_t half
   if constexpr (std::is_same_v<L, float>) {
     for (int64_t d = 0; d < dim; ++d) store16(to + 16 * d, channel(d));
   } else {  // two numbers of bf16 to a lane
-    auto rounded = [](f16v x) { return (u16v)x + 0x7fffu + (((u16v)x >> 16) & 1); };
-    for (int64_t d = 0; d < dim; d += 2, to += 16) {
-      u16v pair = rounded(channel(d)) >> 16;
-      if (d + 1 < dim) pair |= rounded(channel(d + 1)) & 0xffff0000u;
-      std::memcpy(to, &pair, 64);
-    }
+    for (int64_t d = 0; d < dim; d += 2, to += 16) store_pairs(to, channel(d), d + 1 < dim ? channel(d + 1) : f16v{});
   }
 }
 
