@@ -101,19 +101,24 @@ class Prefix:
 
     def take(self, cache: SlotCache, keeping: Everything | Keeping, slot: int) -> None:
         """Put a copy into a slot that is empty."""
-        cache.reserve(slot, max(map(max, self.pairs)))
-        dropped = [[0] * len(counts) for counts in self.pairs]
+        dropped = []
+        for layer, counts in enumerate(self.pairs):
+            held = [len(self.tensors[f"keys.{layer}.{head}"]) for head in range(len(counts))]
+            dropped.append([len(self.tokens) - count for count in held])
+            if cache.packed is not None:
+                for head, (count, own) in enumerate(zip(counts, held, strict=True)):
+                    cache.packed.count[slot, layer, head] = count - own
+        cache.forget(slot, dropped)
+        cache.reserve(slot, len(self.tokens))
         for layer, counts in enumerate(self.pairs):
             for head in range(len(counts)):
-                count = len(self.tensors[f"keys.{layer}.{head}"])
-                dropped[layer][head] = len(self.tokens) - count
                 if cache.packed is not None:
                     cache.packed.put(layer, slot, head, [self.tensors[f"packed.{i}.{layer}.{head}"] for i in range(4)])
                 for kind, stores in (("keys", cache.keys), ("values", cache.values)):
-                    store = stores[layer][slot].reshape(-1, stores[layer].shape[-1])
+                    store = stores[layer][slot].view(-1, stores[layer].shape[-1])
+                    tensor = self.tensors[f"{kind}.{layer}.{head}"]
                     first = cache.starts[layer][head]
-                    store[first : first + count] = self.tensors[f"{kind}.{layer}.{head}"].to(store.device)
-        cache.forget(slot, dropped)
+                    store[first : first + len(tensor)] = tensor.to(store.device)
         keeping.restore(slot, len(self.tokens), self.tensors)
 
     @classmethod

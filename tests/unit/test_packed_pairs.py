@@ -105,9 +105,10 @@ def test_bytes(bits: int) -> None:
         limits=[[607] * 4] * 2,
         packed=PackedPairs([shape] * 2, Packing(bits), 1),
     )
-    cache.reserve(0, 8192 + 64)
     packed = cache.packed
     assert packed is not None
+    cache.reserve(0, 600)
+    packed.take(packed.larger(1, 8192), 1, 8192)
     stores = (*packed.key_codes, *packed.key_scales, *packed.value_codes, *packed.value_scales)
     beside = 2 * 4 * 607 * 128 * 2
     assert sum(store.nbytes for store in stores) == cache.bytes - beside == 2 * 4 * 8192 * 128 * (bits + 1) // 8
@@ -143,6 +144,7 @@ def test_packing_at_borders_is_packing_at_once(bits: int) -> None:
     shape, packing = LayerShape(2, 24, 40), Packing(bits, 20)
     keys, values = random(2, 700, 24), random(2, 700, 40, seed=1)
     cache, at_once = cache_of(shape, packing), cache_of(shape, packing, room=1000)
+    at_once.reserve(0, 700)
     first = 0
     for border in (1, 19, 53, 84, 85, 300, 400, 555, 700):
         fill(cache, 1, first, border, keys, values)
@@ -208,9 +210,14 @@ def test_memory_is_refused_with_its_numbers() -> None:
     cache.check(1, 2000)
     with pytest.raises(MemoryLimitError, match=r"1,048,576 are available; about 6553 tokens"):
         cache.check(1, 20_000)
-    with pytest.raises(MemoryLimitError):
-        cache.reserve(0, 20_000)
     assert cache.bytes == 0
+
+
+def test_more_than_there_will_be_room_for_is_refused() -> None:
+    """The kernels write where they are told to."""
+    cache = cache_of(LayerShape(1, 8, 8), Packing(4), room=300)
+    with pytest.raises(InputError, match=r"301 tokens.*holds 300 of them.*cache='full'"):
+        cache.reserve(0, 301)
 
 
 # ---------------------------------------------------------------- attention

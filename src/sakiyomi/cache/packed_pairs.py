@@ -224,10 +224,9 @@ class PackedPairs:
         return [store[layer][slot, head, :size] for store, size in zip(self._stores, sizes, strict=True)]
 
     def put(self, layer: int, slot: int, head: int, held: Sequence[Tensor]) -> None:
-        """Have a head of a slot hold this, as ``get`` gave it."""
-        for store, tensor in zip(self._stores, held, strict=True):
-            store[layer][slot, head, : len(tensor)] = tensor
-        self.count[slot, layer, head] = len(held[2])
+        """Have a head of a slot, of which the count is right, hold this, as ``get`` gave it."""
+        for store, tensor in zip(self.get(layer, slot, head), held, strict=True):
+            store.copy_(tensor)
 
     def append(self, layer: int, slot: int, heads: slice, keys: Tensor, values: Tensor) -> None:
         """Pack these columns behind those that are there, (heads, n, dim), n a multiple of 32."""

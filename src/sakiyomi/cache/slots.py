@@ -194,7 +194,13 @@ class SlotCache:
 
         Raises:
             MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
+            InputError: the cache never holds so many at once.
         """
+        if self.limits is not None and columns - self._absent[slot] > (most := max(map(max, self.limits))):
+            raise InputError(
+                f"{columns - self._absent[slot]} tokens in one pass, or side by side; this cache, within a budget or "
+                f"packed, holds {most} of them as they are: load the model with cache='full', or a larger chunk_size"
+            )
         packed = self.packed.wanted(columns - self._least[slot]) if self.packed is not None else 0
         columns -= self._absent[slot]
         if slot >= self.slots or columns + self.spare > self.room or (self.packed and packed > self.packed.room):
