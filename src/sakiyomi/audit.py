@@ -59,7 +59,9 @@ def audit(
             f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
         )
     referee: Referee
-    if engine.target.rounding is not None or options.get("quantize"):  # torchao, on a GPU, reports nothing
+    # torchao, on a GPU, reports nothing
+    rounded = engine.target.rounding is not None or options.get("quantize")
+    if rounded or options.get("cache", "full") != "full":
         reference, referee = "own plain", OwnReferee(engine.target)
         note("writing plainly")
         plainly = Undrafted(engine)

@@ -14,10 +14,10 @@ __all__ = ["EMBEDDED", "HEADS", "embedded", "folder_of", "is_embedded_name"]
 EMBEDDED = ("tales", "tales-draft")
 """Names of models whose files are part of this version."""
 
-HEADS = ("tales-medusa",)
+HEADS = ("tales-medusa", "tales-retaining")
 """Names of heads that belong to one of them."""
 
-_ANNOUNCED = ("tales-retaining", "retriever", "retriever-retaining")
+_ANNOUNCED = ("retriever", "retriever-retaining")
 
 _ROOT = Path(__file__).resolve().parent / "models"
 

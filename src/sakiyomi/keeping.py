@@ -9,7 +9,7 @@ rolling back is still moving a length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +20,14 @@ from sakiyomi.cache.packed_pairs import GROUP, PackedPairs, Packing
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.kernels.rotary import make_turn
+from sakiyomi.memory import available_bytes
 from sakiyomi.policies import Policy, View, read_budget
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
 
-__all__ = ["EVERY", "Everything", "Keeping", "Watched", "surprise"]
+__all__ = ["Everything", "Keeping", "Watched", "surprise"]
 
-EVERY = 64  # generated tokens from border to border
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
 
@@ -41,6 +41,7 @@ class Everything:
 
     wants_surprise = False
     notes: Notes | None = None
+    far_bytes = 0
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
@@ -160,7 +161,6 @@ class Keeping:
         budget: pairs of a head that stay at a border, on average over layers and heads; or bytes of a whole request,
             with what comes between two borders. None without a policy.
         chunk: most tokens of a prompt between two borders.
-        every: generated tokens between two borders.
         packing: how pairs are packed; None: they are not.
 
     Attributes:
@@ -170,29 +170,31 @@ class Keeping:
         notes: what rows leave behind; None: nothing.
 
     Raises:
-        InputError: the budget is neither, or positions are to move with packed keys.
+        InputError: the budget is neither, or the policy is not for packed keys.
     """
 
     def __init__(
-        self,
-        policy: Policy | None,
-        budget: int | str | None,
-        chunk: int,
-        every: int = EVERY,
-        packing: Packing | None = None,
+        self, policy: Policy | None, budget: int | str | None, chunk: int, *, packing: Packing | None = None
     ) -> None:
-        self.policy, self.chunk, self.every, self.packing = policy, chunk, every, packing
+        self.policy, self.chunk, self.packing = policy, chunk, packing
+        self.every = (policy or Policy).every
         self._asked = read_budget(budget) if budget is not None else (ENDLESS, False)
         self.budget = 0
         self.wants_surprise = policy is not None and policy.surprise_wanted
         self.noted = policy if policy is not None and policy.notes else None
         self.reassigned = policy is not None and policy.positions == "reassigned"
+        self._recalls = policy is not None and policy.recalls
         if self.reassigned and packing is not None:
             raise InputError(
                 "positions='reassigned' with packed keys: all of them would be rounded anew at every border; use "
                 "positions='kept', or leave the quantization out"
             )
-        self.slack = max(chunk, every + WIDEST)
+        if policy is not None and self._recalls and packing is not None:
+            raise InputError(
+                f"{policy.name} with packed keys: it has other pairs read at every border, as they are in main memory; "
+                "leave the quantization out, or name another policy"
+            )
+        self.slack = max(chunk, self.every + WIDEST)
         self._slots: dict[int, _Held] = {}
 
     def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]]:
@@ -258,6 +260,10 @@ class Keeping:
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.noted is not None else None
+        self._all: SlotCache | None = None
+        if self._recalls:
+            shapes = [replace(shape, device=torch.device("cpu")) for shape in cache.shapes]
+            self._all = SlotCache(shapes, dtype=cache.dtype, max_slots=cache.max_slots, available=available_bytes)
         if self.policy is not None:
             self.policy.prepare(model)
         self._turn = make_turn(model) if self.reassigned else None
@@ -291,6 +297,10 @@ class Keeping:
         for name, what in (("places", held.places), ("scores", held.scores)):
             for layer, heads in enumerate(what):
                 known |= {f"{name}.{layer}.{head}": tensor.to("cpu", copy=True) for head, tensor in enumerate(heads)}
+        for layer in range(self._layers if self._all is not None else 0):
+            assert self._all is not None
+            for name, stores in (("all_keys", self._all.keys), ("all_values", self._all.values)):
+                known[f"{name}.{layer}"] = stores[layer][slot, :, : held.since].clone()
         return known
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
@@ -300,9 +310,19 @@ class Keeping:
             for layer, heads in enumerate(what):
                 for head, tensor in enumerate(heads):
                     heads[head] = known[f"{name}.{layer}.{head}"].to(tensor.device)
+        for layer in range(self._layers if self._all is not None else 0):
+            assert self._all is not None
+            self._all.reserve(slot, length)
+            for name, stores in (("all_keys", self._all.keys), ("all_values", self._all.values)):
+                stores[layer][slot, :, :length] = known[f"{name}.{layer}"]
         held.since = length
         if self.notes is not None:
             self.notes.begin(slot, length)
+
+    @property
+    def far_bytes(self) -> int:
+        """Bytes of pairs in main memory that attention does not read; 0 where dropped pairs are gone."""
+        return self._all.bytes if self._all is not None else 0
 
     def border(self, slot: int, prompt: int) -> int:
         """The next border, in tokens of the cache."""
@@ -341,13 +361,14 @@ class Keeping:
             return
         held, kept, dropping = self._slots[slot], [], False
         fresh = length - held.since
+        self._store(slot, held.since, length)
         old = [self._positions(slot, layer, length) for layer in range(self._layers)] if self._turn else []
         for layer in range(self._layers):
             columns: list[Tensor] = []
             for view in self._views(slot, layer, prompt, length):
                 scores = self.policy.score(view).float()
                 if view.places.shape[1] > view.budget and self._drops(view):
-                    ranked = scores.masked_fill(self.policy.held(view), torch.inf)
+                    ranked = self.policy.rank(view, scores).masked_fill(self.policy.held(view), torch.inf)
                     if self._cache.shapes[layer].window:
                         # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels
                         # count the window in columns.
@@ -357,10 +378,15 @@ class Keeping:
                 else:
                     stay = torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
                 columns += stay
-                held.places[layer][view.heads] = view.places.gather(1, stay)
-                held.scores[layer][view.heads] = scores.gather(1, stay)
+                forgotten = slice(None) if self._all is not None else stay
+                held.places[layer][view.heads] = _of(view.places, forgotten)
+                held.scores[layer][view.heads] = _of(scores, forgotten)
             kept.append(columns)
-        if dropping:
+        if dropping and self._all is not None:
+            self._cache.excerpt(slot, length, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
+            if self._turn is not None:
+                self._move(slot, length, kept, [[torch.arange(length)] * len(of_layer) for of_layer in kept])
+        elif dropping:
             self._cache.drop(slot, length, kept)
             if self._turn is not None:
                 self._move(slot, length, kept, old)
@@ -370,6 +396,21 @@ class Keeping:
         del held.surprise[:fresh]
         if self.notes is not None:
             self.notes.begin(slot, length)
+
+    def _store(self, slot: int, since: int, length: int) -> None:
+        """Where pairs are recalled: the new ones too are in main memory from now on, at their own positions."""
+        if self._all is None:
+            return
+        self._all.reserve(slot, length)
+        by = torch.full((1, 1), self._cache.least(slot))
+        for layer in range(self._layers):
+            for part in self._cache.parts(layer, slot):
+                own = slice(since - part.dropped, length - part.dropped)
+                keys = part.keys[:, own]
+                if self._turn is not None and self._cache.least(slot):
+                    keys = self._turn(layer, keys, by.to(keys.device).expand(keys.shape[:2]))
+                self._all.keys[layer][slot, part.heads, since:length] = keys
+                self._all.values[layer][slot, part.heads, since:length] = part.values[:, own]
 
     def _drops(self, view: View) -> bool:
         assert self.policy is not None
@@ -382,8 +423,9 @@ class Keeping:
         fresh = length - held.since
         surprise = torch.tensor(held.surprise[:fresh]) if self.policy.surprise_wanted else None
         views = []
-        for part in self._cache.parts(layer, slot):
-            keys, values = self._cache.columns(layer, slot, part, length - part.dropped)
+        read = self._all or self._cache
+        for part in read.parts(layer, slot):
+            keys, values = read.columns(layer, slot, part, length - part.dropped)
             places, former = (torch.stack(some[layer][part.heads]) for some in (held.places, held.scores))
             new = torch.arange(held.since, length, device=places.device).expand(len(places), -1)
             views.append(
@@ -431,6 +473,11 @@ class Keeping:
                 )
                 n = by.shape[1]
                 part.keys[:, :n] = self._turn(layer, part.keys[:, :n], by)
+
+
+def _of(values: Tensor, which: Tensor | slice) -> Tensor:
+    """All, or of each row these."""
+    return values.gather(1, which) if isinstance(which, Tensor) else values
 
 
 def surprise(logits: Tensor, tokens: Sequence[int]) -> list[float]:

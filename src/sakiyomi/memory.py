@@ -10,7 +10,15 @@ from pathlib import Path
 
 from sakiyomi.errors import MemoryLimitError
 
-__all__ = ["available_bytes", "peak_bytes", "readable", "require_bytes", "returned_when_freed"]
+__all__ = [
+    "available_bytes",
+    "peak_bytes",
+    "readable",
+    "require_bytes",
+    "reset_peak",
+    "resident_bytes",
+    "returned_when_freed",
+]
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -46,10 +54,39 @@ def peak_bytes() -> int:
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
+    # What getrusage says of a process begins, on Linux, with the memory of the one that started it.
+    own = _status("VmHWM")
+    if own is not None:
+        return own
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds now."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_peak() -> bool:
+    """Let ``peak_bytes`` begin again with what is held now; False where the system does not offer it (not Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status(name: str) -> int | None:
+    """A line of the kernel's account of this process, in bytes; None where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
 
 
 def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -> None:

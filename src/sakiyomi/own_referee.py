@@ -1,4 +1,5 @@
-"""The judge of rounded weights, with which only our engine computes: its own passes, of other shapes than the text's.
+"""The judge of rounded weights and of caches within a budget, with which only our engine computes: its own passes, of
+other shapes than the text's.
 
 It cannot tell whether the rounded weights are good ones, nor find an error that all passes share: perplexity and
 ``PackedModel.rounding`` are for that. It tells whether a drafted text is the one that the same weights write plainly.
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sakiyomi.keeping import surprise
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.referee import Referee
 
@@ -35,15 +37,29 @@ class OwnReferee(Referee):
 
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """(len(tokens), V) float32: row i predicts ``tokens[i]``; one pass, as over a prompt."""
-        ids = [*prompt, *tokens[:-1]]
-        with self.model.cache.lent(len(ids)) as slot:
-            return self.model.score([Segment(slot, 0, ids, prompt=True)])[len(prompt) - 1 :].float()
+        """(len(tokens), V) float32: row i predicts ``tokens[i]``; one pass from border to border, as over a prompt."""
+        return self._walk(prompt, tokens)
 
     def _stepped(self, prompt: Sequence[int], tokens: Sequence[int], step: int) -> Tensor:
-        ids = [*prompt, *tokens[:-1]]
+        return self._walk(prompt, tokens, step)
+
+    def _walk(self, prompt: Sequence[int], tokens: Sequence[int], step: int | None = None) -> Tensor:
+        """Logits by passes of so many tokens behind the prompt; the cache drops what it drops of a text."""
+        ids, keeping = [*prompt, *tokens[:-1]], self.model.keeping
+        rows: list[Tensor] = []
         with self.model.cache.lent(len(ids)) as slot:
-            rows = [self.model.score([Segment(slot, 0, list(prompt), prompt=True)], last=True).clone()]
-            for start in range(len(prompt), len(ids), step):
-                rows.append(self.model.score([Segment(slot, start, ids[start : start + step])]).clone())
-        return torch.cat(rows).float()
+            keeping.begin(slot)
+            at = 0
+            while at < len(ids):
+                behind = step is not None and at >= len(prompt)
+                far = len(ids) if step is None else at + step if behind else len(prompt)
+                end = min(len(ids), far, keeping.border(slot, len(prompt)))
+                rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=not behind)]).clone())
+                if keeping.wants_surprise:
+                    following = ids[at + 1 : end + 1]
+                    found = surprise(rows[-1][: len(following)], following)
+                    keeping.learn(slot, [max(found), *found] if at == 0 and found else found)
+                at = end
+                keeping.settle(slot, len(prompt), at)
+            keeping.end(slot)
+        return torch.cat(rows)[len(prompt) - 1 :].float()

@@ -247,5 +247,7 @@ def test_refusals() -> None:
         LLM(pair, "none", cache="h2o+quant-4")
     with pytest.raises(InputError, match=r"reassigned.*rounded anew at every border"):
         LLM(pair, "none", cache="h2o[positions=reassigned]+quant-4", kv_budget=100)
+    with pytest.raises(InputError, match=r"infllm with packed keys.*leave the quantization out"):
+        LLM(pair, "none", cache="infllm+quant-4", kv_budget=1000)
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")

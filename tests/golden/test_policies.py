@@ -5,31 +5,44 @@ The oracle is transformers with a mask: a row sees the pairs that stayed at the 
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+import sakiyomi.drafting
 from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.audit import audit
+from sakiyomi.audit_report import AuditConfig
+from sakiyomi.cache.notes import Notes
 from sakiyomi.errors import UnsupportedError
+from sakiyomi.kernels.native import NativeModel
 from sakiyomi.policies import POLICIES, View
+from sakiyomi.policies.h2o import H2O
 from sakiyomi.retaining.formats import read_heads, write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.raw import Raw
-from toys import character_tokenizer
+from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 WITHOUT_FILES = [name for name in POLICIES if name != "locret"]
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 NEW, CHUNK, BUDGET = 90, 16, 24
 PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(39, 3)]
 """Longer than the budget, shorter than it, and one that ends within a chunk."""
-SMALL = {"snapkv": "[window=8,local=0]", "pyramidkv": "[window=4,local=0,beta=4]"}
+SMALL = {
+    "infllm": "[block=4,sinks=4,local=4,representatives=2]",
+    "snapkv": "[window=8,local=0]",
+    "pyramidkv": "[window=4,local=0,beta=4]",
+}
 OWN = ("falcon",)
 """Architectures that keep their own attention."""
 
@@ -115,7 +128,41 @@ def test_scores_of_heads_are_those_of_the_module() -> None:
                 torch.testing.assert_close(torch.stack(of_layer), scores, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "streaming", "sirllm"])
+def _keep_the_pairs_alone(notes: Notes, slot: int, length: int, rows: Sequence[int]) -> None:
+    """Broken: what rows of refused tokens left behind is taken for that of the accepted ones."""
+
+
+def _reach_beyond(request: Any) -> int:
+    """Broken: a round may pass a border, so that where pairs are dropped depends on what was accepted."""
+    return int(request.last - len(request.tokens) - 1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [(Notes, "keep", _keep_the_pairs_alone), (sakiyomi.drafting, "_room", _reach_beyond)],
+    ids=["statistics of refused rows", "rounds beyond borders"],
+)
+def test_broken_rules_are_found(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = plain("llama", spec("h2o"))
+    monkeypatch.setattr(owner, name, broken)
+    assert drafted("llama", spec("h2o"), Branching, gamma=5) != wanted
+
+
+def test_the_audit_judges_by_the_same_cache(tmp_path: Path) -> None:
+    """Texts over several borders, and a defect that only they show."""
+    folder = save_model(tmp_path, tiny_llama(dim=64, max_position_embeddings=512), tiny_tokenizer())
+    text = "Once upon a time there was a little fox who lived in a wood. " * 20
+    config = AuditConfig(prompt_tokens=150, max_new_tokens=80, gammas=(3,), seeds=(0,))
+    options = {"cache": spec("h2o"), "kv_budget": BUDGET, "chunk_size": CHUNK, "compile": False}
+    report = audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options)
+    assert report.reference == "own plain" and not report.defects
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sakiyomi.drafting, "_room", _reach_beyond)
+        report = audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options)
+        assert report.defects
+
+
+@pytest.mark.parametrize("policy", ["h2o", "pyramidkv", "streaming", "sirllm", "infllm"])
 def test_reading_ahead_where_positions_move(policy: str) -> None:
     assert drafted("qwen3", spec(policy, positions="reassigned"), Fading, gamma=4) == plain(
         "qwen3", spec(policy, positions="reassigned")
@@ -267,6 +314,30 @@ def test_gpt2s_positions_do_not_move() -> None:
         llm_of("gpt2", "recency[local=4,positions=reassigned]")
 
 
+def test_what_is_recalled_is_what_was_there() -> None:
+    """InfLLM: pairs of the cache are, bit for bit, those of their places; and blocks come back that had gone."""
+    llm = llm_of("llama", spec("infllm"))
+    keeping: Any = llm.target.keeping
+    chosen: list[set[int]] = []
+    excerpt = keeping._cache.excerpt
+
+    def watched(slot: int, length: int, source: Any, other: int, columns: list[Tensor]) -> None:
+        excerpt(slot, length, source, other, columns)
+        chosen.append(set(columns[0][0].tolist()))
+        for layer, of_layer in enumerate(columns):
+            for head, places in enumerate(of_layer):
+                now = llm.target.cache.keys[layer][slot, head, : len(places)]
+                assert torch.equal(now, source.keys[layer][other, head, places])
+
+    keeping._cache.excerpt = watched
+    try:
+        out = llm.generate([PROMPTS[0]], params())[0]
+    finally:
+        del keeping._cache.excerpt
+    assert len(out.token_ids) == NEW and len(chosen) > 5
+    assert any((later - sooner) & set(range(60)) for sooner, later in itertools.pairwise(chosen)), "none came back"
+
+
 def test_memory_is_flat() -> None:
     """Bytes do not grow with the text, and a pyramid's upper layers have less."""
     flat = llm_of("llama", "streaming[local=4,positions=reassigned]")
@@ -288,3 +359,41 @@ def test_memory_is_flat() -> None:
     rooms = [layer.shape[2] for layer in pyramid.target.cache.keys]
     assert rooms[0] > rooms[1] > rooms[2]
     assert pyramid.target.cache.bytes == sum(rooms) * 2 * (8 + 8) * 4
+
+
+@dataclass(kw_only=True, eq=False)
+class Uneven(H2O):
+    """Heads of one layer with budgets of their own."""
+
+    name: ClassVar[str] = "uneven"
+
+    def budgets(self, budget: int, heads: Sequence[int]) -> list[list[int]]:
+        more = (-12, 12)
+        return [[budget + more[(head + i) % 2] for head in range(count)] for i, count in enumerate(heads)]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_heads_with_budgets_of_their_own(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their storage is as large as each needs, and both ways of attention read it."""
+    monkeypatch.setitem(POLICIES, "uneven", Uneven)
+    tokens = prompt(900, 7)
+
+    def make(draft: Any) -> LLM:
+        policy = "uneven[local=4,positions=reassigned]"
+        return LLM((model_of("llama"), TOKENIZER), draft, cache=policy, kv_budget=60, chunk_size=300, compile=False)
+
+    wanted = make("none").generate([tokens], params())[0].token_ids
+    if not native:
+        monkeypatch.setattr(NativeModel, "create", lambda: None)
+    llm = make("none")
+    with llm.conversation() as conversation:
+        out = conversation.generate(tokens, params())
+        held = llm.target.keeping.places(0)
+        assert [[len(head) for head in layer] for layer in held] == [[48, 72], [72, 48], [48, 72]]
+    assert [store.ndim for store in llm.target.cache.keys] == [3] * 3, "the storage is even"
+    rooms = [48 + 320, 72 + 320]
+    assert llm.target.cache.starts[0] == [0, rooms[0], sum(rooms)]
+    drafter = Branching(texts_of([tokens], [out.token_ids]), "sometimes", VOCAB)
+    (second,) = make(drafter).generate([tokens], params(gamma=5))
+    assert second.token_ids == out.token_ids == wanted
+    assert second.stats.accepted > 20

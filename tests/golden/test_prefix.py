@@ -22,6 +22,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "pyramidkv": {"cache": "pyramidkv[window=4,local=0,beta=4]", "kv_budget": 24, "chunk_size": 16},
     "packed": {"cache": "quant-4[residual=16]", "chunk_size": 16},
     "h2o, packed": {"cache": "h2o[local=4]+quant-4[residual=8]", "kv_budget": 44, "chunk_size": 16},
+    "infllm": {"cache": "infllm[block=4,sinks=4,local=4]", "kv_budget": 24, "chunk_size": 16},
     "moved": {"cache": "streaming[local=4,positions=reassigned]", "kv_budget": 24, "chunk_size": 16},
 }
 BEGINNING, ENDS = prompt(64, 1), [prompt(9, 2), prompt(21, 3), prompt(3, 4)]

@@ -129,8 +129,8 @@ def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, m
     """As torchao's on a GPU, of whose rounding there is no report."""
     pack = LLM._pack_target
 
-    def without_report(llm: LLM, *arguments: Any) -> PackedModel:
-        target = pack(llm, *arguments)
+    def without_report(llm: LLM, *arguments: Any, **options: Any) -> PackedModel:
+        target = pack(llm, *arguments, **options)
         target.rounding = None
         return target
 

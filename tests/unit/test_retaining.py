@@ -17,8 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from architectures import ALL, REFUSED, model_of, prompt, refused_model
+from sakiyomi.embedded import embedded
 from sakiyomi.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.plan import Plan, Segment
+from sakiyomi.loading import load_model
 from sakiyomi.model import PackedModel
 from sakiyomi.retaining import labels
 from sakiyomi.retaining.formats import fingerprint, read_heads, write_heads
@@ -388,6 +390,19 @@ def test_heads_of_another_model_are_refused_with_both_numbers(tmp_path: Path) ->
     ):
         with pytest.raises(UnsupportedError, match=words):
             found.check(widths, kv_heads)
+
+
+def test_the_embedded_heads_belong_to_the_embedded_model() -> None:
+    """Their card's overlap is far above chance, and they are no larger than they may be."""
+    found = read_heads("tales-retaining")
+    model = load_model("tales", device="cpu")
+    assert (
+        found.check(Raw(model.model).widths, kv_heads_of(model.model), fingerprint(model.model, model.tokenizer)) == []
+    )
+    assert sum(weight.nbytes for weight in found.heads.parameters()) <= 4 << 20
+    card = json.loads((embedded("tales-retaining") / "card.json").read_text(encoding="utf-8"))
+    assert card["base"] == found.base == "tales"
+    assert all(measures["overlap"] > 0.2 for measures in card["held_out"].values())
 
 
 def official(heads: RetainingHeads) -> dict[str, Tensor]:

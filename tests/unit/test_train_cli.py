@@ -16,7 +16,14 @@ from typer.testing import CliRunner
 from pair_toys import edits_config, tones_config
 from sakiyomi.cli.train import app
 from sakiyomi.train.checkpoint import load_checkpoint
-from sakiyomi.train.config import DraftConfig, EditsConfig, NgramConfig, TargetConfig, TonesConfig
+from sakiyomi.train.config import (
+    DraftConfig,
+    EditsConfig,
+    NgramConfig,
+    RetainingConfig,
+    TargetConfig,
+    TonesConfig,
+)
 from train_toys import draft_config, stop_at, story_file, target_config, tiny_target
 
 runner = CliRunner()
@@ -42,6 +49,7 @@ def flags(config: object, *, leave_out: tuple[str, ...] = ()) -> list[str]:
     [
         ("target", TargetConfig),
         ("draft", DraftConfig),
+        ("retaining", RetainingConfig),
         ("ngram", NgramConfig),
         ("edits", EditsConfig),
         ("tones", TonesConfig),

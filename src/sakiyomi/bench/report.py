@@ -33,11 +33,30 @@ HEADS = {
     "oracle_tokens_per_second": ("tok/s", 1),
     "plain_latency_seconds": ("plain s", 1),
     "speculative_latency_seconds": ("spec s", 1),
+    "accuracy": ("right", 100),
+    "accuracy_spread": ("±", 100),
+    "of_full": ("of full", 100),
+    "agreement": ("agree", 100),
+    "agreement_spread": ("± agree", 100),
+    "perplexity_spread": ("± ppl", 1),
+    "far_bytes": ("far MB", 1e-6),
+    "peak_bytes": ("peak MB", 1e-6),
+    "prefill_tokens_per_second": ("prefill tok/s", 1),
+    "decode_tokens_per_second": ("decode tok/s", 1),
+    "kv_slope": ("KV slope", 1),
+    "process_slope": ("grown slope", 1),
+    "kv_from_bytes": ("KV MB from", 1e-6),
+    "kv_to_bytes": ("KV MB to", 1e-6),
+    "grown_from_bytes": ("grown MB from", 1e-6),
+    "grown_to_bytes": ("grown MB to", 1e-6),
+    "resident_growth_bytes": ("grown MB", 1e-6),
+    "tokens_held": ("tokens", 1),
 }
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
 JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high", "weights"}
+JSON_ONLY |= {"spec", "kind", "pairs", "starred", "tasks", "seeds", "decode_low_high", "grown_bytes", "series"}
 """Figures that no table has room for; of other weights a note tells."""
-LAST = ("perplexity", "match", "equal")
+LAST = ("far_bytes", "perplexity", "match", "equal", "state")
 """Columns at the end, whichever line has further figures."""
 
 

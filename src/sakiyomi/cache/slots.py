@@ -203,7 +203,7 @@ class SlotCache:
             )
         packed = self.packed.wanted(columns - self._least[slot]) if self.packed is not None else 0
         columns -= self._absent[slot]
-        if slot >= self.slots or columns + self.spare > self.room or (self.packed and packed > self.packed.room):
+        if not self._holds(slot + 1, columns, packed):
             self._grow(*self._storage(slot + 1, columns, packed))
         if self._untold:
             # Before any pass, and again if Ctrl-C came in the middle: half of the pointers would be to freed memory.
@@ -221,11 +221,25 @@ class SlotCache:
         Raises:
             MemoryLimitError: with the bytes needed and the length that fits.
         """
+        self.needs(requests, columns)
+
+    def needs(self, requests: int, columns: int) -> int:
+        """Bytes that storage for so many requests of so many tokens will take, without allocating any.
+
+        Raises:
+            MemoryLimitError: it would not fit.
+        """
         packed = self.packed.wanted(columns) if self.packed is not None else 0
         if self.limits is not None:
             columns = min(columns, max(map(max, self.limits)))
-        if requests > self.slots or columns + self.spare > self.room or (self.packed and packed > self.packed.room):
-            self._storage(requests, columns, packed)
+        if self._holds(requests, columns, packed):
+            return self.bytes
+        return self._bytes(*self._storage(requests, columns, packed))
+
+    def _holds(self, requests: int, columns: int, packed: int) -> bool:
+        """Whether the present storage is enough."""
+        beside = self.packed.room if self.packed is not None else 0
+        return requests <= self.slots and columns + self.spare <= self.room and packed <= beside
 
     def _storage(self, requests: int, columns: int, packed: int) -> tuple[int, int, int]:
         """Slots, room and packed room for so many requests of so many tokens: doubled, or, if that is too much, what is

@@ -49,8 +49,8 @@ def register(app: typer.Typer) -> None:
         AuditOptions,
         JsonOption,
         help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
-        "plain; under the coupled rule sampled text too. With quantize everything against plain text of the rounded "
-        "target. Exit code 1 if a defect was found.",
+        "plain; under the coupled rule sampled text too. With quantize, or a cache within a budget, everything "
+        "against plain text of that target. Exit code 1 if a defect was found.",
     )(audit)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from sakiyomi.bench.config import BenchConfig, InflateConfig, Note
+from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.errors import InputError
+
+if TYPE_CHECKING:
+    from sakiyomi.bench.report import Row
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,17 @@ class PlotOption:
 
     Attributes:
         plot: draw the rows into this .png or .svg: bars of tokens/s, curves of the sweep (needs matplotlib).
+    """
+
+    plot: str | None = None
+
+
+@dataclass(frozen=True)
+class PlotFolderOption:
+    """Where the pictures go.
+
+    Attributes:
+        plot: folder for pictures of the rows (needs matplotlib); made if it is not there.
     """
 
     plot: str | None = None
@@ -54,16 +70,26 @@ def register(app: typer.Typer) -> None:
         help="Write a larger model that computes what a small one does.\n\nReal acceptance at a real size: new layers, "
         "heads and units are random inside and add nothing. It is checked before it is there.",
     )(inflate)
+    command(
+        own,
+        "long",
+        LongConfig,
+        PlotFolderOption,
+        JsonOption,
+        help="Compare cache systems on long contexts.\n\nEvery system answers the same prompts: right answers, keys "
+        "and values, peak memory, speed. Then how memory grows with the length; of books perplexity and agreement with "
+        "the full cache; of turns one conversation that grows.",
+    )(long)
     app.add_typer(own, name="bench")
 
 
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
+    from sakiyomi.cli.output import emit_json, progress, quiet
 
     with progress("loading") as status:
         from sakiyomi import machine
-        from sakiyomi.bench import plot, report, suites
+        from sakiyomi.bench import plot, suites
 
         if picture.plot is not None:
             if config.rows and suites.TABLES.issuperset(config.rows):
@@ -72,29 +98,61 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
         quiet()
         rows = suites.run(config, _Shown(status))
         conditions = machine.conditions()
-        console = stdout()
-        status.stop()
-        console.out(report.condition_line(conditions), highlight=False)
-        status.start()
-        done = []
-        for row in rows:
-            done.append(row)
-            # The spinner and the table may share a screen.
-            status.stop()
-            console.out()
-            table(row.table(), title=f"{row.name}: {row.title}")
-            if row.error is not None:
-                console.out(f"  {row.error}", highlight=False)
-            for note in row.notes:
-                console.out(f"  {note}", highlight=False)
-            console.out(f"  {report.condition_line(row.conditions)}", highlight=False)
-            status.start()
+        done = _show(rows, conditions, status)
     if output.json:
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
     if picture.plot is not None:
         plot.draw(done, picture.plot, conditions)
     if any(row.error is not None for row in done):
         raise typer.Exit(1)
+
+
+def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet
+
+    with progress("loading") as status:
+        from sakiyomi import machine
+        from sakiyomi.bench.long import plot
+        from sakiyomi.bench.long.run import run
+
+        if pictures.plot is not None:
+            plot.check(pictures.plot)
+        quiet()
+        rows = run(config, _Shown(status), pictures=pictures.plot)
+        conditions = machine.conditions()
+        done = _show(rows, conditions, status)
+    if output.json:
+        emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
+    if pictures.plot is not None:
+        plot.draw(done, pictures.plot, conditions)
+    if any(row.error is not None for row in done):
+        raise typer.Exit(1)
+
+
+def _show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:
+    """Each row's table when it is done, with its notes and conditions; all of them come back."""
+    from sakiyomi.bench import report
+    from sakiyomi.cli.output import stdout, table
+
+    console = stdout()
+    status.stop()
+    console.out(report.condition_line(conditions), highlight=False)
+    status.start()
+    done = []
+    for row in rows:
+        done.append(row)
+        # The spinner and the table may share a screen.
+        status.stop()
+        console.out()
+        table(row.table(), title=f"{row.name}: {row.title}")
+        if row.error is not None:
+            console.out(f"  {row.error}", highlight=False)
+        for note in row.notes:
+            console.out(f"  {note}", highlight=False)
+        console.out(f"  {report.condition_line(row.conditions)}", highlight=False)
+        status.start()
+    return done
 
 
 def inflate(config: InflateConfig, output: JsonOption) -> None:

@@ -20,6 +20,7 @@ from sakiyomi.train.config import (
     MedusaConfig,
     NgramConfig,
     RetainingConfig,
+    RetrieverConfig,
     TargetConfig,
     TonesConfig,
 )
@@ -116,6 +117,11 @@ _command(
     "ngram",
     NgramConfig,
     "Count the n-grams of a text, or of what a target writes, into one file for drafts.",
+)
+_command(
+    "retriever",
+    RetrieverConfig,
+    "Train a small Llama that finds pass keys, numbers and values of keys in long texts.",
 )
 _command(
     "edits",

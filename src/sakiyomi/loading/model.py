@@ -20,7 +20,7 @@ from sakiyomi.errors import InputError, LoadError, MemoryLimitError, Unsupported
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
 from sakiyomi.loading.accelerated import read_rounded
-from sakiyomi.loading.checkpoint import HEADS_FILE, Checkpoint, read_checkpoint
+from sakiyomi.loading.checkpoint import HEADS_FILE, RETAINING_FILE, Checkpoint, read_checkpoint
 from sakiyomi.loading.families import auto_class, check_supported, has_encoder, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
 from sakiyomi.loading.gguf import read_gguf
@@ -367,8 +367,11 @@ def _local_folder(name: str) -> Path | None:
     """The folder that a name stands for, None if it can only be a hub id."""
     path = folder_of(name)
     if name and path.is_dir():
-        if (path / HEADS_FILE).is_file() and not any(path.glob("model*.safetensors")):
+        alone = not any(path.glob("model*.safetensors"))
+        if (path / HEADS_FILE).is_file() and alone:
             raise InputError(f"{name!r} holds Medusa heads and no model; pass them as draft='medusa:{name}'")
+        if (path / RETAINING_FILE).is_file() and alone:
+            raise InputError(f"{name!r} holds retaining heads and no model; pass them as cache='locret:{name}'")
         return path
     if path.is_file():
         raise LoadError(

@@ -12,7 +12,9 @@ from sakiyomi.errors import InputError
 from sakiyomi.policies.base import Policy, View
 from sakiyomi.policies.chance import Random
 from sakiyomi.policies.expected import Expected
+from sakiyomi.policies.fastgen import FastGen
 from sakiyomi.policies.h2o import H2O
+from sakiyomi.policies.infllm import InfLLM
 from sakiyomi.policies.knorm import KeyDiff, Knorm
 from sakiyomi.policies.locret import Locret
 from sakiyomi.policies.pyramidkv import PyramidKV
@@ -23,10 +25,11 @@ from sakiyomi.policies.tova import TOVA
 
 __all__ = ["POLICIES", "Policy", "View", "make_policy", "read_budget", "read_cache"]
 
-POLICIES: dict[str, Callable[..., Policy]] = {
-    policy.name: policy
-    for policy in (Locret, H2O, SnapKV, PyramidKV, TOVA, Expected, SirLLM, Knorm, KeyDiff, Streaming, Recency, Random)
-}
+_ALL = (
+    *(Locret, InfLLM, H2O, SnapKV, PyramidKV, TOVA, Expected, FastGen),
+    *(SirLLM, Knorm, KeyDiff, Streaming, Recency, Random),
+)
+POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ALL}
 """By the name in ``cache=``."""
 
 _SPEC = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")

@@ -80,6 +80,10 @@ class Policy:
     """Whether rows of passes leave something behind."""
     surprise_wanted: ClassVar[bool] = False
     """Whether the probability of every token is wanted, so that logits of all rows are computed."""
+    recalls: ClassVar[bool] = False
+    """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every border."""
+    every: ClassVar[int] = 64
+    """Generated tokens from border to border."""
 
     sinks: int = 4
     local: int = 16
@@ -120,8 +124,12 @@ class Policy:
         raise NotImplementedError
 
     def score(self, view: View) -> Tensor:
-        """What each pair is worth, (h, n) float32; the largest stay."""
+        """What each pair is worth, (h, n) float32: it is ``View.former`` at the next border."""
         raise NotImplementedError
+
+    def rank(self, view: View, scores: Tensor) -> Tensor:
+        """By what pairs stay, the largest first, (h, n): their scores, where the policy does not say otherwise."""
+        return scores
 
     def held(self, view: View) -> Tensor:
         """Pairs that stay whatever their score, (h, n) bool."""

@@ -7,6 +7,7 @@ goes on from. Dropping goes on while text is generated, with the same heads: the
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from sakiyomi.retaining.raw import Raw
 
 __all__ = ["Locret"]
+
+logger = logging.getLogger("sakiyomi")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,12 +57,17 @@ class Locret(Policy):
 
     def listen(self, model: PackedModel) -> None:
         """Read the heads, and hear what the layers project."""
-        from sakiyomi.retaining.formats import read_heads
+        from sakiyomi.retaining.formats import fingerprint, read_heads
         from sakiyomi.retaining.raw import Raw
 
         found = read_heads(self.file)
         self._raw = Raw(model.module)
-        found.check(self._raw.widths, [shape.heads for shape in model.cache.shapes])
+        heads_of = [shape.heads for shape in model.cache.shapes]
+        if found.check(self._raw.widths, heads_of, fingerprint(model.module, None)):
+            logger.warning(
+                "the heads in %s were trained for %s, and this model has other weights: they may choose worse",
+                *(self.file, found.base or "another model"),
+            )
         heads = found.heads.to(model.device, model.dtype).requires_grad_(False)
         tables = model.state if isinstance(model.state, NativeModel) else None
         for layers in (heads.first, heads.second):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.embedded import folder_of
 from sakiyomi.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.fingerprint import tokenizer_digest
+from sakiyomi.loading.checkpoint import RETAINING_FILE as FILE
 from sakiyomi.loading.checkpoint import read_checkpoint, read_header, read_json
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, check_heads
 from sakiyomi.retaining.raw import out_features
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FILE", "HeadsFile", "fingerprint", "read_heads", "write_heads"]
 
-FILE = "heads.safetensors"
 KIND = "retaining_heads"
 PICKLES = (".bin", ".pt", ".pth")
 NAME = "model.layers.{}.self_attn.fc{}.weight"

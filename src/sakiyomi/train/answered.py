@@ -147,7 +147,7 @@ def _parsed(record: Any, place: str, tokenizer: Any, vocab: int, length: int) ->
         raise LoadError(f"{place} holds a {type(record).__name__}; expected an object")
     messages = chat_messages(record, place)
     if messages is None and isinstance(record.get("instruction"), str):
-        asked = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+        asked = "\n\n".join(part.strip() for part in (record["instruction"], _text(record, "input", place)) if part)
         messages = [("user", asked)]
         if _text(record, "output", place):
             messages.append(("assistant", record["output"].strip()))
@@ -320,7 +320,10 @@ class Questions:
 
     def state(self) -> dict[str, Any]:
         """How much was taken, and the sizes of all files."""
-        return {"taken": list(self._taken), "sizes": list(map(len, self._files)), "tokens": self.tokens}
+        return {"taken": list(self._taken), "sizes": self._sizes(), "tokens": self.tokens}
+
+    def _sizes(self) -> list[int]:
+        return [sum(len(one.prompt) + len(one.answer) for one in file) for file in self._files]
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave.
@@ -328,10 +331,10 @@ class Questions:
         Raises:
             LoadError: the files are not those of the checkpoint.
         """
-        sizes = list(map(len, self._files))
+        sizes = self._sizes()
         if sizes != state["sizes"]:
             raise LoadError(
-                f"the training files have {sizes} prompts, those of the checkpoint had {state['sizes']}: give the "
+                f"the training files have {sizes} tokens, those of the checkpoint had {state['sizes']}: give the "
                 "files as they were, or begin another run with another --out"
             )
         self._taken, self.tokens = list(state["taken"]), int(state["tokens"])

@@ -140,6 +140,56 @@ class TargetConfig(TextConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetrieverConfig(TextConfig):
+    """A small Llama that finds facts in long texts, trained on tasks made on the fly."""
+
+    text: tuple[str, ...] = _field((), "Training file FILE for filler between the facts and for text. Repeatable.")
+    valid: tuple[str, ...] = _field(
+        (),
+        "Held-out file, NAME=FILE: its loss, and the longest tasks with it as their filler, are measured. Repeatable.",
+    )
+    minutes: float = _field(60.0, "Training time in minutes of wall clock.", above=0)
+    decay_share: float = _field(
+        0.3, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
+    )
+    row_tokens: tuple[int, ...] = _field((64, 128, 256, 1024, 4096), "Row lengths in tokens, one a stage.", least=32)
+    stage_shares: tuple[float, ...] = _field(
+        (0.15, 0.25, 0.25, 0.2, 0.15), "Share of the budget of each stage, in the order of the row lengths.", above=0
+    )
+    step_tokens: int = _field(4096, "Tokens of one optimizer step; a multiple of every row length.", least=1)
+    text_weight: float = _field(0.05, "Weight of the loss of all text beside that of the answers.", least=0)
+    vocab: int = _field(1024, "Pieces of the tokenizer to train, special tokens included.", least=1)
+    hidden: int = _field(128, "Width of the hidden states.", least=1)
+    layers: int = _field(4, "Layers.", least=1)
+    heads: int = _field(4, "Attention heads.", least=1)
+    kv_heads: int = _field(2, "Key/value heads.", least=1)
+    intermediate: int = _field(384, "Width of the MLP.", least=1)
+    max_positions: int = _field(8192, "Longest context in tokens.", least=1)
+    rope_theta: float = _field(500000.0, "Base of the rotary embedding.", above=0)
+    eval_prompts: int = _field(
+        16, "Prompts of each task for the accuracies during the run, at the length of the stage.", least=1, resume=True
+    )
+    final_prompts: int = _field(
+        50, "Prompts of each task, length and form for the accuracies on the card.", least=1, resume=True
+    )
+    eval_lengths: tuple[int, ...] = _field(
+        (1024, 2048, 4096), "Lengths in tokens of the prompts for the accuracies on the card.", least=256, resume=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self.hidden, self.heads, self.kv_heads)
+        _require(
+            len(self.stage_shares) == len(self.row_tokens),
+            "stage_shares",
+            self.stage_shares,
+            f"{len(self.row_tokens)} shares, one for each of row_tokens",
+        )
+        longest = max(*self.row_tokens, *self.eval_lengths)
+        _require(longest <= self.max_positions, "max_positions", self.max_positions, f"{longest} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftConfig(TextConfig):
     """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.train.config import DraftConfig, TargetConfig
+from sakiyomi.train.config import DraftConfig, RetrieverConfig, TargetConfig
 
 
 def new_llama(
-    sizes: TargetConfig | DraftConfig,
+    sizes: TargetConfig | DraftConfig | RetrieverConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     layers: int,

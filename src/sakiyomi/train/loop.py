@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,6 +74,7 @@ class Loop:
         evaluate: held-out measures, called every `eval_minutes` and at the end.
         optimizers: makes them for the model.
         growth: when to grow in depth, if at all; Llama models do.
+        stages: shares of the budget in which the row lengths are used one after the other; none: in turn, step by step.
         device: where the model is, as accelerate takes it.
         precision: of the passes: "bf16", "fp16" or "no".
         warmup_share: first share of the budget in which the learning rate rises.
@@ -88,6 +91,7 @@ class Loop:
         *,
         optimizers: Callable[[nn.Module], list[Optimizer]],
         growth: Growth | None = None,
+        stages: Sequence[float] = (),
         device: str = "cpu",
         precision: str = "bf16",
         warmup_share: float = 0.0,
@@ -95,6 +99,7 @@ class Loop:
     ) -> None:
         self.config, self.model, self.mixture = config, model, mixture
         self._batch_loss, self._evaluate, self._growth = batch_loss, evaluate, growth
+        self._stages = tuple(stages)
         self._out = Path(config.out)
         self._budget = float(config.tokens or config.minutes * 60)
         self.schedule = Schedule(
@@ -144,6 +149,15 @@ class Loop:
         """Of the budget that is spent."""
         return self._clock() / self._budget
 
+    @property
+    def row_tokens(self) -> tuple[int, ...]:
+        """Row lengths that are used by turns now: all, or that of the stage."""
+        if not self._stages:
+            return self.config.row_tokens
+        ends = list(accumulate(self._stages))
+        stage = bisect_right(ends, min(self.share, 1.0) * ends[-1])
+        return (self.config.row_tokens[min(stage, len(ends) - 1)],)
+
     def epochs(self, names: Sequence[str]) -> dict[str, float]:
         """How often each source of the mixture was read."""
         assert isinstance(self.mixture, Mixture), "only streams have epochs"
@@ -187,7 +201,7 @@ class Loop:
         """One optimizer step; returns the factor of the peak learning rate."""
         began = time.monotonic()
         config, progress = self.config, self.progress
-        length = config.row_tokens[progress.step % len(config.row_tokens)]
+        length = self.row_tokens[progress.step % len(self.row_tokens)]
         batch = self.mixture.batch(
             progress.step, config.step_tokens // length, length, self.schedule.decaying(self._clock())
         )

@@ -125,6 +125,11 @@ def plot_losses(progress: Progress, path: Path, unit: str = "nats per token") ->
         elif "nats_per_token" in points[0][1]:
             values = [measures["nats_per_token"] for _, measures in points]
             axes.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"held-out {name}")
+        elif "accuracy" in points[0][1]:
+            other = other or axes.twinx()
+            values = [measures["accuracy"] for _, measures in points]
+            other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"accuracy {name}")
+            other.set(ylabel="share of right answers", ylim=(0, 1.02))
         elif "overlap" in points[0][1]:
             other = other or axes.twinx()
             values = [measures["overlap"] for _, measures in points]

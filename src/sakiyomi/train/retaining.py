@@ -75,7 +75,7 @@ def train_retaining(config: RetainingConfig, command: str = "") -> dict[str, Any
     makers = {str(spec.path): TaskRows(str(spec.path), tokenizer, config.query_aware) for spec in tasks}
 
     def read(path: Path) -> list[Answered]:
-        most = config.eval_rows + _most_rows(config)
+        most = max(10 * config.eval_rows, config.eval_rows + _most_rows(config))  # of ten one may be held back
         query_tokens = config.query_tokens if config.query_aware else 0
         found, passed = read_answered(
             path, tokenizer, vocabulary(target), query_tokens=query_tokens, length=longest, most=most, seed=config.seed

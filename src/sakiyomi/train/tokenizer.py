@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +15,9 @@ PAD = "<|pad|>"
 SMALLEST = 256 + 2
 
 
-def train_tokenizer(texts: Iterable[str], pieces: int, max_length: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], pieces: int, max_length: int, *, split: Sequence[Any] = ()
+) -> PreTrainedTokenizerFast:
     """Train a tokenizer whose vocabulary has `pieces` entries, special tokens included.
 
     `END` begins and ends a document (bos and eos); it is id 0. A prompt is led by it when encoded with special tokens,
@@ -24,6 +27,7 @@ def train_tokenizer(texts: Iterable[str], pieces: int, max_length: int) -> PreTr
         texts: training text; pass a text twice to count it twice.
         pieces: size of the vocabulary, at least 258 (256 bytes, 2 special tokens).
         max_length: longest context of the model in tokens, kept as metadata.
+        split: what cuts the text first, from `tokenizers.pre_tokenizers`.
 
     Raises:
         InputError: too few pieces were asked for, or the text is too short to make as many.
@@ -31,7 +35,8 @@ def train_tokenizer(texts: Iterable[str], pieces: int, max_length: int) -> PreTr
     if pieces < SMALLEST:
         raise InputError(f"vocab is {pieces}, expected at least {SMALLEST} (256 bytes and 2 special tokens)")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, words]) if split else words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=pieces,

@@ -1,0 +1,152 @@
+"""What `sakiyomi bench long` measures; the only home of these defaults. Imports no torch: the command line reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from sakiyomi.errors import InputError
+
+__all__ = ["FORMATS", "LongConfig", "budget_pairs", "parse_bytes"]
+
+FORMATS = ("leval", "longbench", "infinitebench")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class LongConfig:
+    """Which systems, on what, and how often.
+
+    Lists are given by repeating a flag, or in one word with commas: ``--systems full,h2o[sinks=4,local=32]``.
+
+    Attributes:
+        target: embedded name, folder or hub id.
+        systems: what LLM(cache=...) takes: full, h2o, locret:FOLDER and so on; and one-shot: transformers, the whole
+            prompt in one pass. With +query-first a system's prompts have the question in front of the text too.
+        budgets: for systems that have one: KV pairs (512), or a share of the context (1/8).
+        tasks: made tasks, with right answers.
+        lengths: tokens of a prompt, question included.
+        count: prompts of each task, length and seed; of a file the questions a seed draws.
+        seeds: each makes its own prompts; the spread is over them.
+        questions: file of one's own in the place of tasks; long ones are cut in the middle to each of the lengths.
+        format: of that file: leval, longbench or infinitebench.
+        templates: of longbench: folder with dataset2prompt.json and dataset2maxlen.json; that of the questions if not
+            given.
+        max_new_tokens: of an answer; by default what the task or the file's format asks for.
+        books: .jsonl with a text a line, or a text file: perplexity of what follows a long context of it, and how often
+            a system expects the token that full does.
+        follow: tokens of that text.
+        turns: turns of one conversation that grows; each is a prompt of a task of turn_tokens.
+        turn_tokens: tokens of a turn.
+        chunk_size: tokens of a prompt that are read at once; LLM's own default if not given.
+        memory_limit: most bytes (2GiB) that a system's process may hold; a system over it shows OOM, and another line
+            the longest context that fits.
+        memory: each system runs in a process of its own, whose peak is measured; otherwise all share one model here.
+        dtype: auto (as stored), float32, bfloat16 or float16.
+        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
+        compile: use compiled graphs, which are waited for; making them takes memory too.
+    """
+
+    target: str = "retriever"
+    systems: tuple[str, ...] = ("full", "h2o", "snapkv", "streaming")
+    budgets: tuple[str, ...] = ("1/8",)
+    tasks: tuple[str, ...] = ("passkey",)
+    lengths: tuple[str, ...] = ("1024", "4096")
+    count: int = 8
+    seeds: tuple[str, ...] = ("0", "1", "2")
+    questions: str | None = None
+    format: str | None = None
+    templates: str | None = None
+    max_new_tokens: int | None = None
+    books: str | None = None
+    follow: int = 256
+    turns: int = 0
+    turn_tokens: int = 256
+    chunk_size: int | None = None
+    memory_limit: str | None = None
+    memory: bool = True
+    dtype: str = "auto"
+    device: str = "auto"
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("systems", "budgets", "tasks", "lengths", "seeds"):
+            words = tuple(dict.fromkeys(split_list(getattr(self, name))))
+            if not words:
+                raise InputError(f"{name} is empty; give at least one")
+            object.__setattr__(self, name, words)
+        for name in ("count", "follow", "turn_tokens"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.turns < 0:
+            raise InputError(f"turns is {self.turns}; expected 0 (none) or more")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
+        if self.format not in (None, *FORMATS):
+            raise InputError(f"format is {self.format!r}; expected {', '.join(FORMATS)}")
+        if (self.questions is None) != (self.format is None):
+            raise InputError(f"questions and format go together: --questions FILE --format {'|'.join(FORMATS)}")
+        if self.templates is not None and self.format != "longbench":
+            raise InputError("templates belong to questions of format longbench; leave them out")
+        for budget in self.budgets:
+            budget_pairs(budget, 8)
+        self.numbers("lengths", least=8)
+        self.numbers("seeds", least=0)
+        if self.limit_bytes is not None and not self.memory:
+            raise InputError("memory_limit needs each system in a process of its own, and memory is off; leave one out")
+
+    def numbers(self, name: str, *, least: int) -> list[int]:
+        """A list of whole numbers, ascending.
+
+        Raises:
+            InputError: one is not.
+        """
+        words = getattr(self, name)
+        if not all(re.fullmatch(r"\d+", word) and int(word) >= least for word in words):
+            raise InputError(f"{name} is {','.join(words)}; expected whole numbers of at least {least}")
+        return sorted({int(word) for word in words})
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """``memory_limit`` as a number."""
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+
+
+def split_list(words: Sequence[str]) -> list[str]:
+    """Items of a list whose words may hold several, with commas between them; those in brackets are an item's own."""
+    parts = (part.strip() for word in words for part in re.split(r",(?![^\[]*\])", word))
+    return [part for part in parts if part]
+
+
+def budget_pairs(budget: str, length: int) -> int:
+    """KV pairs that a budget allows.
+
+    Args:
+        budget: a number of them ("512"), or a share ("1/8").
+        length: tokens of the context.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if re.fullmatch(r"\d+", budget) and int(budget) > 0:
+        return int(budget)
+    if re.fullmatch(r"\d+/\d+", budget) and int(budget.split("/")[1]):
+        share = Fraction(budget)
+        if 0 < share <= 1:
+            return max(1, int(share * length))
+    raise InputError(f"budget is {budget!r}; expected a number of KV pairs (512) or a share of the context (1/8)")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes as people write them: 500000000, 500MB, 2GiB.
+
+    Raises:
+        InputError: it is no such text.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or not float(found[1]):
+        raise InputError(f"{text!r} is no number of bytes; expected one such as 500000000, 500MB or 2GiB")
+    return int(float(found[1]) * unit)

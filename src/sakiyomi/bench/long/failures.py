@@ -1,0 +1,35 @@
+"""What goes wrong while a system is measured, as a record beside those of the others."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from sakiyomi.errors import MemoryLimitError, SakiyomiError
+
+__all__ = ["caught"]
+
+
+class caught:
+    """What goes wrong inside, as a record, if a user could have caused it; all else goes on.
+
+    Args:
+        length: of the context that was tried.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self.record: dict[str, Any] | None = None
+
+    def __enter__(self) -> caught:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if isinstance(error, (MemoryLimitError, MemoryError, torch.OutOfMemoryError)):
+            text = str(error) or "no memory is left"
+            self.record = {"length": self._length, "error": text, "over": True}
+        elif isinstance(error, SakiyomiError):
+            self.record = {"length": self._length, "error": error.message, "over": False}
+        return self.record is not None

@@ -1,0 +1,44 @@
+"""Long-context tasks that need no download: made at any length, at any depth, with a score between 0 and 1.
+
+Each task hides what its question needs in a text of the asked number of tokens, and says where (``Example.spans``).
+The kinds follow those of InfiniteBench (arXiv 2402.13718) and RULER (arXiv 2404.06654); wording and lists are our own.
+"""
+
+from sakiyomi.longtasks.example import Example, Task, hits
+from sakiyomi.longtasks.filler import NOISE, Filler, Noise, Texts, read_filler
+from sakiyomi.longtasks.haystack import MultiKey, Needle, Pairs
+from sakiyomi.longtasks.pairs import DensePairs
+from sakiyomi.longtasks.variables import Variables
+from sakiyomi.longtasks.words import CommonWords
+
+__all__ = [
+    "NOISE",
+    "TASKS",
+    "CommonWords",
+    "DensePairs",
+    "Example",
+    "Filler",
+    "MultiKey",
+    "Needle",
+    "Noise",
+    "Pairs",
+    "Task",
+    "Texts",
+    "Variables",
+    "hits",
+    "read_filler",
+]
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Needle("passkey"),
+        Needle("number"),
+        Pairs(),
+        DensePairs(),
+        MultiKey(),
+        Variables(),
+        CommonWords(),
+    )
+}
+"""The tasks by name, with the settings of their classes; ``dataclasses.replace`` makes others."""

@@ -1,0 +1,147 @@
+"""What a task gives: a text, a question about it, its answers, and where in the text they stand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from sakiyomi.errors import InputError
+
+__all__ = ["Example", "Fact", "Task", "check_depth", "fitted", "hits", "tokens_of"]
+
+TRIES = 12
+"""Texts that are encoded at most while the length is sought; the gap shrinks to a piece or two in about five."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question about a long text.
+
+    Attributes:
+        task: name of its task.
+        context: the long text.
+        question: what follows the text, ending where the answer begins.
+        answers: what the answer must hold, all of them.
+        spans: (begin, end) in characters of the context: what the answers need.
+        asked: the question without the beginning of an answer.
+    """
+
+    task: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]
+    asked: str
+
+    def prompt(self, query_first: bool = False) -> str:
+        """Text for the model.
+
+        Args:
+            query_first: the question also stands in front of the text, for methods that decide while they read.
+        """
+        return (f"{self.asked}\n\n" if query_first else "") + self.context + self.question
+
+
+class Task(Protocol):
+    """A kind of question."""
+
+    @property
+    def name(self) -> str:
+        """As in ``TASKS``."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """New tokens that an answer may take, enough where every character is a token."""
+
+    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
+        """An example, which depends on the arguments alone.
+
+        Args:
+            rng: source of all that is random.
+            length: most tokens of ``prompt(query_first=True)``, special tokens included; the plain prompt is shorter
+                by its question.
+            tokenizer: of the model, as transformers has it.
+            depth: where in the text what is asked for stands, 0 the beginning, 1 the end; None: anywhere.
+
+        Raises:
+            InputError: the length leaves no room for the task, or the depth is outside 0..1.
+        """
+
+    def score(self, text: str, example: Example) -> float:
+        """How right an answer is, 0..1."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something to be found, and the question for it.
+
+    Attributes:
+        text: as it stands in the context.
+        asked: the question.
+        cue: the beginning of the answer.
+        answer: the rest of it, without a space in front.
+        span: (begin, end) of the answer in ``text``.
+    """
+
+    text: str
+    asked: str
+    cue: str
+    answer: str
+    span: tuple[int, int]
+
+
+def hits(text: str, answers: Sequence[str]) -> float:
+    """Share of the answers that stand in a text as whole words: 4821 is not found in 48215."""
+    found = [re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) is not None for answer in answers]
+    return sum(found) / len(found)
+
+
+def check_depth(depth: float | None) -> None:
+    """Raise InputError unless the depth is None or in 0..1."""
+    if depth is not None and not 0 <= depth <= 1:
+        raise InputError(f"depth is {depth!r}, expected a number from 0 (the beginning) to 1 (the end), or None")
+
+
+def tokens_of(text: str, tokenizer: Any) -> int:
+    """Tokens of a prompt as the model gets it, special tokens included."""
+    # verbose=False: a text longer than the tokenizer's own limit is what is wanted here, no reason for a warning
+    return len(tokenizer(text, verbose=False)["input_ids"])
+
+
+def fitted(build: Callable[[int], Example], least: int, length: int, tokenizer: Any) -> Example:
+    """The longest example of a family whose query-first prompt has at most `length` tokens.
+
+    Args:
+        build: makes the example with so many units (filler sentences, pairs, words), each about alike in tokens.
+        least: fewest units.
+        length: most tokens.
+        tokenizer: of the model.
+
+    Raises:
+        InputError: the smallest example is longer.
+    """
+    low, best = least, build(least)
+    tokens = smallest = tokens_of(best.prompt(query_first=True), tokenizer)
+    if tokens > length:
+        raise InputError(
+            f"length is {length} tokens, and the shortest text for task {best.task!r} has {tokens}; give {tokens} or "
+            "more"
+        )
+    per_unit, high = 16.0, None
+    for _ in range(TRIES):
+        step = max(1, int((length - tokens) / per_unit))
+        middle = low + step if high is None else min(low + step, high - 1)
+        if middle == low:
+            break
+        example = build(middle)
+        found = tokens_of(example.prompt(query_first=True), tokenizer)
+        if found > length:
+            high = middle
+        else:
+            low, best, tokens = middle, example, found
+        per_unit = max((found - smallest) / (middle - least), 1e-6)
+    return best

@@ -1,0 +1,181 @@
+"""Tasks that hide facts between sentences of filler: one value, pairs of keys and values, numbers with owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from sakiyomi.errors import InputError
+from sakiyomi.longtasks.example import Example, Fact, check_depth, fitted, hits
+from sakiyomi.longtasks.facts import NEEDLES, locker, needle, pair, question
+from sakiyomi.longtasks.filler import NOISE, Filler, Supply
+from sakiyomi.longtasks.keys import digits, keys, repeated
+
+__all__ = ["MultiKey", "Needle", "Pairs", "scattered"]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """One value in a long text: a pass key of 5 digits, or a long number of 10, half of them doubled.
+
+    Attributes:
+        name: "passkey" or "number".
+        filler: what it is hidden in.
+    """
+
+    name: str = "passkey"
+    filler: Filler = NOISE
+
+    def __post_init__(self) -> None:
+        if self.name not in NEEDLES:
+            raise InputError(f"no needle is called {self.name!r}; expected {' or '.join(NEEDLES)}")
+
+    @property
+    def answer_tokens(self) -> int:
+        """See ``Task``."""
+        return 8 if self.name == "passkey" else 14
+
+    def fact(self, rng: np.random.Generator) -> Fact:
+        """A new value."""
+        return needle(self.name, digits(rng, 5) if self.name == "passkey" else repeated(rng, 10))
+
+    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
+        """See ``Task``."""
+        check_depth(depth)
+        place = rng.random() if depth is None else depth
+        fact, supply = self.fact(rng), Supply(self.filler, rng)
+
+        def build(count: int) -> Example:
+            context, (span,) = scattered(supply.first(count), [(place, fact)])
+            end = question(fact.asked, fact.cue)
+            return Example(self.name, context, end, (fact.answer,), (span,), fact.asked)
+
+        return fitted(build, 0, length, tokenizer)
+
+    def score(self, text: str, example: Example) -> float:
+        """See ``Task``."""
+        return hits(text, example.answers)
+
+
+@dataclass(frozen=True)
+class _Several:
+    """Facts with different keys, of which some are asked for.
+
+    Attributes:
+        facts: in the text.
+        queries: of them that are asked for, in one question.
+        value_digits: of a value.
+        filler: what they are scattered in.
+    """
+
+    facts: int = 8
+    queries: int = 1
+    value_digits: int = 4
+    filler: Filler = NOISE
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.queries <= self.facts:
+            raise InputError(f"queries is {self.queries}, expected 1 to {self.facts}, the number of facts")
+        if self.value_digits < 1:
+            raise InputError(f"value_digits is {self.value_digits}, expected 1 or more")
+
+    @property
+    def answer_tokens(self) -> int:
+        """See ``Task``."""
+        return (self.value_digits + 3) * self.queries + (32 * (self.queries - 1))
+
+    def score(self, text: str, example: Example) -> float:
+        """See ``Task``."""
+        return hits(text, example.answers)
+
+    def _made(
+        self,
+        task: str,
+        fact: Callable[[str, str], Fact],
+        rng: np.random.Generator,
+        length: int,
+        tokenizer: Any,
+        depth: float | None,
+    ) -> Example:
+        check_depth(depth)
+        facts = [fact(key, digits(rng, self.value_digits)) for key in islice(keys(rng), self.facts)]
+        places = rng.random(self.facts)
+        if depth is not None:
+            # What is asked for stands there; the others are distractors around it.
+            places[: self.queries] = depth
+        wanted, supply = facts[: self.queries], Supply(self.filler, rng)
+        asked = " ".join(one.asked for one in wanted)
+
+        def build(count: int) -> Example:
+            context, spans = scattered(supply.first(count), list(zip(places, facts, strict=True)))
+            end = question(asked, wanted[0].cue)
+            answers = tuple(one.answer for one in wanted)
+            return Example(task, context, end, answers, spans[: self.queries], asked)
+
+        return fitted(build, 0, length, tokenizer)
+
+
+@dataclass(frozen=True)
+class Pairs(_Several):
+    """Pairs of a key and a value as JSON has them, scattered in filler; one is asked for."""
+
+    @property
+    def name(self) -> str:
+        """See ``Task``."""
+        return "kv"
+
+    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
+        """See ``Task``."""
+        return self._made(self.name, braced, rng, length, tokenizer, depth)
+
+
+@dataclass(frozen=True)
+class MultiKey(_Several):
+    """Numbers with owners, in sentences; the number of one owner is asked for, or of several (``queries``)."""
+
+    @property
+    def name(self) -> str:
+        """See ``Task``."""
+        return "multikey"
+
+    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
+        """See ``Task``."""
+        return self._made(self.name, locker, rng, length, tokenizer, depth)
+
+
+def braced(key: str, value: str) -> Fact:
+    """A pair that stands alone."""
+    plain = pair(key, value)
+    begin, end = plain.span
+    return Fact("{" + plain.text + "}", plain.asked, plain.cue, plain.answer, (begin + 1, end + 1))
+
+
+def scattered(sentences: Sequence[str], facts: Sequence[tuple[float, Fact]]) -> tuple[str, tuple[tuple[int, int], ...]]:
+    """Sentences with facts between them.
+
+    Args:
+        sentences: the filler.
+        facts: each with its place, 0 in front of all sentences, 1 behind them.
+
+    Returns:
+        The text, and the span of each fact's answer in it, in the order given.
+    """
+    before = [round(place * len(sentences)) for place, _ in facts]
+    order = sorted(range(len(facts)), key=lambda index: facts[index][0])
+    parts: list[str] = []
+    spans: dict[int, tuple[int, int]] = {}
+    at, done = 0, 0
+    for number in range(len(sentences) + 1):
+        while done < len(order) and before[order[done]] == number:
+            fact = facts[order[done]][1]
+            spans[order[done]] = (at + fact.span[0], at + fact.span[1])
+            parts.append(fact.text)
+            at, done = at + len(fact.text) + 1, done + 1
+        if number < len(sentences):
+            parts.append(sentences[number])
+            at += len(sentences[number]) + 1
+    return " ".join(parts), tuple(spans[index] for index in range(len(facts)))

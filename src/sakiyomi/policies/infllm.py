@@ -1,0 +1,68 @@
+"""InfLLM: nothing is lost, and blocks that matter now are fetched (Xiao et al. 2024, arXiv 2402.04617)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sakiyomi.policies.base import View
+from sakiyomi.policies.looking import Looking
+
+__all__ = ["InfLLM"]
+
+
+@dataclass(kw_only=True, eq=False)
+class InfLLM(Looking):
+    """All pairs stay in main memory; attention reads the first ones, the last ones and the best blocks of the others.
+
+    A block's representatives are those of its keys at which the rows of its own chunk looked most; its relevance to
+    what comes is the product of their mean with the mean query since the last border, summed over all heads, so that
+    all heads read the same blocks. Blocks are chosen at borders: after every chunk, and every 16 generated tokens,
+    where the paper chooses at each. Pairs keep their own positions, or with ``positions="reassigned"`` move together;
+    the paper gives all that is far away one distance.
+
+    Attributes:
+        block: tokens of one.
+        representatives: keys of a block.
+        recent: share of the budget for the last tokens.
+    """
+
+    name: ClassVar[str] = "infllm"
+    recalls: ClassVar[bool] = True
+    every: ClassVar[int] = 16
+
+    sinks: int = 16
+    block: int = 32
+    representatives: int = 4
+    recent: float = 0.25
+
+    def least_of(self, budget: int) -> int:
+        """The recent share, and a block."""
+        return super().least_of(budget) + max(0, int(self.recent * budget) - self.local) + self.block
+
+    def score(self, view: View) -> Tensor:
+        """How much rows of its own chunk looked at each pair; what came before the chunk is not read for it."""
+        among = replace(view, keys=view.keys[:, view.keys.shape[1] - view.fresh :])
+        parts = [seen.sum((1, 2)) for seen in self.looks(among)]
+        return torch.cat([view.former, sum(parts[1:], parts[0])], 1)
+
+    def rank(self, view: View, scores: Tensor) -> Tensor:
+        """The relevance of each pair's block; what is behind the last whole block is recent."""
+        assert view.notes is not None
+        heads, n, dim = view.keys.shape
+        blocks = n // self.block
+        best = scores[:, : blocks * self.block].unflatten(1, (blocks, self.block))
+        chosen = best.topk(min(self.representatives, self.block), 2).indices
+        keys = view.keys[:, : blocks * self.block].float().unflatten(1, (blocks, self.block))
+        mean = keys.gather(2, chosen[..., None].expand(-1, -1, -1, dim)).mean(2)
+        query = view.notes.float().mean(0).view(view.all_heads, -1, dim)[view.heads].sum(1)
+        relevance = (mean @ query[..., None]).sum((0, 2)).repeat_interleave(self.block)
+        return F.pad(relevance, (0, n - len(relevance)), value=float(relevance.max())).expand(heads, -1)
+
+    def held(self, view: View) -> Tensor:
+        """The recent share too."""
+        return super().held(view) | (view.places >= view.length - int(self.recent * view.budget))

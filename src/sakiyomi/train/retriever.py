@@ -1,0 +1,240 @@
+"""Train a small Llama that finds facts in long texts, on the tasks of `sakiyomi.longtasks` and on text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from sakiyomi.errors import InputError
+from sakiyomi.longtasks.facts import locker, needle, pair
+from sakiyomi.longtasks.filler import NOISE, Filler, Texts
+from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS
+from sakiyomi.train.config import RetrieverConfig
+from sakiyomi.train.data import TextSpec, check_shares, parse_text
+from sakiyomi.train.evaluate import bits_per_character, encode_held_out, parse_valid, read_held_out
+from sakiyomi.train.export import save, write_card
+from sakiyomi.train.llama import new_llama
+from sakiyomi.train.loop import Loop, compiled_loss
+from sakiyomi.train.optim import text_optimizers
+from sakiyomi.train.preflight import check_run
+from sakiyomi.train.retrieval_measures import ASKED, accuracy
+from sakiyomi.train.retrieval_rows import ANSWER, FRONT, KNOWN, RetrievalRows
+from sakiyomi.train.retrieval_start import start_looking_back
+from sakiyomi.train.target import load_tokenizer
+from sakiyomi.train.tokenizer import train_tokenizer
+from sakiyomi.train.writing import writing
+
+__all__ = ["answers_and_text", "retrieval_tokenizer", "train_retriever"]
+
+FINAL_TOKENS = 65536
+SHORT_ROWS = 257
+SHORTEST = 256
+TOKENIZER_DOCUMENTS = 600
+
+
+def train_retriever(config: RetrieverConfig, command: str = "") -> dict[str, Any]:
+    """Run `sakiyomi train retriever`.
+
+    Args:
+        config: the settings.
+        command: the command line, for the card.
+
+    Returns:
+        The summary that `--json` prints; `finished` is False after SIGINT.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    specs = [parse_text(spec) for spec in config.text]
+    valid = parse_valid(config.valid)
+    check_shares("--text", specs)
+    check_run(config, [*(spec.path for spec in specs), *valid.values()])
+    documents = _documents(specs)
+    tokenizer = load_or_train_tokenizer(config, documents)
+    texts = {name: read_held_out(path) for name, path in valid.items()}
+    held_out = [encode_held_out(name, some, tokenizer) for name, some in texts.items()]
+    rows = RetrievalRows(documents, tokenizer, seed=config.seed)
+    torch.manual_seed(config.seed)
+    model = new_llama(config, tokenizer, layers=config.layers, vocab=len(tokenizer), max_positions=config.max_positions)
+    start_looking_back(model, config.seed)
+    loss = compiled_loss(partial(answers_and_text, config.text_weight), config.compile)
+
+    def batch_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
+        ids, roles = batch["ids"], batch["roles"]
+        if "end" in batch:
+            # Their shapes are used too seldom to be worth compiling.
+            with torch.compiler.set_stance("force_eager"):
+                hidden = parted_pass(model, ids[:, :-1], int(batch["end"]))
+                answers = roles[:, 1:][:, FRONT:]
+                return answers_and_text(0.0, hidden, model.lm_head.weight, ids[:, 1:][:, FRONT:], answers)
+        # The backward pass of the fused attention is slow for many short rows.
+        attend_by(model, "eager" if ids.shape[1] <= SHORT_ROWS else "sdpa")
+        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:])
+
+    def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+        length = max(SHORTEST, loop.row_tokens[-1])
+        found = measure(config, model, tokenizer, length, config.eval_prompts, NOISE)
+        mean = sum(found.values()) / len(found)
+        return {"tasks": {"accuracy": mean, "length": length} | found}
+
+    loop = Loop(
+        config, model, batch_loss, rows, evaluate, optimizers=text_optimizers(config), stages=config.stage_shares
+    )
+    if not loop.run():
+        return {"finished": False, "out": config.out, "step": loop.progress.step, "tokens": loop.progress.tokens}
+    with torch.compiler.set_stance("force_eager"):
+        measures: dict[str, Any] = {item.name: bits_per_character(loop.model, item, FINAL_TOKENS) for item in held_out}
+    fillers: dict[str, Filler] = {"noise": NOISE} | {name: Texts(some) for name, some in texts.items()}
+    for name, filler in fillers.items():
+        for length in config.eval_lengths if filler is NOISE else (max(config.eval_lengths),):
+            some = measure(config, loop.model, tokenizer, length, config.final_prompts, filler)
+            measures[f"accuracy at {length} tokens, filler: {name}"] = some
+    save(config, loop.model, tokenizer)
+    about = f"A Llama model of {config.layers} layers that finds facts in long texts (`sakiyomi.longtasks`)"
+    return write_card(
+        config, loop.model, loop.progress, measures, command, {}, about=about, measured_on=explained(config)
+    )
+
+
+def explained(config: RetrieverConfig) -> str:
+    """What the accuracies of the card are."""
+    return (
+        f"Accuracies are shares of {config.final_prompts} prompts, at depths spread evenly from the beginning to the "
+        "end, whose greedy answer begins with the right one. The training began with heads that look back "
+        "(`sakiyomi.train.retrieval_start`), and ran over "
+        + ", ".join(str(length) for length in config.row_tokens)
+        + " tokens a row, one length after the other."
+    )
+
+
+def measure(
+    config: RetrieverConfig,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    prompts: int,
+    filler: Filler,
+) -> dict[str, float]:
+    """Accuracy of each task, plain and with the question in front, too."""
+    found = {}
+    attend_by(model, "sdpa")
+    # Prompts have many lengths, each of which would be compiled.
+    with torch.compiler.set_stance("force_eager"):
+        for first in (False, True):
+            for task in ASKED:
+                found[task + (", question in front" if first else "")] = accuracy(
+                    model, tokenizer, task, length, prompts=prompts, query_first=first, filler=filler, seed=config.seed
+                )
+    return found
+
+
+def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> Tensor:
+    """Last hidden states of parted rows, those of the question in front left out.
+
+    The last part sees the text in the last layer alone: there it finds the answer by what the text has noted of the
+    question in front, which it cannot see itself.
+
+    Args:
+        model: in training.
+        ids: (B, T) see `RetrievalRows.parted`.
+        end: where the last part begins.
+
+    Returns:
+        (B, T - FRONT, H).
+    """
+    attend_by(model, "sdpa")
+    inner: Any = model.model
+    hidden = inner.embed_tokens(ids)
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    cos, sin = inner.rotary_emb(hidden, position_ids=places)
+
+    def layer(module: Any, hidden: Tensor, begin: int, end: int) -> Tensor:
+        turned = cos[:, begin:end], sin[:, begin:end]
+        states: Tensor = module(
+            hidden[:, begin:end], attention_mask=None, position_ids=places[:, begin:end], position_embeddings=turned
+        )
+        return states
+
+    for module in inner.layers[:-1]:
+        hidden = torch.cat((layer(module, hidden, 0, end), layer(module, hidden, end, ids.shape[1])), 1)
+    states: Tensor = inner.norm(layer(inner.layers[-1], hidden, FRONT, ids.shape[1]))
+    return states
+
+
+def answers_and_text(text_weight: float, hidden: Tensor, head: Tensor, labels: Tensor, roles: Tensor) -> Tensor:
+    """Cross-entropy of the answers, and with a small weight that of all that is no padding.
+
+    Args:
+        text_weight: of the second mean.
+        hidden: (B, T, H) last hidden states.
+        head: (V, H) output embedding.
+        labels: (B, T) token ids.
+        roles: (B, T) what the labels are, see `retrieval_rows`.
+    """
+    logits = F.linear(hidden, head).flatten(0, 1)
+    each = F.cross_entropy(logits.float(), labels.flatten(), reduction="none").view(labels.shape)
+    answers, known = (roles == ANSWER).float(), (roles >= KNOWN).float()
+    of_answers = (each * answers).sum() / answers.sum().clamp_min(1)
+    return of_answers + text_weight * (each * known).sum() / known.sum().clamp_min(1)
+
+
+def attend_by(model: LlamaForCausalLM, name: str) -> None:
+    """Switch between two implementations of attention that transformers has."""
+    if model.config._attn_implementation != name:
+        model.set_attn_implementation(name)
+
+
+def load_or_train_tokenizer(config: RetrieverConfig, documents: Sequence[str]) -> PreTrainedTokenizerBase:
+    """The tokenizer below OUT, which a new run makes.
+
+    Raises:
+        InputError: the one below OUT has another size than was asked for.
+    """
+    folder = Path(config.out) / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        new = retrieval_tokenizer(documents, config.vocab, config.max_positions)
+        with writing(folder):
+            new.save_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) != config.vocab:
+        raise InputError(
+            f"vocab is {config.vocab}, and the tokenizer in {folder} has {len(tokenizer)} pieces; give --vocab "
+            f"{len(tokenizer)}, or delete that folder to have another one trained"
+        )
+    return tokenizer
+
+
+def retrieval_tokenizer(documents: Sequence[str], pieces: int, max_length: int) -> PreTrainedTokenizerBase:
+    """A tokenizer in which every digit is a piece, and with about 1,000 pieces every word of a key, too.
+
+    Raises:
+        InputError: see `train_tokenizer`.
+    """
+    words = [make(f"{adjective} {noun}", "") for make in (pair, locker) for adjective in ADJECTIVES for noun in NOUNS]
+    facts = [*words, *(needle(task, "") for task in ("passkey", "number"))]
+    texts = [f"{fact.text} {fact.asked} {fact.cue}" for fact in facts]
+    chosen = np.random.default_rng(0).permutation(len(documents))[:TOKENIZER_DOCUMENTS]
+    return train_tokenizer(
+        [*(documents[index] for index in chosen), *texts],
+        pieces,
+        max_length,
+        split=[pre_tokenizers.Digits(individual_digits=True)],
+    )
+
+
+def _documents(specs: Sequence[TextSpec]) -> list[str]:
+    """All text of the files.
+
+    Raises:
+        InputError: a file holds token ids, or gives no text.
+    """
+    return [text for spec in specs for text in read_held_out(spec.path)]

@@ -1,0 +1,232 @@
+"""Long-context tasks: length, spans, scores, depth, determinism, bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerBase
+
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.longtasks import (
+    TASKS,
+    CommonWords,
+    DensePairs,
+    Example,
+    MultiKey,
+    Needle,
+    Noise,
+    Pairs,
+    Task,
+    Texts,
+    Variables,
+    hits,
+    read_filler,
+)
+from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS, keys, repeated
+from sakiyomi.train.tokenizer import train_tokenizer
+from train_toys import stories
+
+LENGTH = 600
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_tokenizer(stories(60), 300, 100_000)
+
+
+def made(name: str, tokenizer: Any, seed: int = 0, length: int = LENGTH, depth: float | None = None) -> Example:
+    return TASKS[name].make(np.random.default_rng(seed), length, tokenizer, depth)
+
+
+def size(text: str, tokenizer: Any) -> int:
+    return len(tokenizer(text)["input_ids"])
+
+
+@pytest.mark.parametrize("name", TASKS)
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 1000), length=st.integers(1200, 3000), depth=st.none() | st.floats(0, 1))
+def test_length_spans_and_scores(
+    name: str, tokenizer: PreTrainedTokenizerBase, seed: int, length: int, depth: float | None
+) -> None:
+    depth = None if name == "words" else depth
+    task = TASKS[name]
+    example = made(name, tokenizer, seed, length, depth)
+    assert example.task == name
+    longest = size(example.prompt(query_first=True), tokenizer)
+    assert size(example.prompt(), tokenizer) < longest <= length
+    assert longest > 0.9 * length
+    found = {example.context[begin:end] for begin, end in example.spans}
+    assert found == set(example.answers)
+    assert task.score(f" {', '.join(example.answers)}.", example) == 1
+    assert task.score("", example) == 0
+    wrong = [answer[:-1] + ("1" if answer[-1] != "1" else "2") for answer in example.answers]
+    assert task.score(" ".join(wrong), example) < 1 / len(example.answers)
+    assert example == made(name, tokenizer, seed, length, depth)
+    assert example.context != made(name, tokenizer, seed + 1, length, depth).context
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_question_in_front(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    example = made(name, tokenizer, length=1500)
+    plain = example.prompt()
+    assert plain == example.context + example.question
+    assert example.asked in example.question
+    assert example.prompt(query_first=True) == f"{example.asked}\n\n{plain}"
+    assert not any(answer in example.question for answer in example.answers)
+    assert TASKS[name].answer_tokens >= size(" ".join(example.answers), tokenizer) // 2
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "words"])
+def test_the_depth_is_where_the_answer_stands(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    for depth in (0.0, 0.25, 0.5, 0.75, 1.0):
+        example = made(name, tokenizer, length=4000, depth=depth)
+        assert example.spans[0][0] / len(example.context) == pytest.approx(depth, abs=0.05)
+
+
+def test_without_a_depth_answers_stand_everywhere(tokenizer: PreTrainedTokenizerBase) -> None:
+    examples = [made("passkey", tokenizer, seed) for seed in range(40)]
+    places = [example.spans[0][0] / len(example.context) for example in examples]
+    assert min(places) < 0.2
+    assert max(places) > 0.8
+
+
+def test_a_number_that_goes_on_is_another_one() -> None:
+    assert hits("It is 48213.", ["48213"]) == 1
+    assert hits("It is 482135.", ["48213"]) == 0
+    assert hits('"48213", "7"', ["48213", "8"]) == 0.5
+
+
+def test_the_scattered_tasks_have_distractors(tokenizer: PreTrainedTokenizerBase) -> None:
+    example = made("multikey", tokenizer, length=1500)
+    assert example.context.count("opens with") == MultiKey().facts
+    assert made("kv", tokenizer, length=1500).context.count('": "') == Pairs().facts
+    dense = json.loads(made("kv-dense", tokenizer).context)
+    assert len(dense) > 10
+
+
+def test_several_questions_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    task = MultiKey(queries=3)
+    example = task.make(np.random.default_rng(0), 1500, tokenizer)
+    assert len(example.answers) == len(example.spans) == 3
+    assert example.question.count("What opens") == 3
+    assert task.score(example.answers[0], example) == pytest.approx(1 / 3)
+    assert task.answer_tokens > MultiKey().answer_tokens
+
+
+def test_a_chain_of_variables_leads_to_the_value(tokenizer: PreTrainedTokenizerBase) -> None:
+    example = Variables(hops=3, chains=2).make(np.random.default_rng(0), 2000, tokenizer, 0.0)
+    links = dict(part.split(" = ") for part in example.context.replace(";", "").split("SET ")[1:])
+    links = {name: text.split()[0] for name, text in links.items()}
+    value = example.question.split()[-4].strip("?")
+    value = next(text for text in links.values() if text.isdigit() and text in example.question)
+    holds = {name for name in links if _followed(name, links) == value}
+    assert holds == set(example.answers)
+    assert len(links) == 8
+
+
+def _followed(name: str, links: dict[str, str]) -> str:
+    while not name.isdigit():
+        name = links[name]
+    return name
+
+
+def test_the_common_words_are_the_most_frequent(tokenizer: PreTrainedTokenizerBase) -> None:
+    task = CommonWords(common=3, often=6, seldom=1)
+    example = task.make(np.random.default_rng(0), 1500, tokenizer)
+    words = example.context.split()
+    counts = {word: words.count(word) for word in set(words)}
+    assert {word for word, count in counts.items() if count == 6} == set(example.answers)
+    assert set(counts.values()) == {1, 6}
+    assert len(example.spans) == 18
+
+
+def test_a_number_with_repeats() -> None:
+    for seed in range(20):
+        number = repeated(np.random.default_rng(seed), 10)
+        assert len(number) == 10
+        assert sum(one == two for one, two in pairwise(number)) >= 5
+
+
+def test_keys_never_come_twice() -> None:
+    source = keys(np.random.default_rng(0))
+    some = [next(source) for _ in range(len(ADJECTIVES) * len(NOUNS) + 500)]
+    assert len(set(some)) == len(some)
+
+
+def test_filler_of_the_user(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(
+        json.dumps({"text": "The cat sat. “Who is it?” The dog barked.\nNobody knew! 猫がいた。犬もいた。"}) + "\n"
+    )
+    filler = read_filler([path])
+    example = Needle("passkey", filler=filler).make(np.random.default_rng(0), LENGTH, tokenizer, 0.5)
+    assert "Nobody knew!" in example.context
+    assert "rain" not in example.context
+    sentences = filler.sentences(np.random.default_rng(0))
+    assert [next(sentences) for _ in range(6)] == [
+        "The cat sat.",
+        "“Who is it?”",
+        "The dog barked.",
+        "Nobody knew!",
+        "猫がいた。",
+        "犬もいた。",
+    ]
+    with pytest.raises(LoadError, match="missing"):
+        read_filler([tmp_path / "missing.txt"])
+    with pytest.raises(InputError, match="no sentence"):
+        Texts([" "])
+
+
+def test_a_long_sentence_is_cut(tokenizer: PreTrainedTokenizerBase) -> None:
+    task = Needle("passkey", filler=Texts(["word " * 2000]))
+    example = task.make(np.random.default_rng(0), LENGTH, tokenizer)
+    assert size(example.prompt(query_first=True), tokenizer) > 0.8 * LENGTH
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_too_short(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(InputError, match=r"length is 20 tokens, and the shortest text .* has (\d+)") as caught:
+        made(name, tokenizer, length=20)
+    least = int(str(caught.value).split()[-3])
+    assert size(made(name, tokenizer, length=least).prompt(query_first=True), tokenizer) == least
+
+
+def test_bad_settings(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(InputError, match=r"depth is 1\.5"):
+        made("passkey", tokenizer, depth=1.5)
+    with pytest.raises(InputError, match="stands everywhere"):
+        made("words", tokenizer, length=1500, depth=0.5)
+    bad: list[tuple[Any, dict[str, Any], str]] = [
+        (Needle, {"name": "pin"}, "no needle is called 'pin'"),
+        (Pairs, {"queries": 9}, "queries is 9"),
+        (MultiKey, {"value_digits": 0}, "value_digits is 0"),
+        (DensePairs, {"value_digits": 0}, "value_digits is 0"),
+        (Variables, {"hops": 0}, "hops is 0"),
+        (Variables, {"chains": 500}, "over 1000 names"),
+        (CommonWords, {"common": 0}, "common is 0"),
+        (CommonWords, {"seldom": 12}, "seldom < often"),
+    ]
+    for kind, values, message in bad:
+        with pytest.raises(InputError, match=message):
+            kind(**values)
+
+
+def test_the_table_holds_tasks_by_their_names() -> None:
+    for name, task in TASKS.items():
+        assert task.name == name
+        assert dataclasses.is_dataclass(task)
+        one: Task = task
+        assert one.answer_tokens > 0
+
+
+def test_noise_of_other_lines(tokenizer: PreTrainedTokenizerBase) -> None:
+    example = Needle(filler=Noise(("Hum.",))).make(np.random.default_rng(0), LENGTH, tokenizer)
+    assert example.context.count("Hum.") > 20

@@ -1,0 +1,300 @@
+"""The retrieval model: its rows, the pass over parted rows, its accuracy, a tiny run from end to end and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS
+from sakiyomi.train.config import RetrieverConfig
+from sakiyomi.train.llama import new_llama
+from sakiyomi.train.loop import Loop
+from sakiyomi.train.retrieval_measures import ASKED, accuracy
+from sakiyomi.train.retrieval_rows import ANSWER, END_LONG, END_SHORT, FRONT, KNOWN, NOTHING, RetrievalRows
+from sakiyomi.train.retrieval_start import start_looking_back
+from sakiyomi.train.retriever import answers_and_text, parted_pass, retrieval_tokenizer, train_retriever
+from train_toys import losses, stop_at, stories, story_file
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return retrieval_tokenizer(stories(60), 800, 4096)
+
+
+@pytest.fixture(scope="module")
+def rows(tokenizer: PreTrainedTokenizerBase) -> RetrievalRows:
+    return RetrievalRows(stories(60), tokenizer, seed=3)
+
+
+def config(folder: Path, **changes: Any) -> RetrieverConfig:
+    settings: dict[str, Any] = {
+        "out": str(folder / "out"),
+        "text": (str(story_file(folder / "train.jsonl")),),
+        "valid": (f"stories={story_file(folder / 'valid.jsonl', count=10, seed=1)}",),
+        "tokens": 6 * 512,
+        "row_tokens": (128, 256),
+        "stage_shares": (0.5, 0.5),
+        "step_tokens": 512,
+        "vocab": 700,
+        "hidden": 32,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "intermediate": 48,
+        "max_positions": 512,
+        "eval_prompts": 1,
+        "final_prompts": 2,
+        "eval_lengths": (256,),
+        "compile": False,
+        "threads": 1,
+    }
+    return RetrieverConfig(**(settings | changes))
+
+
+def test_digits_and_the_words_of_keys_are_pieces() -> None:
+    tokenizer = retrieval_tokenizer(stories(60), 800, 4096)
+    assert tokenizer.tokenize(" 4481") == ["Ġ", "4", "4", "8", "1"]
+    assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in (*ADJECTIVES, *NOUNS))
+    assert all(len(tokenizer.tokenize(word)) == 1 for word in ADJECTIVES)
+
+
+@pytest.mark.parametrize("length", [128, 512])
+def test_rows_are_whole_texts_with_their_answers_marked(
+    rows: RetrievalRows, tokenizer: PreTrainedTokenizerBase, length: int
+) -> None:
+    answered = 0
+    for step in (0, 1, 2):
+        batch = rows.batch(step, 24, length, False)
+        again = rows.batch(step, 24, length, True)
+        assert all((batch[name] == again[name]).all() for name in batch)
+        assert batch["ids"].shape == batch["roles"].shape == (24, length + 1)
+        for ids, roles in zip(batch["ids"], batch["roles"], strict=True):
+            known = ids[roles != NOTHING]
+            assert (roles[: len(known)] != NOTHING).all()
+            text = tokenizer.decode(known[1:])
+            if "Question" in text:
+                # The parts are joined where the tokenizer would cut the whole text, too.
+                assert tokenizer(text)["input_ids"] == known.tolist()
+                assert len(known) > 0.6 * length
+                answers = tokenizer.decode(ids[roles == ANSWER])
+                last = text.rsplit("\n", 1)[1]
+                assert last.endswith(answers[-5:])
+                answered += 1
+    assert answered > 20
+    assert (rows.batch(0, 2, length, False)["ids"] != rows.batch(1, 2, length, False)["ids"]).any()
+
+
+def test_questions_of_a_row_are_answered_by_its_text(rows: RetrievalRows, tokenizer: PreTrainedTokenizerBase) -> None:
+    seen = 0
+    for seed in range(30):
+        ids, _ = rows._asked("kv-dense", np.random.default_rng(seed), 385)
+        text = tokenizer.decode(ids[1:])
+        pairs = json.loads(text[text.index("{") : text.index("}") + 1])
+        for line in text[text.index("}") :].split("\n"):
+            if line.startswith("Answer: "):
+                key, value = json.loads("{" + line.removeprefix("Answer: ") + "}").popitem()
+                assert pairs[key] == value
+                seen += 1
+    assert seen > 30
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_parted_rows(rows: RetrievalRows, tokenizer: PreTrainedTokenizerBase, again: bool) -> None:
+    batch = rows.batch(7 if again else 3, 2, 512, False)
+    assert batch["ids"].shape == (8, 129)
+    end = int(batch["end"][0])
+    assert end == 129 - (END_LONG if again else END_SHORT)
+    for ids, roles in zip(batch["ids"], batch["roles"], strict=True):
+        front, body, last = (tokenizer.decode(part) for part in (ids[:FRONT], ids[FRONT:end], ids[end:]))
+        asked = front.removeprefix(tokenizer.eos_token * front.count(tokenizer.eos_token)).strip()
+        assert asked.startswith("Question: ")
+        assert (asked in last) == again
+        assert (roles[:end] != ANSWER).all()
+        answer = tokenizer.decode(ids[roles == ANSWER]).strip(' ".')
+        assert answer.isdigit()
+        key = asked.split("locker of the ")[-1].split('"')[-2 if '"' in asked else 0].rstrip("?")
+        assert key in body.split(answer)[0]
+        assert (roles[FRONT:end] == KNOWN).all()
+
+
+def test_a_parted_pass_hides_what_it_says(
+    rows: RetrievalRows, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    batch = rows.batch(3, 2, 512, False)
+    ids, end = torch.from_numpy(batch["ids"]), int(batch["end"][0])
+    inside = slice(end - FRONT, None)
+
+    def changed(layers: int, at: int, blind: bool = False) -> tuple[bool, bool]:
+        """Whether another token at a place changes the states of the text and those of the answer."""
+        torch.manual_seed(0)
+        model = new_llama(config(tmp_path), tokenizer, layers=layers, vocab=800, max_positions=512)
+        if blind:
+            torch.nn.init.zeros_(model.model.layers[-1].self_attn.o_proj.weight)
+        other = ids.clone()
+        other[:, at] = (other[:, at] + 1) % 800
+        with torch.no_grad():
+            gaps = (parted_pass(model, ids, end) - parted_pass(model, other, end)).abs().amax((0, 2))
+        return bool(gaps[: end - FRONT].max() > 1e-6), bool(gaps[inside].max() > 1e-6)
+
+    question, text = FRONT - 4, FRONT + 20
+    assert changed(1, question) == (False, False)
+    assert changed(1, text) == (True, True)
+    # What is asked in front reaches the answer by way of the text.
+    assert changed(2, question) == (True, True)
+    # Without the last layer's attention nothing reaches it.
+    assert changed(3, text, blind=True) == (True, False)
+
+
+def test_the_loss_counts_answers_and_a_little_text() -> None:
+    hidden, head = torch.randn(1, 3, 8), torch.randn(5, 8)
+    labels, roles = torch.tensor([[1, 2, 3]]), torch.tensor([[KNOWN, ANSWER, NOTHING]])
+    each = F.cross_entropy((hidden @ head.T)[0], labels[0], reduction="none")
+    found = answers_and_text(0.1, hidden, head, labels, roles)
+    assert float(found) == pytest.approx(float(each[1] + 0.1 * each[:2].mean()), rel=1e-5)
+    nothing = answers_and_text(0.1, hidden, head, labels, torch.zeros_like(roles))
+    assert float(nothing) == 0
+
+
+class Knowing:
+    """Stands for a model that guesses every next token right, but for the `wrong`-th from the end of each row."""
+
+    device, training = torch.device("cpu"), False
+
+    def __init__(self, size: int, wrong: int | None) -> None:
+        self._size, self._wrong = size, wrong
+
+    def eval(self) -> None: ...
+
+    def train(self, mode: bool) -> None: ...
+
+    def model(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        following = torch.roll(input_ids, -1, 1)
+        if self._wrong is not None:
+            for row in following:
+                filled = int((row != 0).nonzero().max())
+                row[filled - self._wrong] = 1
+        return SimpleNamespace(last_hidden_state=F.one_hot(following, self._size).float())
+
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+@pytest.mark.parametrize("task", ASKED)
+@pytest.mark.parametrize("query_first", [False, True])
+def test_accuracy(task: str, query_first: bool, tokenizer: PreTrainedTokenizerBase) -> None:
+    def share(wrong: int | None) -> float:
+        model: Any = Knowing(800, wrong)
+        return accuracy(model, tokenizer, task, 400, prompts=4, query_first=query_first)
+
+    assert share(None) == 1
+    assert share(1) == 0
+    # Far in front of the answer nothing counts.
+    assert share(60) == 1
+
+
+def test_the_start_looks_back_and_for_the_same_again(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    sizes = config(tmp_path, hidden=128, heads=4, kv_heads=2, layers=2)
+    torch.manual_seed(0)
+    model = new_llama(sizes, tokenizer, layers=2, vocab=800, max_positions=512)
+    model.set_attn_implementation("eager")
+    count = 40
+    ids = torch.randperm(800)[:count].repeat(2)[None]
+
+    def seen(layer: int, head: int, back: int) -> float:
+        """Mean weight that the second half gives to tokens so far back."""
+        with torch.no_grad():
+            weights = model(input_ids=ids, output_attentions=True).attentions[layer][0, head]
+        return float(torch.diagonal(weights, -back)[count - back + 2 :].mean())
+
+    assert seen(0, 0, 1) < 0.1
+    start_looking_back(model, 1)
+    for head in range(4):
+        assert seen(0, head, head + 1) > 0.7
+        # What stood behind the same token, or the same two, the last time.
+        assert seen(1, head, count - 1) > 0.1
+        assert seen(1, head, count - 5) < 0.05
+
+
+def test_stages_follow_each_other(tmp_path: Path) -> None:
+    settings = config(tmp_path, tokens=1000 * 512)
+    loop = Loop(
+        settings,
+        torch.nn.Linear(1, 1),
+        None,
+        None,
+        None,
+        optimizers=lambda model: [],
+        stages=(0.25, 0.75),  # type: ignore[arg-type]
+    )
+    for share, length in ((0, 128), (0.24, 128), (0.25, 256), (0.99, 256), (1.0, 256)):
+        loop.progress.tokens = round(share * settings.tokens)
+        assert loop.row_tokens == (length,)
+
+
+def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
+    summary = train_retriever(
+        config(tmp_path, note=("Stories, no licence needed",)), "sakiyomi train retriever --out x"
+    )
+    assert summary["steps"] == 6
+    folder = Path(summary["model"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.dtype == torch.bfloat16
+    assert model.config.num_key_value_heads == 1
+    assert len(tokenizer) == model.config.vocab_size == 700
+    card = json.loads((folder / "card.json").read_text())
+    assert card["held_out"]["stories"]["bits_per_character"] > 0
+    for filler in ("noise", "stories"):
+        found = card["held_out"][f"accuracy at 256 tokens, filler: {filler}"]
+        assert set(found) == {*ASKED, *(f"{task}, question in front" for task in ASKED)}
+    text = (folder / "README.md").read_text()
+    assert "| kv-dense, question in front |" in text
+    assert "sakiyomi train retriever --out x" in text
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_resumed_run_sees_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = config(tmp_path, out=str(tmp_path / "whole"))
+    train_retriever(whole)
+    parts = config(tmp_path, out=str(tmp_path / "parts"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGINT)
+        assert not train_retriever(parts)["finished"]
+    train_retriever(config(tmp_path, out=str(tmp_path / "parts"), resume=True))
+    assert losses(parts.out) == losses(whole.out)
+
+
+def test_other_text_is_refused_when_resumed(rows: RetrievalRows, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows.restore(rows.state())
+    with pytest.raises(LoadError, match="their text has changed"):
+        RetrievalRows(stories(61), tokenizer, seed=3).restore(rows.state())
+
+
+def test_bad_settings(tmp_path: Path) -> None:
+    for changes, message in (
+        ({"stage_shares": (1.0,)}, "stage_shares is .* expected 2 shares"),
+        ({"max_positions": 128}, "max_positions is 128, expected 256 or more"),
+        ({"kv_heads": 3}, "kv_heads|heads"),
+        ({"eval_lengths": (100,)}, "eval_lengths is .100"),
+    ):
+        with pytest.raises(InputError, match=message):
+            config(tmp_path, **changes)
+
+
+def test_a_tokenizer_of_another_size_is_refused(tmp_path: Path) -> None:
+    train_retriever(config(tmp_path, tokens=512))
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    with pytest.raises(InputError, match="has 700 pieces"):
+        train_retriever(config(tmp_path, vocab=710))
