@@ -240,8 +240,10 @@ class PackedPairs:
     def rewrite(self, layer: int, slot: int, heads: slice, columns: Tensor, keys: Tensor, values: Tensor) -> None:
         """Hold other columns from now on.
 
-        Values that were packed move as they are, and so do keys whose whole group moves. Keys of another group than
-        before are packed anew, which adds up to half a step of the new group to their error.
+        Values that were packed move as they are, and so do keys whose whole group moves. Keys in other company than
+        before are packed anew, which adds up to half a step of the new group to their error: where a ninth of all pairs
+        goes at every border, keys of normal numbers in 4 bits are 0.079 of their spread off at first, 0.10 after one
+        border, 0.13 after 4, 0.17 after 16 and after 96.
 
         Args:
             layer, slot, heads: whose.
