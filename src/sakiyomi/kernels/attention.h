@@ -304,10 +304,11 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   if (packed) with_bits(layer.packed.bits, [&](auto bits) {
     s.values.resize(packed_group * vd + 16);
     const int64_t bytes = value_bytes(vd, bits()), numbers = 2 * value_groups(vd);
+    s.steps.resize(packed_group * numbers);
     for (int64_t j = lowest / packed_group * packed_group; j < packed; j += packed_group) {
+      from_halves(layer.packed.value_scales + (packed_first + j) * numbers, packed_group * numbers, s.steps.data());
       for (int64_t t = 0; t < packed_group; ++t)
-        unpack_value<bits()>(layer.packed.values + (packed_first + j + t) * bytes, layer.packed.value_scales + (packed_first + j + t) * numbers,
-                             vd, s.values.data() + t * vd);
+        unpack_value<bits()>(layer.packed.values + (packed_first + j + t) * bytes, s.steps.data() + t * numbers, vd, s.values.data() + t * vd);
       in_groups<8>(rows, [&](auto some, int64_t r) {
         add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, s.values.data(), packed_group, vd);
       });

@@ -113,26 +113,23 @@ inline void unpack_turned(const uint8_t* codes, const float* steps, int64_t half
   }
 }
 
-// One token's value, (dim) floats.
+// One token's value, (dim) floats; `steps` are the step and low of each group.
 template <int bits>
-inline void unpack_value(const uint8_t* codes, const uint16_t* scales, int64_t dim, float* to) {
+inline void unpack_value(const uint8_t* codes, const float* steps, int64_t dim, float* to) {
   int64_t d = 0;
-  for (; d + packed_group <= dim; d += packed_group, codes += 4 * bits, scales += 2) {
-    const float step = from_half(scales[0]), low = from_half(scales[1]);
-    store16(to + d, low + codes16<bits>(codes, 0) * step);
-    store16(to + d + 16, low + codes16<bits>(codes, 1) * step);
+  for (; d + packed_group <= dim; d += packed_group, codes += 4 * bits, steps += 2) {
+    store16(to + d, steps[1] + codes16<bits>(codes, 0) * steps[0]);
+    store16(to + d + 16, steps[1] + codes16<bits>(codes, 1) * steps[0]);
   }
-  if (d == dim) return;
   const int64_t count = (dim - d + 7) / 8 * 8;
-  const float step = from_half(scales[0]), low = from_half(scales[1]);
-  for (int64_t n = 0; d < dim; ++n, ++d) to[d] = std::fma(code_at(codes, n, count, bits), step, low);
+  for (int64_t n = 0; d < dim; ++n, ++d) to[d] = std::fma(code_at(codes, n, count, bits), steps[0], steps[1]);
 }
 
 // All packed keys and values of one head as rows of T, for what reads them often.
 template <typename T>
 void unpack_head(const Packed& packed, int64_t head, int64_t count, int64_t key_dim, int64_t value_dim, T* keys, T* values) {
   const int64_t first = head * packed.room;
-  std::vector<float> steps(2 * key_dim), block(16 * key_dim), value(value_dim + 16);
+  std::vector<float> steps(2 * std::max(key_dim, value_groups(value_dim))), block(16 * key_dim), value(value_dim + 16);
   auto write = [](T* to, float x) {
     if constexpr (std::is_same_v<T, float>) *to = x;
     else *to = narrow(x);
@@ -146,8 +143,8 @@ void unpack_head(const Packed& packed, int64_t head, int64_t count, int64_t key_
         for (int64_t d = 0; d < key_dim; ++d) write(keys + (t + i) * key_dim + d, block[16 * d + i]);
     }
     for (int64_t t = 0; t < count; ++t) {
-      unpack_value<bits()>(packed.values + (first + t) * value_bytes(value_dim, bits()),
-                           packed.value_scales + (first + t) * value_groups(value_dim) * 2, value_dim, value.data());
+      from_halves(packed.value_scales + (first + t) * value_groups(value_dim) * 2, 2 * value_groups(value_dim), steps.data());
+      unpack_value<bits()>(packed.values + (first + t) * value_bytes(value_dim, bits()), steps.data(), value_dim, value.data());
       for (int64_t d = 0; d < value_dim; ++d) write(values + t * value_dim + d, value[d]);
     }
   });
