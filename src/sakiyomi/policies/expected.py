@@ -35,6 +35,7 @@ class Expected(Looking):
     ahead: int = 512
     floor: float = 0.02
     _turn: Turn | None = field(default=None, init=False, repr=False)
+    _rotation: tuple[int, Tensor] | None = field(default=None, init=False, repr=False)
 
     def prepare(self, model: PackedModel) -> None:
         """How the model's positions turn keys and queries."""
@@ -66,8 +67,12 @@ class Expected(Looking):
         return (looks + self.floor / view.keys.shape[1]) * lengths
 
     def _mean_rotation(self, view: View, end: int) -> Tensor:
-        """(dim, dim): a row of numbers times this is its mean over the next positions."""
+        """(dim, dim): a row of numbers times this is its mean over the next positions; of all layers the same."""
         assert self._turn is not None
-        dim = view.keys.shape[2]
-        by = torch.arange(end, end + self.ahead, device=view.keys.device)[:, None].expand(-1, dim)
-        return self._turn(view.layer, torch.eye(dim, device=view.keys.device).expand(self.ahead, -1, -1), by).mean(0)
+        dim, device = view.keys.shape[2], view.keys.device
+        known = self._rotation
+        if known is None or known[0] != end or known[1].shape[0] != dim or known[1].device != device:
+            by = torch.arange(end, end + self.ahead, device=device)[:, None].expand(-1, dim)
+            turned = self._turn(view.layer, torch.eye(dim, device=device).expand(self.ahead, -1, -1), by)
+            known = self._rotation = end, turned.mean(0)
+        return known[1]
