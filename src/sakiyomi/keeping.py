@@ -343,7 +343,10 @@ class Keeping:
 
     def places(self, slot: int) -> list[list[Tensor]]:
         """Of each layer and head, the places in the text of the pairs that stayed at the last border."""
-        return self._slots[slot].places
+        held = self._slots[slot]
+        if self.policy is None:
+            return [[torch.arange(held.since)] * shape.heads for shape in self._cache.shapes]
+        return held.places
 
     def settle(self, slot: int, prompt: int, length: int) -> None:
         """Drop what is beyond the budget, and pack what may be packed, if this is a border.

@@ -233,6 +233,9 @@ def test_conversations_continue() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", **options(f"quant-8{SMALL}"))
     with llm.conversation() as conversation:
         first = conversation.generate(PROMPTS[0], params(max_new_tokens=20))
+        places = llm.target.keeping.places(0)
+        assert [len(layer) for layer in places] == [2] * 3
+        assert all(torch.equal(own, torch.arange(len(PROMPTS[0]))) for layer in places for own in layer)
         longer = [*PROMPTS[0], *first.token_ids, *prompt(30, 9)]
         second = conversation.generate(longer, params(max_new_tokens=50))
     assert second.stats.reused == len(PROMPTS[0]) + 19
