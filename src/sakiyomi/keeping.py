@@ -1,9 +1,9 @@
-"""Which pairs of a cache stay: borders, and what happens at them, the same for every policy.
+"""Which pairs of a cache stay, and which are packed: borders, and what happens at them, the same for every policy.
 
 A border lies at the end of every chunk of a prompt and behind every so many generated tokens: its place depends on the
-request alone. Between borders nothing is dropped, no pass reaches beyond the next one, and at it the policy sees what
-rows of committed tokens have left behind. So what stays does not depend on how the text was read ahead, and rolling
-back is still moving a length.
+request alone. Between borders nothing is dropped or packed, no pass reaches beyond the next one, and at it the policy
+sees what rows of committed tokens have left behind. So what stays does not depend on how the text was read ahead, and
+rolling back is still moving a length.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.notes import Notes
+from sakiyomi.cache.packed_pairs import GROUP, PackedPairs, Packing
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.kernels.rotary import make_turn
@@ -149,28 +150,51 @@ class _Held:
 
 
 class Keeping:
-    """Keeps the cache of one model within a budget.
+    """Keeps the cache of one model within a budget, or packs it, or both.
+
+    What is packed are whole groups of tokens before a tail in full precision, at borders alone: no text is rolled back
+    behind its last border, so rolling back stays moving a length. Layers with a sliding window are packed like others:
+    their windows count columns, packed or not.
 
     Args:
-        policy: says what is worth keeping.
+        policy: says what is worth keeping; None: everything is.
         budget: pairs of a head that stay at a border, on average over layers and heads; or bytes of a whole request,
-            with what comes between two borders.
+            with what comes between two borders. None without a policy.
         chunk: most tokens of a prompt between two borders.
+        packing: how pairs are packed; None: they are not.
 
     Attributes:
         wants_surprise: -log p of every token is wanted.
+        noted: the policy, if rows of passes leave something behind for it.
+        reassigned: whether positions move together.
         notes: what rows leave behind; None: nothing.
 
     Raises:
-        InputError: the budget is neither.
+        InputError: the budget is neither, or the policy is not for packed keys.
     """
 
-    def __init__(self, policy: Policy, budget: int | str, chunk: int) -> None:
-        self.policy, self.chunk, self.every = policy, chunk, policy.every
-        self._asked = read_budget(budget)
+    def __init__(
+        self, policy: Policy | None, budget: int | str | None, chunk: int, *, packing: Packing | None = None
+    ) -> None:
+        self.policy, self.chunk, self.packing = policy, chunk, packing
+        self.every = (policy or Policy).every
+        self._asked = read_budget(budget) if budget is not None else (ENDLESS, False)
         self.budget = 0
-        self.wants_surprise = policy.surprise_wanted
-        self.slack = max(chunk, policy.every + WIDEST)
+        self.wants_surprise = policy is not None and policy.surprise_wanted
+        self.noted = policy if policy is not None and policy.notes else None
+        self.reassigned = policy is not None and policy.positions == "reassigned"
+        self._recalls = policy is not None and policy.recalls
+        if self.reassigned and packing is not None:
+            raise InputError(
+                "positions='reassigned' with packed keys: all of them would be rounded anew at every border; use "
+                "positions='kept', or leave the quantization out"
+            )
+        if policy is not None and self._recalls and packing is not None:
+            raise InputError(
+                f"{policy.name} with packed keys: it has other pairs read at every border, as they are in main memory; "
+                "leave the quantization out, or name another policy"
+            )
+        self.slack = max(chunk, self.every + WIDEST)
         self._slots: dict[int, _Held] = {}
 
     def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]]:
@@ -183,20 +207,40 @@ class Keeping:
         Raises:
             InputError: the budget is smaller than what stays in any case.
         """
+        beside = self.slack + (self.packing.residual + GROUP - 1 if self.packing is not None else 0)
+        if self.policy is None:
+            return [[beside] * shape.heads for shape in shapes]
         self.budget, in_bytes = self._asked
-        if in_bytes:
-            pair = sum(shape.pair_bytes(itemsize) for shape in shapes)
+        pair = sum(shape.pair_bytes(itemsize) for shape in shapes)
+        if in_bytes and self.packing is None:
             self.budget = self.budget // pair - self.slack
+        elif in_bytes and self.packing is not None:
+            packed = self.packing.group_bytes(shapes)
+            self.budget = self.packing.residual + (self.budget - beside * pair) // packed * GROUP
         self._budgets = self.policy.budgets(self.budget, [shape.heads for shape in shapes])
         low = min(map(min, self._budgets))
         if low <= (least := self.policy.least_of(low)):
             raise InputError(
                 f"kv_budget={self._asked[0]}{' bytes' * in_bytes}: that leaves {max(low, 0)} pairs to a head beside "
-                f"{self.slack} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
+                f"{beside} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
                 "give a larger budget, or a smaller chunk_size, or lower what it keeps"
             )
         endless = self.policy.where == "prompt"
+        if self.packing is not None:
+            return [[beside if endless else min(beside, own + self.slack) for own in layer] for layer in self._budgets]
         return [[ENDLESS if endless else own + self.slack for own in layer] for layer in self._budgets]
+
+    def packed(self, shapes: Sequence[LayerShape], places: int) -> PackedPairs | None:
+        """Where packed columns lie, after ``limits``; a layer's heads have room for the largest of its budgets.
+
+        Args:
+            shapes: of the layers.
+            places: slots at most.
+        """
+        if self.packing is None:
+            return None
+        endless = self.policy is None or self.policy.where == "prompt"
+        return PackedPairs(shapes, self.packing, places, None if endless else [max(layer) for layer in self._budgets])
 
     def attach(self, model: PackedModel) -> None:
         """Serve this model, whose cache has the ``limits``.
@@ -210,16 +254,19 @@ class Keeping:
             (model.sources is not None, "has an encoder"),
         ):
             if other:
-                raise UnsupportedError(f"{name} {what}: its cache is not kept within a budget; use cache='full'")
+                raise UnsupportedError(
+                    f"{name} {what}: its cache is not kept within a budget, nor packed; use cache='full'"
+                )
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
-        self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.policy.notes else None
+        self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.noted is not None else None
         self._all: SlotCache | None = None
-        if self.policy.recalls:
+        if self._recalls:
             shapes = [replace(shape, device=torch.device("cpu")) for shape in cache.shapes]
             self._all = SlotCache(shapes, dtype=cache.dtype, max_slots=cache.max_slots, available=available_bytes)
-        self.policy.prepare(model)
-        self._turn = make_turn(model) if self.policy.positions == "reassigned" else None
+        if self.policy is not None:
+            self.policy.prepare(model)
+        self._turn = make_turn(model) if self.reassigned else None
 
     # ------------------------------------------------------------ one slot
 
@@ -296,10 +343,13 @@ class Keeping:
 
     def places(self, slot: int) -> list[list[Tensor]]:
         """Of each layer and head, the places in the text of the pairs that stayed at the last border."""
-        return self._slots[slot].places
+        held = self._slots[slot]
+        if self.policy is None:
+            return [[torch.arange(held.since)] * shape.heads for shape in self._cache.shapes]
+        return held.places
 
     def settle(self, slot: int, prompt: int, length: int) -> None:
-        """Drop what is beyond the budget, if this is a border.
+        """Drop what is beyond the budget, and pack what may be packed, if this is a border.
 
         Args:
             slot: the request's.
@@ -307,6 +357,10 @@ class Keeping:
             length: tokens in the cache.
         """
         if length < self.border(slot, prompt):
+            return
+        if self.policy is None:
+            self._cache.pack(slot, length)
+            self._slots[slot].since = length
             return
         held, kept, dropping = self._slots[slot], [], False
         fresh = length - held.since
@@ -339,6 +393,8 @@ class Keeping:
             self._cache.drop(slot, length, kept)
             if self._turn is not None:
                 self._move(slot, length, kept, old)
+        else:
+            self._cache.pack(slot, length)
         held.since = length
         del held.surprise[:fresh]
         if self.notes is not None:
@@ -360,16 +416,19 @@ class Keeping:
                 self._all.values[layer][slot, part.heads, since:length] = part.values[:, own]
 
     def _drops(self, view: View) -> bool:
+        assert self.policy is not None
         return self.policy.where == "both" or view.length <= view.prompt
 
     def _views(self, slot: int, layer: int, prompt: int, length: int) -> list[View]:
+        assert self.policy is not None
         held = self._slots[slot]
         notes = self.notes.read(layer, slot, length) if self.notes is not None else None
         fresh = length - held.since
         surprise = torch.tensor(held.surprise[:fresh]) if self.policy.surprise_wanted else None
         views = []
-        for part in (self._all or self._cache).parts(layer, slot):
-            n = length - part.dropped
+        read = self._all or self._cache
+        for part in read.parts(layer, slot):
+            keys, values = read.columns(layer, slot, part, length - part.dropped)
             places, former = (torch.stack(some[layer][part.heads]) for some in (held.places, held.scores))
             new = torch.arange(held.since, length, device=places.device).expand(len(places), -1)
             views.append(
@@ -383,8 +442,8 @@ class Keeping:
                     fresh=fresh,
                     moved=self._cache.least(slot) if self._turn else 0,
                     places=torch.cat([places, new], 1),
-                    keys=part.keys[:, :n],
-                    values=part.values[:, :n],
+                    keys=keys,
+                    values=values,
                     notes=notes,
                     surprise=surprise,
                     former=former,

@@ -25,7 +25,7 @@ from sakiyomi.memory import readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
-from sakiyomi.policies import make_policy
+from sakiyomi.policies import read_cache
 from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
@@ -50,7 +50,8 @@ class LLM:
             ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
             ``tales-draft`` for ``tales``.
         cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
-            ``"h2o[sinks=4,local=32]"``.
+            ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
+            the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
@@ -409,14 +410,14 @@ class LLM:
 
 
 def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping | None:
-    """What keeps the cache within the budget; None: nothing does."""
-    policy = make_policy(cache)
+    """What keeps the cache within the budget, or packs it; None: nothing does."""
+    policy, packing = read_cache(cache)
     if policy is None:
         if budget is not None:
             raise InputError(
-                f"kv_budget={budget!r} with cache='full', which keeps everything; name a policy, or leave it out"
+                f"kv_budget={budget!r} with cache={cache!r}, which keeps everything; name a policy, or leave it out"
             )
-        return None
+        return Keeping(None, None, chunk_size, packing=packing) if packing is not None else None
     if budget is None:
         raise InputError(f"cache={cache!r} without a budget; give kv_budget, in pairs of a head or bytes as '2GiB'")
-    return Keeping(policy, budget, chunk_size)
+    return Keeping(policy, budget, chunk_size, packing=packing)

@@ -45,6 +45,7 @@ from sakiyomi.structure import structural_copy
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
 SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
+TRIAL = 80  # tokens of the self-test
 SLOW = 0.05  # seconds of a trial pass from which on one is enough
 # What one request needs, the likeliest first; the others are compiled when they are met.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
@@ -161,7 +162,7 @@ class PackedModel:
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self._text = list(text) if quantize else []
         self.lock = threading.RLock()
-        self._reassigned = keeping is not None and keeping.policy.positions == "reassigned"
+        self._reassigned = keeping is not None and keeping.reassigned
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[Plan, float], None]] = []
         self.hidden: Tensor | None = None
@@ -187,6 +188,8 @@ class PackedModel:
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
         accelerated = accelerated and self._encoder is None and keeping is None and not watched
+        if keeping is not None:  # what is tried out below is read at once
+            keeping.slack = max(keeping.slack, len(self._text), TRIAL if exact else 0)
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
@@ -196,10 +199,11 @@ class PackedModel:
             on_move=self._moved,
             available=lambda: int(available_bytes(str(self.device)) * 0.9),
             limits=keeping.limits(shapes, self.dtype.itemsize) if keeping is not None else None,
+            packed=keeping.packed(shapes, max_slots + int(self._encoder is not None)) if keeping is not None else None,
         )
         self.sources = self._source_cache(max_slots)
         self.keeping: Keeping | Everything = Watched(self.cache) if watched else Everything(self.cache)
-        self._noted = keeping.policy if keeping is not None and keeping.policy.notes else None
+        self._noted = keeping.noted if keeping is not None else None
         self._note = Watched.note if watched else self._noted.note if self._noted is not None else None
         self.state: State
         self.graphs: Graphs | None = None
@@ -225,7 +229,7 @@ class PackedModel:
         if keeping is not None:
             keeping.attach(self)
             self.keeping = keeping
-            if keeping.policy.positions == "reassigned":
+            if keeping.reassigned:
                 self.max_context = ENDLESS
 
     @property
@@ -491,8 +495,8 @@ class PackedModel:
         that computes a few elements of some rows another way (the end of a vector loop) often rounds them alike.
         """
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocab_size, (80,), generator=generator).tolist()
-        with self.cache.lent(80) as slot:
+        ids = torch.randint(0, self.vocab_size, (TRIAL,), generator=generator).tolist()
+        with self.cache.lent(TRIAL) as slot:
             self._pretend_source(slot)
             self.score([Segment(slot, 0, ids[:16], prompt=True)])
             reference = self._in_passes(slot, ids, 64, 64, first=64)

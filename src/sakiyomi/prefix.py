@@ -38,7 +38,8 @@ class Prefix:
         tokens: of the beginning.
         text: that they were made from; empty where they were given as ids.
         recipe: what made it: the model's fingerprint, its dtype and rounding, the cache's policy, budget and chunks.
-        tensors: by name, for each layer and head its keys, values, and what the policy knows of them.
+        tensors: by name, for each layer and head its keys, values, those before them that are packed, and what the
+            policy knows of them.
     """
 
     tokens: list[int]
@@ -49,7 +50,7 @@ class Prefix:
     @property
     def bytes(self) -> int:
         """Of keys and values."""
-        return sum(t.nbytes for name, t in self.tensors.items() if name.startswith(("keys.", "values.")))
+        return sum(t.nbytes for name, t in self.tensors.items() if name.startswith(("keys.", "values.", "packed.")))
 
     @property
     def pairs(self) -> list[list[int]]:
@@ -60,7 +61,8 @@ class Prefix:
             if kind == "keys":
                 while len(found) <= int(place[0]):
                     found.append([])
-                found[int(place[0])].append(len(tensor))
+                packed = self.tensors.get(".".join(("packed", "2", *place)))
+                found[int(place[0])].append(len(tensor) + (len(packed) if packed is not None else 0))
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -99,14 +101,24 @@ class Prefix:
 
     def take(self, cache: SlotCache, keeping: Everything | Keeping, slot: int) -> None:
         """Put a copy into a slot that is empty."""
-        cache.reserve(slot, max(map(max, self.pairs)))
+        dropped = []
         for layer, counts in enumerate(self.pairs):
-            for head, count in enumerate(counts):
+            held = [len(self.tensors[f"keys.{layer}.{head}"]) for head in range(len(counts))]
+            dropped.append([len(self.tokens) - count for count in held])
+            if cache.packed is not None:
+                for head, (count, own) in enumerate(zip(counts, held, strict=True)):
+                    cache.packed.count[slot, layer, head] = count - own
+        cache.forget(slot, dropped)
+        cache.reserve(slot, len(self.tokens))
+        for layer, counts in enumerate(self.pairs):
+            for head in range(len(counts)):
+                if cache.packed is not None:
+                    cache.packed.put(layer, slot, head, [self.tensors[f"packed.{i}.{layer}.{head}"] for i in range(4)])
                 for kind, stores in (("keys", cache.keys), ("values", cache.values)):
-                    store = stores[layer][slot].reshape(-1, stores[layer].shape[-1])
+                    store = stores[layer][slot].view(-1, stores[layer].shape[-1])
+                    tensor = self.tensors[f"{kind}.{layer}.{head}"]
                     first = cache.starts[layer][head]
-                    store[first : first + count] = self.tensors[f"{kind}.{layer}.{head}"].to(store.device)
-        cache.forget(slot, [[len(self.tokens) - count for count in counts] for counts in self.pairs])
+                    store[first : first + len(tensor)] = tensor.to(store.device)
         keeping.restore(slot, len(self.tokens), self.tensors)
 
     @classmethod
@@ -120,6 +132,9 @@ class Prefix:
                 for i, head in enumerate(range(part.heads.start, part.heads.stop)):
                     tensors[f"keys.{layer}.{head}"] = part.keys[i, :count].to("cpu", copy=True)
                     tensors[f"values.{layer}.{head}"] = part.values[i, :count].to("cpu", copy=True)
+                    if cache.packed is not None:
+                        for j, tensor in enumerate(cache.packed.get(layer, slot, head)):
+                            tensors[f"packed.{j}.{layer}.{head}"] = tensor.to("cpu", copy=True)
         return cls(tokens, text, recipe, tensors | target.keeping.snapshot(slot))
 
 

@@ -20,6 +20,8 @@ CACHES: dict[str, dict[str, Any]] = {
     "full": {},
     "h2o": {"cache": "h2o[local=4]", "kv_budget": 24, "chunk_size": 16},
     "pyramidkv": {"cache": "pyramidkv[window=4,local=0,beta=4]", "kv_budget": 24, "chunk_size": 16},
+    "packed": {"cache": "quant-4[residual=16]", "chunk_size": 16},
+    "h2o, packed": {"cache": "h2o[local=4]+quant-4[residual=8]", "kv_budget": 44, "chunk_size": 16},
     "infllm": {"cache": "infllm[block=4,sinks=4,local=4]", "kv_budget": 24, "chunk_size": 16},
     "moved": {"cache": "streaming[local=4,positions=reassigned]", "kv_budget": 24, "chunk_size": 16},
 }
@@ -76,6 +78,13 @@ def test_what_is_kept_is_small() -> None:
     prefix = llm.prefix(BEGINNING)
     assert prefix.pairs == [[24, 24]] * 3
     assert prefix.bytes == 3 * 2 * 24 * (8 + 8) * 4
+
+
+def test_what_is_packed_stays_packed() -> None:
+    prefix = make("packed").prefix(BEGINNING)
+    assert prefix.pairs == [[64, 64]] * 3
+    # 32 columns as they are, and 32 in 4 bits: 5 bits for a key's number, and a value's 8 in 4 bits with 32 for all
+    assert prefix.bytes == 3 * 2 * 32 * ((8 + 8) * 4 + 8 * 5 // 8 + 4 + 4)
 
 
 def test_others_are_refused(tmp_path: Path) -> None:

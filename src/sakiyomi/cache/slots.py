@@ -7,6 +7,9 @@ only; it knows no model and no text.
 
 Where pairs may be dropped, every layer and head has a limit of its own and storage for no more than that. Lengths are
 those of the text all the same: a head's columns are the length less what it has dropped.
+
+Where pairs are packed, a head's columns are [packed | full precision], and the first ones have a storage of their own
+(``packed_pairs.py``). For what lies in full precision they count as dropped.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.packed_pairs import GROUP, PackedPairs
 from sakiyomi.errors import InputError, MemoryLimitError
 
 FIRST_ROOM = 256
@@ -47,13 +51,15 @@ class Part(NamedTuple):
     Attributes:
         heads: which.
         keys, values: (heads, room, dim) of the storage itself.
-        dropped: pairs; column c holds the token at place c + dropped, or one before it.
+        dropped: pairs that are not there; column c holds the token at place c + dropped, or one before it.
+        packed: so many of those are packed elsewhere, and come before column 0.
     """
 
     heads: slice
     keys: Tensor
     values: Tensor
     dropped: int
+    packed: int = 0
 
 
 class SlotCache:
@@ -68,12 +74,13 @@ class SlotCache:
         on_move: called with the cache whenever its tensors are new ones, so that whoever keeps pointers can renew them.
         available: returns the bytes that may still be allocated; None: no limit is known.
         limits: of each layer the columns that each head ever has at once; None: no pair is dropped.
+        packed: where columns before those lie that are packed; it needs limits. None: none are.
 
     Attributes:
         keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own.
         starts: by layer, the row of a slot at which each head begins, and behind them the rows of a slot.
         dropped: (max_slots + extra, layers, heads of the largest layer) int32 on the CPU: pairs that a head of a slot
-            has dropped so far; None without limits.
+            has dropped or packed so far; None without limits.
     """
 
     def __init__(
@@ -87,10 +94,11 @@ class SlotCache:
         on_move: Callable[[SlotCache], None] | None = None,
         available: Callable[[], int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
+        packed: PackedPairs | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
         self.dtype, self.max_slots, self.spare, self.extra = dtype, max_slots, spare, extra
-        self.limits = limits
+        self.limits, self.packed = limits, packed
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.starts: list[list[int]] = []
@@ -98,6 +106,7 @@ class SlotCache:
         places = max_slots + extra
         self.dropped = torch.zeros(places, len(self.shapes), heads, dtype=torch.int32) if limits else None
         self._least = [0] * places  # dropped by every head
+        self._absent = [0] * places  # dropped or packed by every head
         self.room = 0
         self.slots = 0
         self._free = list(range(max_slots - 1, -1, -1))
@@ -114,15 +123,16 @@ class SlotCache:
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        return self._bytes(self.slots, self.room)
+        return self._bytes(self.slots, self.room, self.packed.room if self.packed is not None else 0)
 
-    def _bytes(self, slots: int, room: int) -> int:
+    def _bytes(self, slots: int, room: int, packed: int) -> int:
         if self.limits is None:
             return self.pair_bytes * slots * room
         numbers = 0
         for shape, rooms in zip(self.shapes, self._rooms(room), strict=True):
             numbers += sum(rooms) * (shape.key_dim + shape.value_dim)
-        return slots * numbers * self.dtype.itemsize
+        beside = self.packed.bytes(slots, packed) if self.packed is not None else 0
+        return slots * numbers * self.dtype.itemsize + beside
 
     def _rooms(self, room: int) -> list[list[int]]:
         """Columns of each layer's heads, where the largest have so many."""
@@ -159,7 +169,9 @@ class SlotCache:
         """Nothing was dropped in this slot: its text begins anew."""
         if self.dropped is not None:
             self.dropped[slot] = 0
-        self._least[slot] = 0
+        if self.packed is not None:
+            self.packed.count[slot] = 0
+        self._least[slot] = self._absent[slot] = 0
 
     def release(self, slot: int) -> None:
         """Give a slot back; its storage is used again by the next request."""
@@ -182,10 +194,17 @@ class SlotCache:
 
         Raises:
             MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
+            InputError: the cache never holds so many at once.
         """
-        columns -= self._least[slot]
-        if slot >= self.slots or columns + self.spare > self.room:
-            self._grow(*self._storage(slot + 1, columns))
+        if self.limits is not None and columns - self._absent[slot] > (most := max(map(max, self.limits))):
+            raise InputError(
+                f"{columns - self._absent[slot]} tokens in one pass, or side by side; this cache, within a budget or "
+                f"packed, holds {most} of them as they are: load the model with cache='full', or a larger chunk_size"
+            )
+        packed = self.packed.wanted(columns - self._least[slot]) if self.packed is not None else 0
+        columns -= self._absent[slot]
+        if not self._holds(slot + 1, columns, packed):
+            self._grow(*self._storage(slot + 1, columns, packed))
         if self._untold:
             # Before any pass, and again if Ctrl-C came in the middle: half of the pointers would be to freed memory.
             if self._on_move is not None:
@@ -202,10 +221,7 @@ class SlotCache:
         Raises:
             MemoryLimitError: with the bytes needed and the length that fits.
         """
-        if self.limits is not None:
-            columns = min(columns, max(map(max, self.limits)))
-        if requests > self.slots or columns + self.spare > self.room:
-            self._storage(requests, columns)
+        self.needs(requests, columns)
 
     def needs(self, requests: int, columns: int) -> int:
         """Bytes that storage for so many requests of so many tokens will take, without allocating any.
@@ -213,32 +229,47 @@ class SlotCache:
         Raises:
             MemoryLimitError: it would not fit.
         """
-        if requests <= self.slots and columns + self.spare <= self.room:
+        packed = self.packed.wanted(columns) if self.packed is not None else 0
+        if self.limits is not None:
+            columns = min(columns, max(map(max, self.limits)))
+        if self._holds(requests, columns, packed):
             return self.bytes
-        return self._bytes(*self._storage(requests, columns))
+        return self._bytes(*self._storage(requests, columns, packed))
 
-    def _storage(self, requests: int, columns: int) -> tuple[int, int]:
-        """Slots and room for so many requests of so many tokens: doubled, or, if that is too much, what is needed."""
+    def _holds(self, requests: int, columns: int, packed: int) -> bool:
+        """Whether the present storage is enough."""
+        beside = self.packed.room if self.packed is not None else 0
+        return requests <= self.slots and columns + self.spare <= self.room and packed <= beside
+
+    def _storage(self, requests: int, columns: int, packed: int) -> tuple[int, int, int]:
+        """Slots, room and packed room for so many requests of so many tokens: doubled, or, if that is too much, what is
+        needed.
+        """
         slots, room = max(self.slots, 1), max(self.room, FIRST_ROOM)
+        beside = self.packed.room if self.packed is not None else 0
         while slots < requests:
             slots = min(slots * 2, self.max_slots + self.extra)
         while room < columns + self.spare:
             room *= 2
+        while beside < packed:
+            beside = max(2 * beside, FIRST_ROOM)
         if self._available is None:
-            return slots, room
+            return slots, room, beside
         left = self._available()
-        if self._bytes(slots, room) <= left:
-            return slots, room
+        if self._bytes(slots, room, beside) <= left:
+            return slots, room, beside
         slots, room = max(self.slots, requests), max(self.room, FIRST_ROOM, -(-(columns + self.spare) // STEP) * STEP)
-        if (need := self._bytes(slots, room)) > left:
+        beside = max(self.packed.room, packed) if self.packed is not None else 0
+        if (need := self._bytes(slots, room, beside)) > left:
+            pair = self.pair_bytes if self.packed is None else max(1, self.packed.bytes(1, GROUP) // GROUP)
             raise MemoryLimitError(
-                f"the KV cache needs {need:,} bytes for {slots} requests of {room} tokens, {left:,} are available; "
-                f"about {left // (self.pair_bytes * slots)} tokens a request fit: shorten the prompt or lower "
+                f"the KV cache needs {need:,} bytes for {slots} requests of {room + beside} tokens, {left:,} are "
+                f"available; about {left // (pair * slots)} tokens a request fit: shorten the prompt or lower "
                 "max_new_tokens or max_batch"
             )
-        return slots, room
+        return slots, room, beside
 
-    def _grow(self, slots: int, room: int) -> None:
+    def _grow(self, slots: int, room: int, packed: int) -> None:
         """Larger storage with the same contents. Interrupted, or out of memory, everything stays as it was."""
         rooms = self._rooms(room)
         starts = [[0, *itertools.accumulate(of_layer)] for of_layer in rooms]
@@ -264,12 +295,15 @@ class SlotCache:
         try:
             keys = larger(self.keys, [shape.key_dim for shape in self.shapes])
             values = larger(self.values, [shape.value_dim for shape in self.shapes])
+            beside = self.packed.larger(slots, packed) if self.packed is not None else None
         except torch.OutOfMemoryError as error:  # of what an accelerator has left not every part can be used
             raise MemoryLimitError(
-                f"the KV cache needs {self._bytes(slots, room):,} bytes for {slots} requests of {room} tokens, "
-                f"and the device did not give them beside the present ones; shorten the prompt, or lower "
-                "max_new_tokens or max_batch"
+                f"the KV cache needs {self._bytes(slots, room, packed):,} bytes for {slots} requests of "
+                f"{room + packed} tokens, and the device did not give them beside the present ones; shorten the "
+                "prompt, or lower max_new_tokens or max_batch"
             ) from error
+        if self.packed is not None and beside is not None:
+            self.packed.take(beside, slots, packed)
         self.keys, self.values, self.starts = keys, values, starts
         self.slots, self.room, self._untold = slots, room, True
         self.gather = None  # it knows the former tensors
@@ -299,42 +333,97 @@ class SlotCache:
         keys, values = self.keys[layer][slot], self.values[layer][slot]
         if self.dropped is None:
             return [Part(slice(0, keys.shape[0]), keys, values, 0)]
-        dropped = self.dropped[slot, layer, : self.shapes[layer].heads].tolist()
-        if keys.ndim == 3 and len(set(dropped)) == 1:
-            return [Part(slice(0, keys.shape[0]), keys, values, dropped[0])]
+        heads = self.shapes[layer].heads
+        dropped = self.dropped[slot, layer, :heads].tolist()
+        packed = self.packed.count[slot, layer, :heads].tolist() if self.packed is not None else [0] * heads
+        if keys.ndim == 3 and len(set(dropped)) == len(set(packed)) == 1:
+            return [Part(slice(0, keys.shape[0]), keys, values, dropped[0], packed[0])]
         found, starts = [], self.starts[layer]
         for head, gone in enumerate(dropped):
             own = slice(starts[head], starts[head + 1])
             own_keys, own_values = (store.reshape(-1, store.shape[-1])[own][None] for store in (keys, values))
-            found.append(Part(slice(head, head + 1), own_keys, own_values, gone))
+            found.append(Part(slice(head, head + 1), own_keys, own_values, gone, packed[head]))
         return found
 
-    def drop(self, slot: int, length: int, kept: Sequence[Sequence[Tensor]]) -> None:
-        """Keep these columns of a slot and free the others.
+    def columns(self, layer: int, slot: int, part: Part, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a part's packed columns and of `count` in full precision, (heads, n, dim): a copy, in the
+        cache's dtype, where some are packed.
+        """
+        pairs = part.keys[:, :count], part.values[:, :count]
+        if self.packed is None or not part.packed:
+            return pairs
+        packed = self.packed.read(layer, slot, part.heads, part.packed)
+        keys, values = (torch.cat([first.to(self.dtype), rest], 1) for first, rest in zip(packed, pairs, strict=True))
+        return keys, values
+
+    def pack(self, slot: int, length: int) -> None:
+        """Pack whole groups of a slot's columns that lie far enough before its end; nothing without ``packed``.
 
         Args:
             slot: a request's.
             length: tokens of its text in the cache, dropped ones included.
-            kept: of each layer and head the columns, (n,) int64, ascending.
+        """
+        packed = self.packed
+        if packed is None:
+            return
+        assert self.dropped is not None
+        for layer in range(len(self.shapes)):
+            for part in self.parts(layer, slot):
+                held = length - part.dropped
+                more = packed.packing.columns(part.packed + held) - part.packed
+                if more <= 0:
+                    continue
+                packed.append(layer, slot, part.heads, part.keys[:, :more], part.values[:, :more])
+                for store in (part.keys, part.values):
+                    store[:, : held - more] = store[:, more:held].clone()
+                self.dropped[slot, layer, part.heads] += more
+        self._count_absent(slot)
+
+    def _count_absent(self, slot: int) -> None:
+        assert self.dropped is not None
+        used = [self.dropped[slot, layer, : shape.heads] for layer, shape in enumerate(self.shapes)]
+        self._absent[slot] = int(min(int(some.min()) for some in used))
+        if self.packed is not None:
+            counts = self.packed.count[slot]
+            used = [some - counts[layer, : len(some)] for layer, some in enumerate(used)]
+        self._least[slot] = int(min(int(some.min()) for some in used))
+
+    def drop(self, slot: int, length: int, kept: Sequence[Sequence[Tensor]]) -> None:
+        """Keep these columns of a slot and free the others. Where columns are packed, of what is left as many are as in
+        ``pack``.
+
+        Args:
+            slot: a request's.
+            length: tokens of its text in the cache, dropped ones included.
+            kept: of each layer and head the columns, packed ones first, (n,) int64, ascending.
         """
         assert self.dropped is not None, "a cache without limits drops nothing"
         for layer, of_layer in enumerate(kept):
             for part in self.parts(layer, slot):
                 columns = torch.stack([of_layer[head] for head in range(part.heads.start, part.heads.stop)])
-                count = columns.shape[1]
-                for store in (part.keys, part.values):
-                    index = columns.to(store.device)[..., None].expand(-1, -1, store.shape[2])
-                    store[:, :count] = store.gather(1, index)
+                first = 0 if self.packed is None else self.packed.packing.columns(columns.shape[1])
+                count = columns.shape[1] - first
+                pairs = part.keys, part.values
+                if self.packed is not None and (first or part.packed):
+                    packed = self.packed.read(layer, slot, part.heads, part.packed)
+                    held = length - part.dropped
+                    pairs = tuple(torch.cat([a, b[:, :held]], 1) for a, b in zip(packed, pairs, strict=True))  # type: ignore[assignment]
+                keys, values = (
+                    pair.gather(1, columns.to(pair.device)[..., None].expand(-1, -1, pair.shape[2])) for pair in pairs
+                )
+                if self.packed is not None:
+                    own = columns[:, :first], keys[:, :first], values[:, :first]
+                    self.packed.rewrite(layer, slot, part.heads, *own)
+                part.keys[:, :count], part.values[:, :count] = keys[:, first:], values[:, first:]
                 self.dropped[slot, layer, part.heads] = length - count
-        used = [self.dropped[slot, layer, : shape.heads] for layer, shape in enumerate(self.shapes)]
-        self._least[slot] = int(min(int(some.min()) for some in used))
+        self._count_absent(slot)
 
     def forget(self, slot: int, dropped: Sequence[Sequence[int]]) -> None:
-        """Say how many pairs each layer's heads have dropped: a slot was filled from elsewhere."""
+        """Say how many pairs each layer's heads have dropped or packed: a slot was filled from elsewhere."""
         if self.dropped is not None:
             for layer, heads in enumerate(dropped):
                 self.dropped[slot, layer, : len(heads)] = torch.tensor(heads, dtype=torch.int32)
-            self._least[slot] = min(map(min, dropped))
+            self._count_absent(slot)
 
     def excerpt(self, slot: int, length: int, source: SlotCache, other: int, columns: Sequence[Tensor]) -> None:
         """Have a slot hold these pairs of another cache and nothing else, as if the rest of the text were dropped.
@@ -353,7 +442,7 @@ class SlotCache:
                 store = theirs[layer][other]
                 index = chosen.to(store.device)[..., None].expand(-1, -1, store.shape[2])
                 mine[layer][slot, :, :count] = store.gather(1, index)
-        self.dropped[slot] = self._least[slot] = length - count
+        self.dropped[slot] = self._least[slot] = self._absent[slot] = length - count
 
     def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
         """Take the pairs of places [first, last) from another cache, see ``excerpt``."""

@@ -88,7 +88,8 @@ def info(place: InfoPlace, output: JsonOption) -> None:
 
     about, shapes = read_about(place.file)
     keys = {name: shape for name, shape in shapes.items() if name.startswith("keys.")}
-    counts = [shape[0] for shape in keys.values()]
+    packed = [shapes.get(name.replace("keys", "packed.2"), (0,)) for name in keys]
+    counts = [shape[0] + before[0] for shape, before in zip(keys.values(), packed, strict=True)]
     layers = 1 + max(int(name.split(".")[1]) for name in keys)
     found: dict[str, Any] = {
         "file": place.file,

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "packed.h"
 #include "tiles.h"
 #include "vector.h"
 
@@ -22,12 +23,17 @@ struct Layer {
   // Added to scores by how many places the key lies before the row: [query heads][far], and the last one further back.
   const float* bias = nullptr;
   int64_t far = 0;
-  // Pairs that a head has dropped: [slots][dropped_stride], this layer's heads first. Columns are places less those.
+  // Pairs that a head has dropped or packed: [slots][dropped_stride], this layer's heads first. Columns of `keys` and `values` are
+  // places less those.
   const int32_t* dropped = nullptr;
   int64_t dropped_stride = 0;
+  // Columns before those, and how many there are of each head, as `dropped`.
+  Packed packed;
+  const int32_t* packed_count = nullptr;
 
   int64_t first_row(int64_t slot, int64_t head) const { return slot * starts[heads] + starts[head]; }
   int64_t gone(int64_t slot, int64_t head) const { return dropped ? dropped[slot * dropped_stride + head] : 0; }
+  int64_t before(int64_t slot, int64_t head) const { return packed_count ? packed_count[slot * dropped_stride + head] : 0; }
 };
 
 struct Segment {
@@ -90,7 +96,7 @@ inline typename Lane<T>::type lane_at(const T* from, int64_t d, int64_t dim) {
 template <typename T>
 struct Scratch {
   std::vector<typename Lane<T>::type> q, block;
-  std::vector<float> scores, y, weight, own;
+  std::vector<float> scores, y, weight, own, steps, values;
 };
 
 #if defined(__has_builtin)
@@ -223,12 +229,14 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   using L = typename Lane<T>::type;
   static thread_local Scratch<T> s;
   const int64_t kd = layer.key_dim, vd = layer.value_dim, rows = seg.rows * group;
-  const int64_t held = seg.length - (source ? 0 : layer.gone(seg.slot, head));  // columns before the pass
+  const int64_t packed = source ? 0 : layer.before(seg.slot, head);  // the first of them
+  const int64_t held = seg.length + packed - (source ? 0 : layer.gone(seg.slot, head));  // columns before the pass
   const int64_t length = held - seg.done, tree = source ? 0 : seg.done + seg.rows;  // pairs that all rows see, rows of the tree
   const int64_t lanes = (kd + Lane<T>::numbers - 1) / Lane<T>::numbers, padded = (vd + 15) / 16 * 16;
   const int64_t stride = (length + tree + 47) / 16 * 16, own_stride = (tree + 15) / 16 * 16;
-  T* keys = (T*)layer.keys + layer.first_row(seg.slot, head) * kd;
-  T* values = (T*)layer.values + layer.first_row(seg.slot, head) * vd;
+  // As if the packed columns lay before the others.
+  T* keys = (T*)layer.keys + (layer.first_row(seg.slot, head) - packed) * kd;
+  T* values = (T*)layer.values + (layer.first_row(seg.slot, head) - packed) * vd;
   for (int64_t i = 0; i < (source ? 0 : seg.rows); ++i) {
     std::memcpy(keys + (held + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
     std::memcpy(values + (held + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
@@ -246,21 +254,35 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   const bool tiled = std::is_same_v<L, int32_t> && tiles_fit(kd);
   std::optional<Tiles> tiles;
   if (tiled) tiles.emplace(rows);
+  auto score_block = [&](float* to, int64_t to_stride) {
+    if (tiled)
+      for (int64_t r = 0; r < rows; r += tile_rows)
+        scores(rows - r >= tile_rows, (const int32_t*)s.q.data() + r * lanes, lanes, (const int32_t*)s.block.data(), to + r * to_stride,
+               to_stride);
+    else in_groups<8>(rows, [&](auto count, int64_t r) {
+      score<count(), L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride, to_stride);
+    });
+  };
+  const int64_t packed_first = packed ? (seg.slot * layer.heads + head) * layer.packed.room : 0;
+  auto score_packed = [&](auto bits) {
+    s.steps.resize(2 * kd);
+    for (int64_t j = 0; j < packed; j += 16) {
+      const int64_t group = (packed_first + j) / packed_group * kd;
+      if (j % packed_group == 0) from_halves(layer.packed.key_scales + 2 * group, 2 * kd, s.steps.data());
+      unpack_turned<bits()>(layer.packed.keys + group * 4 * bits(), s.steps.data(), j / 16 % 2, kd, s.block.data());
+      score_block(s.scores.data() + j, stride);
+    }
+  };
   auto score_columns = [&](int64_t first, int64_t last, float* to, int64_t to_stride) {
     for (int64_t j = first; j < last; j += 16) {
       // Memory pages are too short for the processor to see where this goes.
       for (const T* ahead = keys + (j + 32) * kd; ahead < keys + (j + 48) * kd; ahead += 64 / sizeof(T)) __builtin_prefetch(ahead);
       turn(keys + j * kd, std::min<int64_t>(16, last - j), kd, s.block.data());
-      if (tiled)
-        for (int64_t r = 0; r < rows; r += tile_rows)
-          scores(rows - r >= tile_rows, (const int32_t*)s.q.data() + r * lanes, lanes, (const int32_t*)s.block.data(),
-                 to + r * to_stride + (j - first), to_stride);
-      else in_groups<8>(rows, [&](auto count, int64_t r) {
-        score<count(), L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride + (j - first), to_stride);
-      });
+      score_block(to + (j - first), to_stride);
     }
   };
-  score_columns(0, length, s.scores.data(), stride);
+  if (packed) with_bits(layer.packed.bits, score_packed);
+  score_columns(packed, length, s.scores.data() + packed, stride);
   score_columns(length, length + tree, s.own.data(), own_stride);
   int64_t lowest = length;  // the first key that any row sees
   for (int64_t r = 0; r < rows; ++r) {
@@ -279,7 +301,20 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     s.weight[r] = 1.0f / soften(score, begin, end, left, softcap);
     lowest = std::min(lowest, begin);
   }
-  for (int64_t j = lowest / value_tile * value_tile; j < length; j += value_tile) {
+  if (packed) with_bits(layer.packed.bits, [&](auto bits) {
+    s.values.resize(packed_group * vd + 16);
+    const int64_t bytes = value_bytes(vd, bits()), numbers = 2 * value_groups(vd);
+    s.steps.resize(packed_group * numbers);
+    for (int64_t j = lowest / packed_group * packed_group; j < packed; j += packed_group) {
+      from_halves(layer.packed.value_scales + (packed_first + j) * numbers, packed_group * numbers, s.steps.data());
+      for (int64_t t = 0; t < packed_group; ++t)
+        unpack_value<bits()>(layer.packed.values + (packed_first + j + t) * bytes, s.steps.data() + t * numbers, vd, s.values.data() + t * vd);
+      in_groups<8>(rows, [&](auto some, int64_t r) {
+        add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, s.values.data(), packed_group, vd);
+      });
+    }
+  });
+  for (int64_t j = std::max(packed, lowest / value_tile * value_tile); j < length; j += value_tile) {
     int64_t count = std::min(length, j + value_tile) - j;
     in_groups<8>(rows, [&](auto some, int64_t r) {
       add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, values + j * vd, count, vd);

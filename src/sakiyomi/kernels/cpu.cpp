@@ -45,6 +45,7 @@ struct Model {
   const float* bias = nullptr;  // of all layers, see Layer
   int64_t far = 0;
   const int32_t* dropped = nullptr;  // [slots][layers][dropped_heads], see Layer
+  const int32_t* packed_count = nullptr;  // likewise
   int64_t dropped_heads = 0;
 };
 
@@ -129,14 +130,32 @@ void attend_prompt(const Layer& layer, const Segment& seg, int64_t first, int64_
                    const at::Tensor& v, at::Tensor& out, double scaling, int64_t window) {
   auto options = q.options();
   int64_t group = q.size(1) / layer.heads, heads = last - first;
-  int64_t length = seg.length - layer.gone(seg.slot, first), end = length + seg.rows, room = layer.starts[first + 1] - layer.starts[first];
+  int64_t packed = layer.before(seg.slot, first), room = layer.starts[first + 1] - layer.starts[first];
   auto store = [&](char* data, int64_t dim) {
     int64_t bytes = dim * (layer.half ? 2 : 4);
     return at::from_blob(data + layer.first_row(seg.slot, first) * bytes, {heads, room, dim}, options);
   };
   at::Tensor keys = store(layer.keys, layer.key_dim), values = store(layer.values, layer.value_dim);
+  int64_t length = seg.length - layer.gone(seg.slot, first), end = length + seg.rows;
   keys.narrow(1, length, seg.rows).copy_(k[0].narrow(0, first, heads).narrow(1, seg.row, seg.rows));
   values.narrow(1, length, seg.rows).copy_(v[0].narrow(0, first, heads).narrow(1, seg.row, seg.rows));
+  if (packed) {  // hundreds of rows read them: unpacked once, of one layer at a time
+    at::Tensor all_keys = at::empty({heads, packed + end, layer.key_dim}, options);
+    at::Tensor all_values = at::empty({heads, packed + end, layer.value_dim}, options);
+    auto unpack = [&]<typename T>(T*) {
+      at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t stop) {
+        for (int64_t head = begin; head < stop; ++head)
+          unpack_head(layer.packed, seg.slot * layer.heads + first + head, packed, layer.key_dim, layer.value_dim,
+                      (T*)all_keys.mutable_data_ptr() + head * (packed + end) * layer.key_dim,
+                      (T*)all_values.mutable_data_ptr() + head * (packed + end) * layer.value_dim);
+      });
+    };
+    if (layer.half) unpack((bf16*)nullptr);
+    else unpack((float*)nullptr);
+    all_keys.narrow(1, packed, end).copy_(keys.narrow(1, 0, end));
+    all_values.narrow(1, packed, end).copy_(values.narrow(1, 0, end));
+    keys = all_keys, values = all_values, length += packed, end += packed;
+  }
   at::Tensor rows = q.narrow(1, first * group, heads * group).narrow(2, seg.row, seg.rows);
   std::optional<at::Tensor> mask;
   bool causal = length == 0 && window <= 0;
@@ -153,7 +172,8 @@ void attend_prompt(const Layer& layer, const Segment& seg, int64_t first, int64_
 void attend_prompt(const Layer& layer, const Segment& seg, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
                    double scaling, int64_t window) {
   auto alike = [&](int64_t a, int64_t b) {
-    return layer.gone(seg.slot, a) == layer.gone(seg.slot, b) && layer.starts[a + 1] - layer.starts[a] == layer.starts[b + 1] - layer.starts[b];
+    return layer.gone(seg.slot, a) == layer.gone(seg.slot, b) && layer.before(seg.slot, a) == layer.before(seg.slot, b) &&
+           layer.starts[a + 1] - layer.starts[a] == layer.starts[b + 1] - layer.starts[b];
   };
   for (int64_t first = 0, last = 1; last <= layer.heads; ++last)
     if (last == layer.heads || !alike(first, last)) {
@@ -173,6 +193,7 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   if (pass.model->dropped) {
     layer.dropped = pass.model->dropped + index * pass.model->dropped_heads;
     layer.dropped_stride = (int64_t)pass.model->layers.size() * pass.model->dropped_heads;
+    if (pass.model->packed_count) layer.packed_count = pass.model->packed_count + index * pass.model->dropped_heads;
   }
   auto fit = [](const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   at::Tensor q = fit(query), k = fit(key), v = fit(value);
@@ -320,6 +341,16 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
 
 // Pairs that heads have dropped: [slots][layers][heads], `heads` those of the largest layer.
 void sk_dropped(int64_t m, const int32_t* dropped, int64_t heads) { ((Model*)m)->dropped = dropped, ((Model*)m)->dropped_heads = heads; }
+
+// What a layer has packed, see Packed; null where there is no room yet.
+void sk_packed(int64_t m, int64_t index, const void* keys, const void* key_scales, const void* values, const void* value_scales, int64_t room,
+               int64_t bits) {
+  ((Model*)m)->layers[index].packed = {(const uint8_t*)keys,  (const uint16_t*)key_scales, (const uint8_t*)values, (const uint16_t*)value_scales,
+                                       room, bits};
+}
+
+// How many columns heads have packed, as sk_dropped, after it.
+void sk_packed_count(int64_t m, const int32_t* count) { ((Model*)m)->packed_count = count; }
 
 // Of the pairs of one slot from `first` on keep these, in this order; rows are counted from there and ascend.
 void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_t* rows) {

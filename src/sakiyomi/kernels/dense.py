@@ -116,6 +116,7 @@ def _attend_part(
     dense: Dense,
     plan: Plan,
     segment: int,
+    layer: int,
     part: Part,
     fresh: tuple[Tensor, Tensor, Tensor],
     scaling: float,
@@ -126,24 +127,27 @@ def _attend_part(
 ) -> Tensor:
     """Rows of one segment over heads that have dropped equally much: (rows, heads, dim); their pairs are written."""
     (queries, new_keys, new_values), rows = fresh, fresh[0].shape[1]
-    length = plan.table[segment][3] - part.dropped
-    part.keys[:, length : length + rows] = new_keys
-    part.values[:, length : length + rows] = new_values
+    slot, _, _, length, _ = plan.table[segment]
+    first = length - part.dropped
+    part.keys[:, first : first + rows] = new_keys
+    part.values[:, first : first + rows] = new_values
+    keys, values = dense.cache.columns(layer, slot, part, first + rows)
+    gone = part.dropped - part.packed
+    length -= gone
     if not (dense.by_row and alone):
-        seen = slice(0, length + rows)
-        mask = _pass.mask(segment, window, part.dropped, queries.device) if rows > 1 or window else None
+        mask = _pass.mask(segment, window, gone, queries.device) if rows > 1 or window else None
         bias = _pass.bias(segment, dense.distances) if dense.distances is not None else None
-        return attend_all(queries, part.keys[:, seen], part.values[:, seen], mask, scaling, softcap, bias)
+        return attend_all(queries, keys, values, mask, scaling, softcap, bias)
     outs = []
     for row in range(rows):
-        path = plan.path(segment, row) - part.dropped
+        path = plan.path(segment, row) - gone
         columns = torch.tensor([*range(length - plan.parts[segment].done), *path.tolist()], device=queries.device)
         columns = columns[-window:] if window else columns
         bias = dense.distances
         if bias is not None:
             far = torch.arange(len(columns) - 1, -1, -1, device=queries.device).clamp_max_(bias.shape[1] - 1)
             bias = bias[:, None, far]
-        pairs = part.keys[:, columns], part.values[:, columns]
+        pairs = keys[:, columns], values[:, columns]
         outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, bias))
     return torch.cat(outs)
 
@@ -160,7 +164,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap
             own = slice(part.heads.start * group, part.heads.stop * group)
             heads, at = part.heads, slice(first, first + rows)
             fresh = q[0, own, at], k[0, heads, at], v[0, heads, at]
-            out[0, at, own] = _attend_part(dense, plan, i, part, fresh, scaling, softcap, window, alone=not prompt)
+            out[0, at, own] = _attend_part(
+                dense, plan, i, layer, part, fresh, scaling, softcap, window, alone=not prompt
+            )
     return out
 
 

@@ -198,6 +198,16 @@ class NativeModel:
             self._library.sk_dropped(self.number, None, 0)
         else:
             self._library.sk_dropped(self.number, dropped.data_ptr(), dropped.shape[2])
+        packed = cache.packed
+        if packed is None or not packed.key_codes:
+            self._library.sk_packed_count(self.number, None)
+        else:
+            for i, stores in enumerate(
+                zip(packed.key_codes, packed.key_scales, packed.value_codes, packed.value_scales, strict=True)
+            ):
+                room = stores[2].shape[2]
+                self._library.sk_packed(self.number, i, *(store.data_ptr() for store in stores), room, packed.bits)
+            self._library.sk_packed_count(self.number, packed.count.data_ptr())
         cache.gather = self._keep
 
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from sakiyomi.cache.packed_pairs import BITS, Packing
 from sakiyomi.errors import InputError
 from sakiyomi.policies.base import Policy, View
 from sakiyomi.policies.chance import Random
@@ -22,7 +23,7 @@ from sakiyomi.policies.snapkv import SnapKV
 from sakiyomi.policies.streaming import Recency, Streaming
 from sakiyomi.policies.tova import TOVA
 
-__all__ = ["POLICIES", "Policy", "View", "make_policy", "read_budget"]
+__all__ = ["POLICIES", "Policy", "View", "make_policy", "read_budget", "read_cache"]
 
 _ALL = (
     *(Locret, InfLLM, H2O, SnapKV, PyramidKV, TOVA, Expected, FastGen),
@@ -33,6 +34,36 @@ POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in 
 
 _SPEC = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+_PACKED = re.compile(r"((?P<before>.+)\+)?quant-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?")
+
+
+def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
+    """What a cache spec says stays, and how it is packed; None for "everything" and "not at all".
+
+    Args:
+        spec: "full", a policy (``make_policy``), ``quant-4`` or ``quant-4[residual=64]`` with 8, 4 or 2 bits, or one
+            policy and one of those joined by "+".
+
+    Raises:
+        InputError: it is none of that.
+    """
+    match = _PACKED.fullmatch(spec) if isinstance(spec, str) else None
+    if match is None:
+        return make_policy(spec), None
+    rest = [part for part in (match["before"], match["after"]) if part]
+    if len(rest) > 1 or any(part == "full" or _PACKED.fullmatch(part) for part in rest):
+        raise InputError(f"cache={spec!r}; expected at most one policy and one of quant-8, quant-4, quant-2 with it")
+    if match["bits"] not in map(str, BITS):
+        raise InputError(f"cache={spec!r}: {match['bits']!r} bits; expected quant-8, quant-4 or quant-2")
+    residual = Packing.residual_of(match["options"])
+    if residual is None:
+        raise InputError(
+            f"cache={spec!r}: [{match['options']}]; expected a whole number of tokens that stay as they are, as "
+            "quant-4[residual=64]"
+        )
+    return make_policy(rest[0]) if rest else None, Packing(int(match["bits"]), residual)
 
 
 def make_policy(spec: str) -> Policy | None:
@@ -48,7 +79,10 @@ def make_policy(spec: str) -> Policy | None:
         return None
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
     if match is None or match["name"] not in POLICIES:
-        raise InputError(f"cache={spec!r}; expected full, {', '.join(POLICIES)}, with options as h2o[sinks=4]")
+        raise InputError(
+            f"cache={spec!r}; expected full, {', '.join(POLICIES)}, with options as h2o[sinks=4], quant-8, quant-4, "
+            "quant-2, or one of each as h2o+quant-4"
+        )
     make = POLICIES[match["name"]]
     known = {field.name: field for field in dataclasses.fields(make) if field.init}  # type: ignore[arg-type]
     options: dict[str, Any] = {}

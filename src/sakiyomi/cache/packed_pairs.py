@@ -1,0 +1,271 @@
+"""Keys and values in 8, 4 or 2 bits: how 32 numbers are packed, and the storage of packed columns.
+
+After KIVI (arXiv 2402.02750): channels of keys differ much in size and tokens little, so 32 tokens of one channel share
+a scale; of values 32 channels of one token do. Both are asymmetric, number = low + code * step. A head's packed columns
+come first, then those in full precision, see ``slots.py``; this knows neither tokens nor when columns are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sakiyomi.cache.slots import LayerShape
+
+__all__ = ["BITS", "GROUP", "PackedPairs", "Packing", "pack", "pack_keys", "pack_values", "unpack"]
+
+BITS = (8, 4, 2)
+GROUP = 32  # numbers that share a scale
+LARGEST = 65504.0  # of float16
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a cache is packed.
+
+    Attributes:
+        bits: of a number, 8, 4 or 2.
+        residual: tokens, the last ones at a border, that stay in full precision.
+    """
+
+    bits: int
+    residual: int = 64
+
+    def group_bytes(self, shapes: Sequence[LayerShape]) -> int:
+        """Bytes of 32 packed columns of all these layers."""
+        total = 0
+        for shape in shapes:
+            keys = shape.key_dim * (4 * self.bits + 4)
+            values = value_bytes(shape.value_dim, self.bits) + -(-shape.value_dim // GROUP) * 4
+            total += shape.heads * (keys + GROUP * values)
+        return total
+
+    @classmethod
+    def residual_of(cls, options: str | None) -> int | None:
+        """The residual that a spec's options say, the default if they say nothing; None: they say something else."""
+        if not options:
+            return cls(8).residual
+        key, _, value = options.partition("=")
+        return int(value) if key == "residual" and value.isdecimal() else None
+
+    def columns(self, count: int) -> int:
+        """How many of so many columns, the first ones, are packed at a border: whole groups."""
+        return max(0, count - self.residual) // GROUP * GROUP
+
+
+def pack(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Numbers that share a scale, (..., n), n a multiple of 8.
+
+    Step and low are float16: the error of a number is at most half a step, and what the two themselves are rounded by.
+    Numbers beyond the range of float16 are cut off there.
+
+    Returns:
+        codes, uint8 (..., n * bits / 8): byte j holds codes j, j + n * bits / 8, ..., the first one in its lowest bits;
+        scales, float16 (..., 2): step and low.
+    """
+    most = 2**bits - 1
+    wide = numbers.float().clamp(-LARGEST, LARGEST)
+    low = wide.amin(-1).half()
+    step = ((wide.amax(-1) - low.float()) / most).clamp(0, LARGEST).half()
+    steps = step.float()[..., None]
+    codes = ((wide - low.float()[..., None]) / torch.where(steps == 0, 1.0, steps)).round_().clamp_(0, most)
+    planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1)).unbind(-2)
+    packed = planes[0]
+    for i, plane in enumerate(planes[1:], 1):
+        packed = packed | plane << i * bits
+    return packed, torch.stack([step, low], -1)
+
+
+def unpack(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """What ``pack`` has packed, (..., n) float32."""
+    planes = [(codes >> i * bits) & (2**bits - 1) for i in range(8 // bits)]
+    step, low = scales.float()[..., None].unbind(-2)
+    return low + torch.cat(planes, -1) * step
+
+
+def pack_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Keys (heads, n, dim), n a multiple of 32, by channel.
+
+    Returns:
+        codes, uint8 (heads, n / 32, dim, 4 * bits), and scales, float16 (heads, n / 32, dim, 2).
+    """
+    return pack(keys.unflatten(1, (-1, GROUP)).transpose(2, 3), bits)
+
+
+def unpack_keys(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """(heads, n, dim) float32."""
+    return unpack(codes, scales, bits).transpose(2, 3).flatten(1, 2)
+
+
+def value_bytes(dim: int, bits: int) -> int:
+    """Bytes of a value's codes: of whole groups of 32 channels, and of the rest in whole bytes of every plane."""
+    return -(-dim // 8) * bits
+
+
+def pack_values(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Values (heads, n, dim) by token; the last group of channels has what is left.
+
+    Returns:
+        codes, uint8 (heads, n, ceil(dim / 8) * bits), and scales, float16 (heads, n, ceil(dim / 32), 2).
+    """
+    whole = values.shape[2] // GROUP * GROUP
+    codes, scales = [], []
+    if whole:
+        of_groups, steps = pack(values[..., :whole].unflatten(2, (-1, GROUP)), bits)
+        codes.append(of_groups.flatten(2))
+        scales.append(steps)
+    if rest := values.shape[2] - whole:
+        # Filled up with a number that is there already, so that the range stays.
+        padded = F.pad(values[..., whole:].float(), (0, -rest % 8), mode="replicate")
+        of_rest, steps = pack(padded[..., None, :], bits)
+        codes.append(of_rest.flatten(2))
+        scales.append(steps)
+    return torch.cat(codes, 2), torch.cat(scales, 2)
+
+
+def unpack_values(codes: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
+    """(heads, n, dim) float32."""
+    groups = dim // GROUP
+    found = [unpack(codes[..., : 4 * bits * groups].unflatten(2, (groups, 4 * bits)), scales[..., :groups, :], bits)]
+    found[0] = found[0].flatten(2)
+    if dim % GROUP:
+        found.append(unpack(codes[..., 4 * bits * groups :], scales[..., groups, :], bits))
+    return torch.cat(found, 2)[..., :dim]
+
+
+class PackedPairs:
+    """The packed columns of every slot, by layer.
+
+    Args:
+        shapes: of the layers.
+        packing: bits, and what is not packed.
+        places: slots at most.
+        limits: of each layer the columns that a head ever has at once, packed or not; None: any number.
+
+    Attributes:
+        count: (places, layers, heads of the largest layer) int32 on the CPU: packed columns of a slot's heads.
+        room: columns that the largest layers have room for.
+        key_codes, key_scales, value_codes, value_scales: by layer, as ``pack_keys`` and ``pack_values`` give them, with
+            slots in front.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], packing: Packing, places: int, limits: Sequence[int] | None = None
+    ) -> None:
+        self.shapes, self.packing, self.bits = tuple(shapes), packing, packing.bits
+        self._limits = None if limits is None else [packing.columns(limit) for limit in limits]
+        self.count = torch.zeros(places, len(self.shapes), max(shape.heads for shape in shapes), dtype=torch.int32)
+        self.room = self.slots = 0
+        self.key_codes: list[Tensor] = []
+        self.key_scales: list[Tensor] = []
+        self.value_codes: list[Tensor] = []
+        self.value_scales: list[Tensor] = []
+
+    def rooms(self, room: int) -> list[int]:
+        """Columns of each layer, where the largest have so many."""
+        return [room] * len(self.shapes) if self._limits is None else [min(room, limit) for limit in self._limits]
+
+    def bytes(self, slots: int, room: int) -> int:
+        """Bytes of so large a storage."""
+        each = zip(self.shapes, self.rooms(room), strict=True)
+        return slots * sum(self.packing.group_bytes([shape]) * (columns // GROUP) for shape, columns in each)
+
+    def wanted(self, columns: int) -> int:
+        """How many packed columns a text of so many columns may come to."""
+        most = self.packing.columns(columns)
+        return most if self._limits is None else min(most, max(self._limits))
+
+    def larger(self, slots: int, room: int) -> list[list[Tensor]]:
+        """New tensors of this size with what the present ones hold; ``take`` puts them in their place."""
+        fresh: list[list[Tensor]] = [[], [], [], []]
+        for layer, (shape, columns) in enumerate(zip(self.shapes, self.rooms(room), strict=True)):
+            keys, values = (slots, shape.heads, columns // GROUP, shape.key_dim), (slots, shape.heads, columns)
+            sizes = (
+                ((*keys, 4 * self.bits), torch.uint8),
+                ((*keys, 2), torch.float16),
+                ((*values, value_bytes(shape.value_dim, self.bits)), torch.uint8),
+                ((*values, -(-shape.value_dim // GROUP), 2), torch.float16),
+            )
+            for new, old, (size, dtype) in zip(fresh, self._stores, sizes, strict=True):
+                store = torch.zeros(size, dtype=dtype, device=shape.device)
+                if old:
+                    store[: self.slots, :, : old[layer].shape[2]] = old[layer]
+                new.append(store)
+        return fresh
+
+    def take(self, fresh: list[list[Tensor]], slots: int, room: int) -> None:
+        """Store in these tensors from now on."""
+        self.key_codes, self.key_scales, self.value_codes, self.value_scales = fresh
+        self.slots, self.room = slots, room
+
+    @property
+    def _stores(self) -> tuple[list[Tensor], ...]:
+        return self.key_codes, self.key_scales, self.value_codes, self.value_scales
+
+    def read(self, layer: int, slot: int, heads: slice, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` columns of a slot's heads, keys and values, (heads, count, dim) float32."""
+        groups = count // GROUP
+        codes, scales, value_codes, value_scales = (store[layer][slot, heads] for store in self._stores)
+        return (
+            unpack_keys(codes[:, :groups], scales[:, :groups], self.bits),
+            unpack_values(value_codes[:, :count], value_scales[:, :count], self.shapes[layer].value_dim, self.bits),
+        )
+
+    def get(self, layer: int, slot: int, head: int) -> list[Tensor]:
+        """What one head of a slot holds: key codes and scales, value codes and scales."""
+        count = int(self.count[slot, layer, head])
+        sizes = (count // GROUP, count // GROUP, count, count)
+        return [store[layer][slot, head, :size] for store, size in zip(self._stores, sizes, strict=True)]
+
+    def put(self, layer: int, slot: int, head: int, held: Sequence[Tensor]) -> None:
+        """Have a head of a slot, of which the count is right, hold this, as ``get`` gave it."""
+        for store, tensor in zip(self.get(layer, slot, head), held, strict=True):
+            store.copy_(tensor)
+
+    def append(self, layer: int, slot: int, heads: slice, keys: Tensor, values: Tensor) -> None:
+        """Pack these columns behind those that are there, (heads, n, dim), n a multiple of 32."""
+        first, more = int(self.count[slot, layer, heads.start]), keys.shape[1]
+        groups = slice(first // GROUP, (first + more) // GROUP)
+        codes, scales, value_codes, value_scales = (store[layer][slot, heads] for store in self._stores)
+        codes[:, groups], scales[:, groups] = pack_keys(keys, self.bits)
+        value_codes[:, first : first + more], value_scales[:, first : first + more] = pack_values(values, self.bits)
+        self.count[slot, layer, heads] = first + more
+
+    def rewrite(self, layer: int, slot: int, heads: slice, columns: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Hold other columns from now on.
+
+        Values that were packed move as they are, and so do keys whose whole group moves. Keys in other company than
+        before are packed anew, which adds up to half a step of the new group to their error: where a ninth of all pairs
+        goes at every border, keys of normal numbers in 4 bits are 0.079 of their spread off at first, 0.10 after one
+        border, 0.13 after 4, 0.17 after 16 and after 96.
+
+        Args:
+            layer, slot, heads: whose.
+            columns: (heads, n) int64, which of the columns so far, those in full precision counted behind; n a multiple
+                of 32.
+            keys, values: (heads, n, dim) float32 of these columns.
+        """
+        before, count = int(self.count[slot, layer, heads.start]), columns.shape[1]
+        self.count[slot, layer, heads] = count
+        if not count:
+            return
+        codes, scales, value_codes, value_scales = (store[layer][slot, heads] for store in self._stores)
+        columns = columns.to(codes.device)
+        packed = zip((codes, scales), pack_keys(keys, self.bits), strict=True)
+        of_values = zip((value_codes, value_scales), pack_values(values, self.bits), strict=True)
+        groups = columns.unflatten(1, (-1, GROUP))
+        first = groups[..., 0]
+        whole = (groups == first[..., None] + torch.arange(GROUP, device=columns.device)).all(2)
+        whole &= (first % GROUP == 0) & (first < before)
+        for moved, index, stores in ((whole, first // GROUP, packed), (columns < before, columns, of_values)):
+            for store, new in stores:
+                tail = (1,) * (store.ndim - 2)
+                index_ = index.clamp_max(max(store.shape[1] - 1, 0)).view(*index.shape, *tail)
+                old = store.gather(1, index_.expand(-1, -1, *store.shape[2:]))
+                store[:, : new.shape[1]] = torch.where(moved.view(*moved.shape, *tail), old, new)

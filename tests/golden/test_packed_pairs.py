@@ -1,0 +1,256 @@
+"""Caches in 8, 4 and 2 bits, alone and with a budget: reading ahead changes no token of the quantized target's text.
+
+The oracle of what attention sees is transformers with keys and values that are rounded in its own attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from architectures import CONFIGS, VOCAB, model_of, prompt
+from drafters import Branching, Fading, texts_of
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.kernels.dense import Dense
+from sakiyomi.model import PackedModel
+from sakiyomi.retaining.formats import write_heads
+from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.retaining.raw import Raw
+from toys import character_tokenizer
+
+TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
+NEW, CHUNK, BUDGET = 100, 48, 72
+PROMPTS = [prompt(150, 1), prompt(5, 2), prompt(100, 3)]
+"""Longer than a tail and some groups, shorter than any, and one that ends within a chunk."""
+SMALL = "[residual=16]"
+OWN = ("falcon",)
+"""Architectures that keep their own attention."""
+
+
+def options(spec: str) -> dict[str, Any]:
+    budget = None if spec.startswith("quant") else BUDGET
+    return {"cache": spec, "kv_budget": budget, "chunk_size": CHUNK, "compile": False}
+
+
+@cache
+def plain(name: str, spec: str) -> list[list[int]]:
+    """The text of each prompt alone, nothing drafted."""
+    llm = LLM((model_of(name), TOKENIZER), "none", **options(spec))
+    return [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS]
+
+
+def params(**values: Any) -> SamplingParams:
+    return SamplingParams(**({"max_new_tokens": NEW, "ignore_eos": True} | values))
+
+
+def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[list[int]]:
+    """The same, all at once, by a drafter that is right now and then."""
+    drafter = skill(texts_of(PROMPTS, plain(name, spec)), "sometimes", VOCAB)
+    llm = LLM((model_of(name), TOKENIZER), drafter, **(options(spec) | more))
+    done = llm.generate(PROMPTS, params(gamma=gamma))
+    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
+    packed = llm.target.cache.packed
+    assert packed is not None and int(packed.count.max()) >= 32, "nothing was packed"
+    return [out.token_ids for out in done]
+
+
+@pytest.mark.parametrize("skill", [Branching, Fading])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_reading_ahead_changes_nothing(bits: int, skill: Any) -> None:
+    """Trees and chains in a batch of unequal lengths, against each prompt alone."""
+    spec = f"quant-{bits}{SMALL}"
+    assert drafted("llama", spec, skill, 5) == plain("llama", spec)
+
+
+@pytest.mark.parametrize("name", [name for name in (*CONFIGS, "gemma", "mixtral", "deepseek_v3") if name not in OWN])
+def test_every_architecture(name: str) -> None:
+    spec = f"quant-4{SMALL}"
+    assert drafted(name, spec, Branching, 3) == plain(name, spec)
+
+
+@cache
+def heads_of(name: str) -> str:
+    """A folder with heads of random weights for this architecture."""
+    heads = tuple(layer.heads for layer in LLM((model_of(name), TOKENIZER), "none", compile=False).target.cache.shapes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = RetainingHeads(RetainingShape(Raw(model_of(name)).widths, heads, 24))
+    folder = Path(tempfile.mkdtemp()) / name
+    write_heads(made, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv[window=16]", "streaming", "pyramidkv[window=8,beta=4]"])
+def test_reading_ahead_with_a_budget(policy: str) -> None:
+    spec = f"{policy}+quant-4{SMALL}"
+    assert drafted("llama", spec, Branching, 4) == plain("llama", spec)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("llama", 4), ("phi3", 2), ("gemma2", 8)])
+def test_reading_ahead_with_retaining_heads(name: str, bits: int) -> None:
+    spec = f"locret:{heads_of(name)}+quant-{bits}{SMALL}"
+    assert drafted(name, spec, Branching, 4) == plain(name, spec)
+
+
+@pytest.mark.parametrize("more", [{"exact": True}, {"compile": True}], ids=str)
+@pytest.mark.parametrize("spec", [f"quant-4{SMALL}", f"h2o+quant-4{SMALL}"])
+def test_graphs_and_exact_passes(spec: str, more: dict[str, Any]) -> None:
+    llm = LLM((model_of("llama"), TOKENIZER), "none", **(options(spec) | more))
+    alone = [llm.generate([tokens], params())[0] for tokens in PROMPTS]
+    assert drafted("llama", spec, Branching, 4, **more) == [out.token_ids for out in alone] == plain("llama", spec)
+
+
+def test_exact_numbers_do_not_depend_on_drafts() -> None:
+    """In bf16 the last bit would show in some token's probability."""
+    model = copy.deepcopy(model_of("llama")).bfloat16()
+    how = options(f"quant-4{SMALL}") | {"exact": True, "dtype": "auto"}
+    first = LLM((model, TOKENIZER), "none", **how).generate(PROMPTS, params())
+    drafter = Branching(texts_of(PROMPTS, [out.token_ids for out in first]), "sometimes", VOCAB)
+    second = LLM((model, TOKENIZER), drafter, **how).generate(PROMPTS, params(gamma=4))
+    assert sum(out.stats.accepted for out in second) > 20
+    for a, b in zip(first, second, strict=True):
+        assert [(x.token_id, x.target_prob) for x in a.trace] == [(x.token_id, x.target_prob) for x in b.trace]
+
+
+def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PackedModel, "_packable", lambda self: False)
+    llm = LLM((model_of("llama"), TOKENIZER), "none", **options(f"h2o+quant-4{SMALL}"))
+    assert isinstance(llm.target.state, Dense)
+    assert [out.token_ids for out in llm.generate(PROMPTS, params())] == plain("llama", f"h2o+quant-4{SMALL}")
+
+
+# ---------------------------------------------------------------- what attention sees
+
+
+def rounded(numbers: Tensor, bits: int, axis: int) -> Tensor:
+    """Numbers (heads, n, dim) after rounding in groups of 32 along an axis, as the paper says."""
+    found = []
+    for group in numbers.split(32, axis):
+        low = group.amin(axis, keepdim=True).half().float()
+        step = ((group.amax(axis, keepdim=True) - low) / (2**bits - 1)).half().float()
+        codes = ((group - low) / step.clamp_min(1e-9)).round().clamp(0, 2**bits - 1)
+        found.append(low + codes * step)
+    return torch.cat(found, axis)
+
+
+def attention_of(bits: int, borders: list[int]) -> Any:
+    """Attention for transformers: rows between two borders see rounded keys and values before the tail of the first."""
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        group, rows = query.shape[1] // key.shape[1], query.shape[2]
+        out = []
+        for first, last in zip([0, *borders], [*borders, rows], strict=True):
+            first, last = min(first, rows), min(last, rows)
+            old = max(0, first - 16) // 32 * 32
+            keys, values = key[0, :, :last].clone(), value[0, :, :last].clone()
+            if old:
+                keys[:, :old], values[:, :old] = rounded(keys[:, :old], bits, 1), rounded(values[:, :old], bits, 2)
+            scores = query[0, :, first:last] @ keys.repeat_interleave(group, 0).transpose(1, 2) * scaling
+            seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out.append(weights @ values.repeat_interleave(group, 0))
+        return torch.cat(out, 1).transpose(0, 1)[None].contiguous(), None
+
+    return attend
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
+def test_what_attention_sees(name: str, bits: int) -> None:
+    """The text and its probabilities by transformers, with keys and values rounded in its own attention."""
+    length = len(PROMPTS[0])
+    borders = [*range(CHUNK, length, CHUNK), length, length + 64]
+    llm = LLM((model_of(name), TOKENIZER), "none", **options(f"quant-{bits}{SMALL}"))
+    (out,) = llm.generate([PROMPTS[0]], params())
+    model = copy.deepcopy(model_of(name))
+    AttentionInterface.register("rounded", attention_of(bits, borders))
+    AttentionMaskInterface.register("rounded", lambda *args, **kwargs: None)
+    gaps = []
+    for attention in ("rounded", "eager"):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPTS[0], *out.token_ids]])).logits[0]
+        rows = logits[length - 1 : -1].softmax(-1)
+        if attention == "rounded":
+            assert rows.argmax(-1).tolist() == out.token_ids
+        chosen = rows.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+        gaps.append((chosen - torch.tensor([entry.target_prob for entry in out.trace])).abs())
+    # Where a number lies between two codes the last bit decides, and a whole step is felt by some tokens.
+    assert gaps[0].median() <= 2e-4 and gaps[0].max() <= 1e-2
+    assert gaps[1].median() > 5 * gaps[0].median(), "what was rounded did not matter"
+
+
+# ---------------------------------------------------------------- memory and refusals
+
+
+def far() -> Any:
+    """A model that knows many positions."""
+    model = copy.deepcopy(model_of("llama"))
+    model.config.max_position_embeddings = 4096
+    return model
+
+
+def test_memory() -> None:
+    """Full precision stays at the tail and what comes between two borders, however long the text; the packed storage
+    grows by what columns take in so many bits.
+    """
+    full = LLM((far(), TOKENIZER), "none", compile=False, max_batch=1)
+    llm = LLM((far(), TOKENIZER), "none", **options(f"quant-4{SMALL}"), max_batch=1)
+    tokens = [prompt(1100, 4)]
+    sizes = []
+    for one in (full, llm):
+        one.generate(tokens, params(max_new_tokens=2))
+        sizes.append(one.target.cache.bytes)
+    cache, shapes = llm.target.cache, llm.target.cache.shapes
+    assert cache.packed is not None
+    beside = sum(store.nbytes for store in (*cache.keys, *cache.values))
+    assert beside == sum(shape.pair_bytes(4) for shape in shapes) * 256  # 16 and 31 and a chunk, in the least room
+    # 2048 columns of 4 bits with 32 bits for every 32 numbers of a key's channel, and for all 8 numbers of a value
+    per_pair = sum(shape.heads * (8 * 5 / 8 + 8 / 2 + 4) for shape in shapes)
+    assert sizes[1] - beside == per_pair * 2048
+    assert sizes[0] == sum(shape.pair_bytes(4) for shape in shapes) * 2048
+
+
+def test_a_budget_in_bytes_is_kept() -> None:
+    given = options(f"h2o+quant-4{SMALL}") | {"kv_budget": "200KiB", "max_batch": 1}
+    llm = LLM((far(), TOKENIZER), "none", **given)
+    llm.generate([prompt(1500, 4)], params(max_new_tokens=150))
+    assert 150 << 10 < llm.target.cache.bytes <= 200 << 10
+
+
+def test_conversations_continue() -> None:
+    """What is held is read no second time, packed or not."""
+    llm = LLM((model_of("llama"), TOKENIZER), "none", **options(f"quant-8{SMALL}"))
+    with llm.conversation() as conversation:
+        first = conversation.generate(PROMPTS[0], params(max_new_tokens=20))
+        places = llm.target.keeping.places(0)
+        assert [len(layer) for layer in places] == [2] * 3
+        assert all(torch.equal(own, torch.arange(len(PROMPTS[0]))) for layer in places for own in layer)
+        longer = [*PROMPTS[0], *first.token_ids, *prompt(30, 9)]
+        second = conversation.generate(longer, params(max_new_tokens=50))
+    assert second.stats.reused == len(PROMPTS[0]) + 19
+    assert len(second.token_ids) == 50
+
+
+def test_refusals() -> None:
+    pair = model_of("llama"), TOKENIZER
+    with pytest.raises(InputError, match=r"kv_budget=100 with cache='quant-4', which keeps everything"):
+        LLM(pair, "none", cache="quant-4", kv_budget=100)
+    with pytest.raises(InputError, match=r"'h2o\+quant-4' without a budget"):
+        LLM(pair, "none", cache="h2o+quant-4")
+    with pytest.raises(InputError, match=r"reassigned.*rounded anew at every border"):
+        LLM(pair, "none", cache="h2o[positions=reassigned]+quant-4", kv_budget=100)
+    with pytest.raises(InputError, match=r"infllm with packed keys.*leave the quantization out"):
+        LLM(pair, "none", cache="infllm+quant-4", kv_budget=1000)
+    with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
+        LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")
