@@ -28,6 +28,7 @@ class Example:
         answers: what the answer must hold, all of them.
         spans: (begin, end) in characters of the context: what the answers need.
         asked: the question without the beginning of an answer.
+        others: further questions that the text answers, each as ``question`` has it and with its answer.
     """
 
     task: str
@@ -36,6 +37,7 @@ class Example:
     answers: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]
     asked: str
+    others: tuple[tuple[str, str], ...] = ()
 
     def prompt(self, query_first: bool = False) -> str:
         """Text for the model.

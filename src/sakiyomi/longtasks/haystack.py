@@ -109,12 +109,13 @@ class _Several:
             places[: self.queries] = depth
         wanted, supply = facts[: self.queries], Supply(self.filler, rng)
         asked = " ".join(one.asked for one in wanted)
+        others = tuple((question(one.asked, one.cue), one.answer) for one in facts[self.queries :])
 
         def build(count: int) -> Example:
             context, spans = scattered(supply.first(count), list(zip(places, facts, strict=True)))
             end = question(asked, wanted[0].cue)
             answers = tuple(one.answer for one in wanted)
-            return Example(task, context, end, answers, spans[: self.queries], asked)
+            return Example(task, context, end, answers, spans[: self.queries], asked, others)
 
         return fitted(build, 0, length, tokenizer)
 

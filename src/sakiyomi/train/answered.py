@@ -36,6 +36,10 @@ JOINT = "\n\n"  # between a question in front and the prompt
 NOTHING: Ids = np.zeros(0, dtype=np.int64)
 
 
+FURTHER = 3
+"""One in so many tokens of a row is for further questions about its text."""
+
+
 @dataclass(frozen=True)
 class Answered:
     """A prompt and its answer as token ids.
@@ -231,11 +235,24 @@ class TaskRows:
         Raises:
             InputError: the task needs more.
         """
-        example = self._task.make(rng, length - self._task.answer_tokens, self._tokenizer)
-        prompt = example.prompt(query_first=self._query_aware)
-        # The answer goes on where the question ends: inside a quotation, or behind a word.
-        answer = " " * prompt[-1].isalnum() + ", ".join(example.answers)
-        return Answered(_ids(prompt, self._tokenizer, True), _ids(answer, self._tokenizer, False), NOTHING)
+        further = 0 if self._query_aware else length // FURTHER
+        example = self._task.make(rng, length - self._task.answer_tokens - further, self._tokenizer)
+        prompt = _ids(example.prompt(query_first=self._query_aware), self._tokenizer, True)
+        answer = _ids(_behind(example.question, ", ".join(example.answers)), self._tokenizer, False)
+        if further:
+            # What a text holds is wanted whatever is asked: with one question a row, most of it would be labelled as
+            # if nobody ever asked.
+            for question, value in example.others:
+                more = _ids(question + _behind(question, value), self._tokenizer, False)
+                if len(prompt) + len(answer) + len(more) > length:
+                    break
+                answer = np.concatenate([answer, more])
+        return Answered(prompt, answer, NOTHING)
+
+
+def _behind(question: str, answer: str) -> str:
+    """An answer that goes on where the question ends: inside a quotation, or behind a word."""
+    return " " * question[-1].isalnum() + answer
 
 
 def parse_tasks(tasks: str) -> list[TextSpec]:
