@@ -14,10 +14,8 @@ __all__ = ["EMBEDDED", "HEADS", "embedded", "folder_of", "is_embedded_name"]
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
-HEADS = ("tales-medusa", "tales-retaining")
+HEADS = ("tales-medusa", "tales-retaining", "retriever-retaining")
 """Names of heads that belong to one of them."""
-
-_ANNOUNCED = ("retriever-retaining",)
 
 _ROOT = Path(__file__).resolve().parent / "models"
 
@@ -33,11 +31,9 @@ def embedded(name: str) -> Path:
         and tokenizer.
 
     Raises:
-        InputError: the name is not known, or its model is not part of this version.
+        InputError: the name is not known.
         LoadError: the name is known and its files are missing from this installation.
     """
-    if name in _ANNOUNCED:
-        raise InputError(f"the embedded model {name!r} is not in this version; available are {', '.join(EMBEDDED)}")
     if name not in (*EMBEDDED, *HEADS):
         raise InputError(f"no embedded model is called {name!r}; available are {', '.join(EMBEDDED)}")
     folder = _ROOT / name
@@ -59,5 +55,5 @@ def folder_of(name: str) -> Path:
 
 
 def is_embedded_name(name: str) -> bool:
-    """Whether the name belongs to an embedded model, of this version or an announced one."""
-    return name in (*EMBEDDED, *HEADS, *_ANNOUNCED)
+    """Whether the name belongs to an embedded model, or to heads of one."""
+    return name in (*EMBEDDED, *HEADS)

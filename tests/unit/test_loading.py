@@ -522,7 +522,7 @@ def test_readable(count: float, text: str) -> None:
 
 
 def test_embedded_names() -> None:
-    refused(InputError, "retriever-retaining", "not in this version", "tales", target="retriever-retaining")
+    refused(InputError, "retriever-retaining", "holds retaining heads", target="retriever-retaining")
     refused(InputError, "tales-retaining", "holds retaining heads", "locret:tales-retaining", target="tales-retaining")
     refused(InputError, "tales-medusa", "holds Medusa heads", "medusa:tales-medusa", target="tales-medusa")
     assert (embedded("tales-medusa") / "medusa_lm_head.safetensors").is_file()

@@ -392,16 +392,17 @@ def test_heads_of_another_model_are_refused_with_both_numbers(tmp_path: Path) ->
             found.check(widths, kv_heads)
 
 
-def test_the_embedded_heads_belong_to_the_embedded_model() -> None:
+@pytest.mark.parametrize("name", ["tales", "retriever"])
+def test_the_embedded_heads_belong_to_the_embedded_model(name: str) -> None:
     """Their card's overlap is far above chance, and they are no larger than they may be."""
-    found = read_heads("tales-retaining")
-    model = load_model("tales", device="cpu")
+    found = read_heads(f"{name}-retaining")
+    model = load_model(name, device="cpu")
     assert (
         found.check(Raw(model.model).widths, kv_heads_of(model.model), fingerprint(model.model, model.tokenizer)) == []
     )
     assert sum(weight.nbytes for weight in found.heads.parameters()) <= 4 << 20
-    card = json.loads((embedded("tales-retaining") / "card.json").read_text(encoding="utf-8"))
-    assert card["base"] == found.base == "tales"
+    card = json.loads((embedded(f"{name}-retaining") / "card.json").read_text(encoding="utf-8"))
+    assert card["base"] == found.base == name
     assert all(measures["overlap"] > 0.2 for measures in card["held_out"].values())
 
 

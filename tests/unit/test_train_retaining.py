@@ -20,12 +20,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from architectures import ALL, make, model_of, prompt, widen
-from sakiyomi import InputError, LoadError, UnsupportedError
+from sakiyomi import InputError, LoadError, UnsupportedError, embedded
+from sakiyomi.longtasks import Example
 from sakiyomi.retaining.formats import read_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.labels import kv_heads_of
 from sakiyomi.retaining.raw import Raw
-from sakiyomi.train.answered import Answered, joined, read_answered
+from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, shape_of
@@ -441,14 +442,8 @@ class Echo:
         if length < 40:
             raise InputError(f"length is {length} tokens")
         number = str(rng.integers(10, 100))
-
-        class Example:
-            answers = (number,)
-
-            def prompt(self, query_first: bool = False) -> str:
-                return "Which number?\n\n" * query_first + f"The fox said {number} and went. Which number? It is"
-
-        return Example()
+        context = f"The fox said {number} and went."
+        return Example("echo", context, " Which number? It is", (number,), ((13, 15),), "Which number?")
 
 
 def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,9 +460,21 @@ def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for tasks, words in (("echo,passkey", "no task is called 'passkey'"), ("echo@x", "two numbers")):
         with pytest.raises(InputError, match=words):
             train_retaining(retaining_config(tmp_path, target, tasks=tasks, out=str(tmp_path / "more")))
-    with pytest.raises(InputError, match="length is 34"):
+    with pytest.raises(InputError, match="length is 21"):
         less = {"out": str(tmp_path / "less"), "row_tokens": (40,), "step_tokens": 40}
         train_retaining(retaining_config(tmp_path, target, tasks="echo", **less))
+
+
+def test_a_text_is_asked_several_questions() -> None:
+    """Labels of one question would say that nobody ever asks for the rest; with the question in front it is the one."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(embedded("retriever"))
+    for name, quoted in (("kv", True), ("multikey", False), ("passkey", False)):
+        several = TaskRows(name, tokenizer, False).make(np.random.default_rng(0), 900)
+        alone = TaskRows(name, tokenizer, True).make(np.random.default_rng(0), 900)
+        text, one = tokenizer.decode(several.answer), tokenizer.decode(alone.answer)
+        assert text.count("Question:") == (0 if name == "passkey" else 7) and "Question:" not in one
+        assert text.endswith('"' if quoted else ".") and one.endswith('"' if quoted else ".")
+        assert len(several.prompt) + len(several.answer) <= 900
 
 
 # ---------------------------------------------------------------- refusals

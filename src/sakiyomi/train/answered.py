@@ -251,8 +251,11 @@ class TaskRows:
 
 
 def _behind(question: str, answer: str) -> str:
-    """An answer that goes on where the question ends: inside a quotation, or behind a word."""
-    return " " * question[-1].isalnum() + answer
+    """An answer that goes on where the question ends, inside a quotation or behind a word, and what closes it.
+
+    The row that closes it looks at what stood behind the value: without that an answer does not end where it should.
+    """
+    return answer + '"' if question.endswith('"') else " " * question[-1].isalnum() + answer + "."
 
 
 def parse_tasks(tasks: str) -> list[TextSpec]:
