@@ -22,7 +22,7 @@ from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import make_policy
 from sakiyomi.intake import Intake, TextIntake
-from sakiyomi.keeping import surprise
+from sakiyomi.keeping import surprise, surprise_within
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
@@ -400,11 +400,8 @@ class Engine:
         for request, segment in zip(requests, segments, strict=True):
             count = len(segment.tokens)
             assert request.slot is not None
-            following = request.tokens[request.cached + 1 : request.cached + count + 1]
-            found = surprise(logits[first : first + len(following)], following)
-            if segment.length == 0 and found:
-                found.insert(0, max(found))  # nothing says how likely the first token is
-            keeping.learn(request.slot, found)
+            at = segment.length
+            keeping.learn(request.slot, surprise_within(logits[first : first + count], request.tokens, at, at + count))
             first += count
             ends.append(first - 1)
         if self.target.hidden is not None:

@@ -26,7 +26,7 @@ from sakiyomi.policies import Policy, View, read_budget
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
 
-__all__ = ["Everything", "Keeping", "Watched", "surprise"]
+__all__ = ["Everything", "Keeping", "Watched", "surprise", "surprise_within"]
 
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
@@ -90,11 +90,6 @@ class Watched(Everything):
         self._cache = cache
         self.notes = Notes(len(cache.shapes), cache.max_slots + cache.extra)
         self._last: dict[int, list[Tensor]] = {}
-
-    @staticmethod
-    def note(layer: int, queries: Tensor, scaling: float) -> Tensor:
-        """The rows' queries, scaled: (rows, query heads x dim)."""
-        return (queries[0] * scaling).transpose(0, 1).flatten(1)
 
     def begin(self, slot: int) -> None:
         """A text begins in this slot."""
@@ -297,10 +292,8 @@ class Keeping:
         for name, what in (("places", held.places), ("scores", held.scores)):
             for layer, heads in enumerate(what):
                 known |= {f"{name}.{layer}.{head}": tensor.to("cpu", copy=True) for head, tensor in enumerate(heads)}
-        for layer in range(self._layers if self._all is not None else 0):
-            assert self._all is not None
-            for name, stores in (("all_keys", self._all.keys), ("all_values", self._all.values)):
-                known[f"{name}.{layer}"] = stores[layer][slot, :, : held.since].clone()
+        for name, store in self._main_memory():
+            known[name] = store[slot, :, : held.since].clone()
         return known
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
@@ -310,14 +303,20 @@ class Keeping:
             for layer, heads in enumerate(what):
                 for head, tensor in enumerate(heads):
                     heads[head] = known[f"{name}.{layer}.{head}"].to(tensor.device)
-        for layer in range(self._layers if self._all is not None else 0):
-            assert self._all is not None
+        if self._all is not None:
             self._all.reserve(slot, length)
-            for name, stores in (("all_keys", self._all.keys), ("all_values", self._all.values)):
-                stores[layer][slot, :, :length] = known[f"{name}.{layer}"]
+        for name, store in self._main_memory():
+            store[slot, :, :length] = known[name]
         held.since = length
         if self.notes is not None:
             self.notes.begin(slot, length)
+
+    def _main_memory(self) -> list[tuple[str, Tensor]]:
+        """Where pairs are recalled, the stores of all of them, by name."""
+        if self._all is None:
+            return []
+        keys = [(f"all_keys.{layer}", store) for layer, store in enumerate(self._all.keys)]
+        return keys + [(f"all_values.{layer}", store) for layer, store in enumerate(self._all.values)]
 
     @property
     def far_bytes(self) -> int:
@@ -365,36 +364,27 @@ class Keeping:
         held, kept, dropping = self._slots[slot], [], False
         fresh = length - held.since
         self._store(slot, held.since, length)
-        old = [self._positions(slot, layer, length) for layer in range(self._layers)] if self._turn else []
+        old = [self._stored(slot, layer, length) for layer in range(self._layers)] if self._turn is not None else []
         for layer in range(self._layers):
             columns: list[Tensor] = []
             for view in self._views(slot, layer, prompt, length):
                 scores = self.policy.score(view).float()
-                if view.places.shape[1] > view.budget and self._drops(view):
-                    ranked = self.policy.rank(view, scores).masked_fill(self.policy.held(view), torch.inf)
-                    if self._cache.shapes[layer].window:
-                        # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels
-                        # count the window in columns.
-                        ranked = view.places
-                    stay = ranked.topk(view.budget, 1).indices.sort(1).values
-                    dropping = True
-                else:
-                    stay = torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
+                stay = self._chosen(view, scores)
+                dropping = dropping or stay.shape[1] < scores.shape[1]
                 columns += stay
-                forgotten = slice(None) if self._all is not None else stay
-                held.places[layer][view.heads] = _of(view.places, forgotten)
-                held.scores[layer][view.heads] = _of(scores, forgotten)
+                places = view.places
+                if self._all is None:  # what is dropped is forgotten, too
+                    places, scores = places.gather(1, stay), scores.gather(1, stay)
+                held.places[layer][view.heads], held.scores[layer][view.heads] = places, scores
             kept.append(columns)
-        if dropping and self._all is not None:
-            self._cache.excerpt(slot, length, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
-            if self._turn is not None:
-                self._move(slot, length, kept, [[torch.arange(length)] * len(of_layer) for of_layer in kept])
-        elif dropping:
-            self._cache.drop(slot, length, kept)
-            if self._turn is not None:
-                self._move(slot, length, kept, old)
-        else:
+        if not dropping:
             self._cache.pack(slot, length)
+        elif self._all is not None:
+            self._cache.excerpt(slot, length, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
+        else:
+            self._cache.drop(slot, length, kept)
+        if dropping and self._turn is not None:
+            self._move(slot, length, kept, old)
         held.since = length
         del held.surprise[:fresh]
         if self.notes is not None:
@@ -415,9 +405,19 @@ class Keeping:
                 self._all.keys[layer][slot, part.heads, since:length] = keys
                 self._all.values[layer][slot, part.heads, since:length] = part.values[:, own]
 
-    def _drops(self, view: View) -> bool:
+    def _chosen(self, view: View, scores: Tensor) -> Tensor:
+        """Columns that stay of the heads of a view, (h, n) ascending."""
         assert self.policy is not None
-        return self.policy.where == "both" or view.length <= view.prompt
+        drops = self.policy.where == "both" or view.length <= view.prompt
+        if scores.shape[1] <= view.budget or not drops:
+            return torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
+        if self._cache.shapes[view.layer].window:
+            # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels count the
+            # window in columns.
+            ranked = view.places
+        else:
+            ranked = self.policy.rank(view, scores).masked_fill(self.policy.held(view), torch.inf)
+        return ranked.topk(view.budget, 1).indices.sort(1).values
 
     def _views(self, slot: int, layer: int, prompt: int, length: int) -> list[View]:
         assert self.policy is not None
@@ -462,6 +462,12 @@ class Keeping:
             found += [torch.arange(end - n, end, device=part.keys.device)] * (part.heads.stop - part.heads.start)
         return found
 
+    def _stored(self, slot: int, layer: int, length: int) -> list[Tensor]:
+        """The same of the columns that what stays is taken from."""
+        if self._all is None:
+            return self._positions(slot, layer, length)
+        return [torch.arange(length)] * self._cache.shapes[layer].heads  # main memory: as the text has them
+
     def _move(self, slot: int, length: int, kept: Sequence[Sequence[Tensor]], old: Sequence[Sequence[Tensor]]) -> None:
         """Rotate what is left to where it is now."""
         assert self._turn is not None
@@ -478,12 +484,22 @@ class Keeping:
                 part.keys[:, :n] = self._turn(layer, part.keys[:, :n], by)
 
 
-def _of(values: Tensor, which: Tensor | slice) -> Tensor:
-    """All, or of each row these."""
-    return values.gather(1, which) if isinstance(which, Tensor) else values
-
-
 def surprise(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     """-log p of each token in its row of logits, (rows, V)."""
-    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    chosen = torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None]
     return torch.neg(logits.float().log_softmax(-1).gather(1, chosen)[:, 0]).tolist()
+
+
+def surprise_within(logits: Tensor, ids: Sequence[int], at: int, end: int) -> list[float]:
+    """-log p of the tokens that a pass over ids[at:end], part of a text, told about: ids[at + 1 : end + 1].
+
+    At its beginning also of its first token: as much as the largest of these, since nothing says how likely it is.
+
+    Args:
+        logits: (end - at, V) of the pass.
+        ids: the text.
+        at, end: the part.
+    """
+    following = ids[at + 1 : end + 1]
+    found = surprise(logits[: len(following)], following)
+    return [max(found), *found] if at == 0 and found else found

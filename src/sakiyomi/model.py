@@ -39,6 +39,7 @@ from sakiyomi.kernels.tap import Tap
 from sakiyomi.loading.families import has_experts
 from sakiyomi.loading.stream import attach, is_offloaded
 from sakiyomi.memory import available_bytes, readable
+from sakiyomi.policies.looking import note_queries
 from sakiyomi.seq2seq.decoder import Encoder, split
 from sakiyomi.structure import structural_copy
 
@@ -204,7 +205,7 @@ class PackedModel:
         self.sources = self._source_cache(max_slots)
         self.keeping: Keeping | Everything = Watched(self.cache) if watched else Everything(self.cache)
         self._noted = keeping.noted if keeping is not None else None
-        self._note = Watched.note if watched else self._noted.note if self._noted is not None else None
+        self._note = note_queries if watched else self._noted.note if self._noted is not None else None
         self.state: State
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.keeping import surprise
+from sakiyomi.keeping import surprise_within
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.referee import Referee
 
@@ -56,9 +56,7 @@ class OwnReferee(Referee):
                 end = min(len(ids), far, keeping.border(slot, len(prompt)))
                 rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=not behind)]).clone())
                 if keeping.wants_surprise:
-                    following = ids[at + 1 : end + 1]
-                    found = surprise(rows[-1][: len(following)], following)
-                    keeping.learn(slot, [max(found), *found] if at == 0 and found else found)
+                    keeping.learn(slot, surprise_within(rows[-1], ids, at, end))
                 at = end
                 keeping.settle(slot, len(prompt), at)
             keeping.end(slot)

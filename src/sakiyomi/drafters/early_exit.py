@@ -8,19 +8,16 @@ al. 2024, arXiv 2404.16710, trains for it; section 4.3 there is this way of draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.levels import Levels, kind_of
+from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from sakiyomi.layers import FirstLayers
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["EarlyExit"]
 
@@ -33,7 +30,7 @@ class _Request:
     reading: Reading | None = None
 
 
-class EarlyExit:
+class EarlyExit(LevelDrafter):
     """Drafts a tree, or a chain, by an earlier exit from the target: a level a pass of its first layers.
 
     Args:
@@ -41,31 +38,9 @@ class EarlyExit:
     """
 
     name = "early-exit"
-    kind: DraftKind = "chain"
 
     def __init__(self, model: FirstLayers) -> None:
-        self.model = model
-        self.levels = Levels(model, model.vocab_size)
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``kind_of``."""
-        return kind_of(params)
-
-    @property
-    def passes(self) -> int:
-        """Passes so far, a level each."""
-        return self.levels.passes
-
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds inside the passes so far."""
-        return self.model.forward_seconds
-
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        readings = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
-        self.levels.read([reading for reading in readings if reading is not None])
-        return [Draft.empty() if reading is None else reading.draft() for reading in readings]
+        super().__init__(model, model.vocab_size)
 
     def end(self, context: Context) -> None:
         """Forget the request."""

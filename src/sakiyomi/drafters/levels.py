@@ -19,7 +19,7 @@ from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.errors import MemoryLimitError
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import DraftKind
+from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
     from sakiyomi.params import SamplingParams
 
-__all__ = ["Levels", "begun", "is_drawn", "kind_of"]
+__all__ = ["LevelDrafter", "Levels", "begun", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {
     "chain": "chain",
@@ -160,3 +160,43 @@ class Levels:
         price, values = reading.worth.price(reading.growth.nodes), reading.growth.values
         gain = sum(max(0.0, _FOLLOWED * values[place] - price) for place in places)
         return reading.worth.pays(gain, self.model.pass_seconds(len(places)) + self._besides)
+
+
+class LevelDrafter:
+    """Drafts by a model that shares the target's weights; how a tree begins on its cache is up to who derives from it.
+
+    Args:
+        model: reads.
+        vocab_size: of the target.
+    """
+
+    name: str
+    kind: DraftKind = "chain"
+
+    def __init__(self, model: PackedModel, vocab_size: int) -> None:
+        self.model = model
+        self.levels = Levels(model, vocab_size)
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params)
+
+    @property
+    def passes(self) -> int:
+        """Passes so far, a level each."""
+        return self.levels.passes
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds inside the passes so far."""
+        return self.model.forward_seconds
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; all requests advance together, one pass a level."""
+        readings = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        self.levels.read([reading for reading in readings if reading is not None])
+        return [Draft.empty() if reading is None else reading.draft() for reading in readings]
+
+    def _begin(self, context: Context, gamma: int) -> Reading | None:
+        """The request's tree of which nothing was read yet; None: nothing can be drafted."""
+        raise NotImplementedError

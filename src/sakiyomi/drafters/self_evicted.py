@@ -9,7 +9,6 @@ always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,17 +16,15 @@ import torch
 from torch import Tensor
 
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.levels import Levels, kind_of
+from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.excerpt import Excerpt
 from sakiyomi.keeping import Watched
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["SelfEvicted"]
 
@@ -60,7 +57,7 @@ class _Seat:
     reading: Reading | None = None
 
 
-class SelfEvicted:
+class SelfEvicted(LevelDrafter):
     """Drafts by the target on an excerpt of its cache.
 
     Args:
@@ -73,7 +70,6 @@ class SelfEvicted:
     """
 
     name = "self-evicted"
-    kind: DraftKind = "chain"
 
     def __init__(self, target: PackedModel, budget: int = BUDGET) -> None:
         if not isinstance(target.keeping, Watched) or not target.passes_here or target.sources is not None:
@@ -84,28 +80,7 @@ class SelfEvicted:
         if budget < 4 * PAGE:
             raise InputError(f"draft self-evicted:{budget}: an excerpt has {4 * PAGE} pairs or more")
         self._target, self._keeping, self._budget = target, target.keeping, budget
-        self.model = Excerpt(target, budget + ROOM)
-        self.levels = Levels(self.model, target.vocab_size)
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``kind_of``."""
-        return kind_of(params)
-
-    @property
-    def passes(self) -> int:
-        """Passes so far, a level each."""
-        return self.levels.passes
-
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds inside the passes so far."""
-        return self.model.forward_seconds
-
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        readings = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
-        self.levels.read([reading for reading in readings if reading is not None])
-        return [Draft.empty() if reading is None else reading.draft() for reading in readings]
+        super().__init__(Excerpt(target, budget + ROOM), target.vocab_size)
 
     def end(self, context: Context) -> None:
         """Free the request's place."""

@@ -67,6 +67,7 @@ class Policy:
     Attributes:
         sinks: first tokens of the text that always stay.
         local: last tokens that stay at a border.
+        recent: share of the budget for the last tokens, where that is more than ``local``.
         ends: share of the budget that is reserved for both ends of the prompt, half for each: most scorers lose the
             question or the instruction without it (arXiv 2605.18053).
         positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every border those
@@ -87,13 +88,15 @@ class Policy:
 
     sinks: int = 4
     local: int = 16
+    recent: float = 0.0
     ends: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
 
     def least_of(self, budget: int) -> int:
         """Pairs of a head that stay in any case; a budget must be larger."""
-        return max(self.sinks, int(self.ends / 2 * budget)) + self.local + int(self.ends / 2 * budget)
+        end = int(self.ends / 2 * budget)
+        return max(self.sinks, end) + self._last(budget) + end
 
     def listen(self, model: PackedModel) -> None:
         """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
@@ -134,10 +137,14 @@ class Policy:
     def held(self, view: View) -> Tensor:
         """Pairs that stay whatever their score, (h, n) bool."""
         end = int(self.ends / 2 * view.budget)
-        first, last = view.places < max(self.sinks, end), view.places >= view.length - self.local
+        first, last = view.places < max(self.sinks, end), view.places >= view.length - self._last(view.budget)
         if end:
             last |= (view.places < view.prompt) & (view.places >= view.prompt - end)
         return first | last
+
+    def _last(self, budget: int) -> int:
+        """Last tokens that stay."""
+        return max(self.local, int(self.recent * budget))
 
     def budgets(self, budget: int, heads: Sequence[int]) -> list[list[int]]:
         """Pairs of each layer's heads, where a head on average has so many.

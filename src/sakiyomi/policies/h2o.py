@@ -31,11 +31,3 @@ class H2O(Looking):
         for seen in self.looks(view):
             total = total + seen.sum((1, 2))
         return total
-
-    def least_of(self, budget: int) -> int:
-        """The recent share too."""
-        return super().least_of(budget) + max(0, int(self.recent * budget) - self.local)
-
-    def held(self, view: View) -> Tensor:
-        """The recent share too."""
-        return super().held(view) | (view.places >= view.length - int(self.recent * view.budget))

@@ -28,7 +28,6 @@ class InfLLM(Looking):
     Attributes:
         block: tokens of one.
         representatives: keys of a block.
-        recent: share of the budget for the last tokens.
     """
 
     name: ClassVar[str] = "infllm"
@@ -41,8 +40,8 @@ class InfLLM(Looking):
     recent: float = 0.25
 
     def least_of(self, budget: int) -> int:
-        """The recent share, and a block."""
-        return super().least_of(budget) + max(0, int(self.recent * budget) - self.local) + self.block
+        """A block too."""
+        return super().least_of(budget) + self.block
 
     def score(self, view: View) -> Tensor:
         """How much rows of its own chunk looked at each pair; what came before the chunk is not read for it."""
@@ -62,7 +61,3 @@ class InfLLM(Looking):
         query = view.notes.float().mean(0).view(view.all_heads, -1, dim)[view.heads].sum(1)
         relevance = (mean @ query[..., None]).sum((0, 2)).repeat_interleave(self.block)
         return F.pad(relevance, (0, n - len(relevance)), value=float(relevance.max())).expand(heads, -1)
-
-    def held(self, view: View) -> Tensor:
-        """The recent share too."""
-        return super().held(view) | (view.places >= view.length - int(self.recent * view.budget))

@@ -10,9 +10,14 @@ from torch import Tensor
 
 from sakiyomi.policies.base import Policy, View
 
-__all__ = ["Looking"]
+__all__ = ["Looking", "note_queries"]
 
 ROWS = 128  # at once: a long chunk's attention is not held as a whole
+
+
+def note_queries(layer: int, queries: Tensor, scaling: float) -> Tensor:
+    """The rows' queries, scaled: (1, heads, rows, dim) to (rows, query heads x dim)."""
+    return (queries[0] * scaling).transpose(0, 1).flatten(1)
 
 
 class Looking(Policy):
@@ -21,8 +26,8 @@ class Looking(Policy):
     notes: ClassVar[bool] = True
 
     def note(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
-        """The rows' queries, scaled: (rows, query heads x dim)."""
-        return (queries[0] * scaling).transpose(0, 1).flatten(1)
+        """See ``note_queries``."""
+        return note_queries(layer, queries, scaling)
 
     def looks(self, view: View, rows: int | None = None) -> Iterator[Tensor]:
         """Attention of the last so many rows, all by default, over all pairs: (h, g, some rows, n) float32 each."""

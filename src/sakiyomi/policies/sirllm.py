@@ -28,11 +28,3 @@ class SirLLM(Policy):
         """What it was when the token came."""
         assert view.surprise is not None
         return torch.cat([view.former, view.surprise.to(view.former).expand(view.keys.shape[0], -1)], 1)
-
-    def least_of(self, budget: int) -> int:
-        """The recent share too."""
-        return super().least_of(budget) + max(0, int(self.recent * budget) - self.local)
-
-    def held(self, view: View) -> Tensor:
-        """The recent share too."""
-        return super().held(view) | (view.places >= view.length - int(self.recent * view.budget))
