@@ -158,6 +158,9 @@ class RetrieverConfig(TextConfig):
     )
     step_tokens: int = _field(4096, "Tokens of one optimizer step; a multiple of every row length.", least=1)
     text_weight: float = _field(0.05, "Weight of the loss of all text beside that of the answers.", least=0)
+    note_weight: float = _field(
+        0.3, "Weight of how well values in the text say whether a question in front asks for them.", least=0
+    )
     vocab: int = _field(1024, "Pieces of the tokenizer to train, special tokens included.", least=1)
     hidden: int = _field(128, "Width of the hidden states.", least=1)
     layers: int = _field(4, "Layers.", least=1)

@@ -20,25 +20,27 @@ from sakiyomi.longtasks.facts import locker, needle, pair
 from sakiyomi.longtasks.filler import NOISE, Supply, Texts
 from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS, digits, keys, repeated
 
-__all__ = ["ANSWER", "FRONT", "KNOWN", "RetrievalRows"]
+__all__ = ["ANSWER", "KNOWN", "OTHER", "WANTED", "RetrievalRows"]
 
 KINDS = ("passkey", "number", "kv", "kv-dense", "multikey", "recall", "copy", "text")
 SHORT_SHARES = (0.08, 0.10, 0.14, 0.08, 0.14, 0.36, 0.08, 0.02)
 LONG_SHARES = (0.08, 0.12, 0.18, 0.24, 0.18, 0.16, 0.02, 0.02)
+PARTED_KINDS, PARTED_SHARES = ("kv", "kv-dense", "multikey"), (0.3, 0.4, 0.3)
 SHORT = 128
 """Up to this length rows hold little, and are mostly such as give many answers."""
 
-NOTHING, KNOWN, ANSWER = 0, 1, 2
-"""What a token is: padding, text, (part of) an answer."""
+NOTHING, KNOWN, ANSWER, OTHER, WANTED = 0, 1, 2, 3, 4
+"""What a token is: padding, text, (part of) an answer; behind a question in front, (part of) the value in the text of
+another key than those that are asked for, or of one of them."""
 
 QUERY_FIRST = 0.3
 """Share of the rows with their questions in front, too."""
 
-PARTED_EVERY = 4
-"""One step of so many, in rows that are not short, has parted rows, of a fourth of the length (see `parted`)."""
+PARTED_EVERY = 2
+"""One step of so many has parted rows: a text, and as long as that its questions (see `retriever.parted_pass`)."""
 
-FRONT, END_SHORT, END_LONG = 24, 16, 40
-"""Tokens of a parted row's question in front, and of its end, without or with the question once more."""
+PARTED_FIRST = 0.5
+"""Share of the parted rows with their questions in front, too."""
 
 Part = tuple[str, int]
 Roles = npt.NDArray[np.int64]
@@ -64,9 +66,11 @@ class RetrievalRows:
         self._digits = np.array([id for digit in "0123456789" for id in self.encode(digit)])
 
     def batch(self, step: int, rows: int, length: int, decaying: bool) -> dict[str, Any]:
-        """`ids` and `roles`, both (rows, length + 1); of parted rows also `end`, (1,) where their last part begins."""
-        if length > SHORT and step % PARTED_EVERY == PARTED_EVERY - 1:
-            return self._parted_batch(step, rows * 4, length // 4)
+        """`ids` and `roles`, both (rows, length + 1); of parted rows also `end`, (1,) where their questions begin."""
+        if step % PARTED_EVERY == PARTED_EVERY - 1:
+            made = [self.parted(np.random.default_rng((self._seed, step, row)), length) for row in range(rows)]
+            parts = {"ids": np.stack([ids for ids, _ in made]), "roles": np.stack([what for _, what in made])}
+            return parts | {"end": np.array([length // 2])}
         ids = np.full((rows, length + 1), self._end)
         roles = np.zeros((rows, length + 1), dtype=np.int64)
         for row in range(rows):
@@ -74,53 +78,49 @@ class RetrievalRows:
             ids[row, : len(some)], roles[row, : len(some)] = some, what
         return {"ids": ids, "roles": roles}
 
-    def _parted_batch(self, step: int, rows: int, length: int) -> dict[str, Any]:
-        again = step // PARTED_EVERY % 2 == 1
-        made = [self.parted(np.random.default_rng((self._seed, step, row)), length + 1, again) for row in range(rows)]
-        end = length + 1 - (END_LONG if again else END_SHORT)
-        return {"ids": np.stack([ids for ids, _ in made]), "roles": np.stack([what for _, what in made])} | {
-            "end": np.array([end])
-        }
-
-    def parted(self, rng: np.random.Generator, length: int, again: bool) -> tuple[Roles, Roles]:
-        """A row in three parts of fixed lengths: a question, the text, and the answer.
-
-        A pass over parted rows lets the answer see the text in the last layer alone, and the question in front never
-        (see `retriever.parted_pass`): the text must have found by itself, while it was read, where it answers the
-        question in front. Without such rows nothing in a token's state tells a method that decides while it reads.
+    def parted(self, rng: np.random.Generator, length: int) -> tuple[Roles, Roles]:
+        """A row of `length + 1` tokens: a text in the first half, and its questions with their answers behind that.
 
         Args:
             rng: of the row.
             length: in tokens.
-            again: the question stands in front of the answer once more.
         """
-        dense = rng.random() < 0.5
-        fact = pair if dense or rng.random() < 0.5 else locker
-        source = keys(rng)
-        room = length - FRONT - (END_LONG if again else END_SHORT)
+        half = length // 2
+        kind = str(rng.choice(PARTED_KINDS, p=PARTED_SHARES))
+        first = rng.random() < PARTED_FIRST
+        fact = locker if kind == "multikey" else pair
         cost = len(self.encode(fact("red fox", "1234").text)) + 2
+        asking = self._cost(fact("red fox", "1234"), False)
+        # Of many questions in front none would stand out.
+        questions = int(rng.integers(1, 3)) if first and half > SHORT else 1 if first else half // asking
+        room = half - 1 - (questions * (len(self.encode(fact("red fox", "").asked)) + 1) if first else 0)
         most = room // cost
-        count = most if dense else int(np.exp(rng.uniform(0, np.log(0.7 * most + 1))))
+        count = most if kind == "kv-dense" else int(np.exp(rng.uniform(0, np.log(0.7 * most + 1))))
+        source = keys(rng)
         facts = [fact(key, digits(rng, 4)) for key in islice(source, max(1, count))]
-        wanted = facts[int(rng.integers(len(facts)))]
-        if dense:
-            # One more, cut off where the room ends.
+        wanted = [facts[index] for index in rng.permutation(len(facts))[:questions]]
+        front = [self._end, *(self.encode(" ".join(one.asked for one in wanted) + "\n\n") if first else [])]
+        if kind == "kv-dense":
+            # One more, cut off where the half ends.
             body = self._dense([*facts, fact(next(source), digits(rng, 4))])
         else:
-            body = self._scattered("multikey" if fact is locker else "kv", facts, rng, room)
+            body = self._scattered(kind, facts, rng, half - len(front))
             body += [(f" {sentence}", KNOWN) for sentence in Supply(NOISE, rng).first(4)]
-        front = [self._end, *self.encode(f"{wanted.asked}\n\n")]
-        middle = [id for text, _ in body for id in self.encode(text)][:room]
-        asked = f"{wanted.asked}\n{wanted.cue}" if again else 'Answer: "' if wanted.cue.endswith('"') else "Answer:"
-        before = self.encode(f"\n\n{asked}")
-        answer = [id for text, _ in _answer(wanted) for id in self.encode(text)]
-        ids = [*[self._end] * (FRONT - len(front)), *front][-FRONT:] + middle
-        roles = [NOTHING] * max(0, FRONT - len(front)) + [KNOWN] * min(FRONT, len(front)) + [KNOWN] * len(middle)
-        fill = FRONT + room - len(ids)
-        ids, roles = ids + [self._end] * fill, roles + [NOTHING] * fill
-        ids, roles = ids + before + answer, roles + [KNOWN] * len(before) + [ANSWER] * len(answer)
-        fill = length - len(ids)
-        return np.array(ids + [self._end] * fill)[:length], np.array(roles + [NOTHING] * fill)[:length]
+        answers = {one.answer for one in wanted}
+        ids, roles = front, [KNOWN] * len(front)
+        for text, role in body:
+            some = self.encode(text)
+            if first and text.isdigit():
+                role = WANTED if text in answers else OTHER
+            ids, roles = ids + some, roles + [role] * len(some)
+        ids, roles = ids[:half], roles[:half]
+        ids, roles = ids + [self._end] * (half - len(ids)), roles + [NOTHING] * (half - len(roles))
+        for one in wanted:
+            for text, role in ((f"\n\n{one.asked}\n{one.cue}", KNOWN), *_answer(one)):
+                some = self.encode(text)
+                ids, roles = ids + some, roles + [role] * len(some)
+        fill = length + 1 - len(ids)
+        return np.array(ids + [self._end] * fill)[: length + 1], np.array(roles + [NOTHING] * fill)[: length + 1]
 
     def row(self, rng: np.random.Generator, length: int) -> tuple[Roles, Roles]:
         """Ids and roles of one row of at most `length` tokens."""

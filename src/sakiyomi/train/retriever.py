@@ -27,7 +27,7 @@ from sakiyomi.train.loop import Loop, compiled_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.retrieval_measures import ASKED, accuracy
-from sakiyomi.train.retrieval_rows import ANSWER, FRONT, KNOWN, RetrievalRows
+from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, OTHER, WANTED, RetrievalRows
 from sakiyomi.train.retrieval_start import start_looking_back
 from sakiyomi.train.target import load_tokenizer
 from sakiyomi.train.tokenizer import train_tokenizer
@@ -38,6 +38,7 @@ __all__ = ["answers_and_text", "retrieval_tokenizer", "train_retriever"]
 FINAL_TOKENS = 65536
 SHORT_ROWS = 257
 SHORTEST = 256
+NOTE_SCALE = 16.0
 TOKENIZER_DOCUMENTS = 600
 
 
@@ -70,11 +71,9 @@ def train_retriever(config: RetrieverConfig, command: str = "") -> dict[str, Any
     def batch_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
         ids, roles = batch["ids"], batch["roles"]
         if "end" in batch:
-            # Their shapes are used too seldom to be worth compiling.
-            with torch.compiler.set_stance("force_eager"):
-                hidden = parted_pass(model, ids[:, :-1], int(batch["end"]))
-                answers = roles[:, 1:][:, FRONT:]
-                return answers_and_text(0.0, hidden, model.lm_head.weight, ids[:, 1:][:, FRONT:], answers)
+            hidden, before = parted_pass(model, ids[:, :-1], int(batch["end"]))
+            noted = notes(before, roles[:, :-1])
+            return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:]) + config.note_weight * noted
         # The backward pass of the fused attention is slow for many short rows.
         attend_by(model, "eager" if ids.shape[1] <= SHORT_ROWS else "sdpa")
         hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -137,19 +136,19 @@ def measure(
     return found
 
 
-def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> Tensor:
-    """Last hidden states of parted rows, those of the question in front left out.
+def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> tuple[Tensor, Tensor]:
+    """States of rows whose questions see the text in the last layer alone.
 
-    The last part sees the text in the last layer alone: there it finds the answer by what the text has noted of the
-    question in front, which it cannot see itself.
+    Without such rows a small model finds its answers in the second layer, where nothing in a key or value can tell yet
+    what a question in front of the text has asked for: a method that decides while it reads could not know.
 
     Args:
         model: in training.
         ids: (B, T) see `RetrievalRows.parted`.
-        end: where the last part begins.
+        end: where the questions begin.
 
     Returns:
-        (B, T - FRONT, H).
+        Last hidden states, and what the last layer reads, both (B, T, H).
     """
     attend_by(model, "sdpa")
     inner: Any = model.model
@@ -166,8 +165,26 @@ def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> Tensor:
 
     for module in inner.layers[:-1]:
         hidden = torch.cat((layer(module, hidden, 0, end), layer(module, hidden, end, ids.shape[1])), 1)
-    states: Tensor = inner.norm(layer(inner.layers[-1], hidden, FRONT, ids.shape[1]))
-    return states
+    return inner.norm(layer(inner.layers[-1], hidden, 0, ids.shape[1])), hidden
+
+
+def notes(hidden: Tensor, roles: Tensor) -> Tensor:
+    """How well a token of a value says whether a question in front has asked for it; a loss in nats.
+
+    It says so along a direction that is fixed, the alternating one: whoever reads the states can learn it.
+
+    Args:
+        hidden: (B, T, H) what the last layer reads.
+        roles: (B, T) see `retrieval_rows`.
+    """
+    sign = 1.0 - 2.0 * (torch.arange(hidden.shape[-1], device=hidden.device) % 2)
+    hidden = hidden.float()
+    said = NOTE_SCALE * (hidden * sign).mean(-1) / hidden.square().mean(-1).add(1e-6).sqrt()
+    found = torch.zeros((), device=hidden.device)
+    for role, target in ((OTHER, -said), (WANTED, said)):
+        counts = (roles == role).float()
+        found = found + (F.softplus(-target) * counts).sum() / counts.sum().clamp_min(1)
+    return found
 
 
 def answers_and_text(text_weight: float, hidden: Tensor, head: Tensor, labels: Tensor, roles: Tensor) -> Tensor:
