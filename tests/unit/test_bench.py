@@ -436,6 +436,16 @@ def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
     assert all(0 < line["draft_share"] < 1 for line in found.lines[1:])
 
 
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
+    found = suites.ROWS["evicted"](dataclasses.replace(pair, contexts=(16, 32)), suites.Note())
+    assert [line["context"] for line in found.lines] == [16, 32]
+    assert all(line["equal"] and line["ratio"] > 0 for line in found.lines)
+    assert all(line["acceptance_rate"] == 1 for line in found.lines)  # all pairs are in such an excerpt
+    with pytest.raises(InputError, match=r"contexts has 100000 tokens, and the prompts together have \d+"):
+        suites.ROWS["evicted"](dataclasses.replace(pair, contexts=(100000,)), suites.Note())
+
+
 def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:
     file = tmp_path / "held-out.txt"
     file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
