@@ -22,7 +22,7 @@ class BenchConfig:
             offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted, and grounded for a pair
             of `train edits` or `train tones`.
         target: embedded name, folder or hub id; rows of the random model do not use it.
-        draft: auto (tales-draft, for tales alone), or model:FOLDER.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.

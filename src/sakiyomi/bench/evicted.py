@@ -32,7 +32,8 @@ def evicted(config: BenchConfig, note: Note) -> Row:
     """
     pair = Pair(config)
     note("evicted: compiling")
-    llm = pair.llm("self-evicted")
+    draft = config.draft if config.draft.startswith("self-evicted:") else "self-evicted"
+    llm = pair.llm(draft)
     text = _text(pair, max(config.contexts))
     fixed = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
     lines, notes = [], []
@@ -53,7 +54,7 @@ def evicted(config: BenchConfig, note: Note) -> Row:
         "target": config.target,
         "dtype": str(llm.target.dtype).removeprefix("torch."),
         "rounding": llm.target.rounding and str(llm.target.rounding),
-        "draft": str(llm.engine.drafter and llm.engine.drafter.name),
+        "draft": draft,
         "gamma": config.gamma,
         "max_new_tokens": config.max_new_tokens,
         "laps": config.repeats,
@@ -81,7 +82,12 @@ def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> L
     """Seconds behind the prompt, of which the first lap alone reads more than the last token."""
     done = talk.generate(prompt, params)
     seconds = done.stats.seconds - done.stats.prefill_seconds
-    return Lap(seconds, len(done.token_ids) - 1, (tuple(done.token_ids),), round_figures(done.stats))
+    return Lap(
+        seconds,
+        len(done.token_ids) - 1,
+        (tuple(done.token_ids),),
+        round_figures(done.stats) | {"alpha": done.stats.alpha},
+    )
 
 
 def _line(length: int, standings: Sequence[Standing]) -> dict[str, Any]:
@@ -94,6 +100,7 @@ def _line(length: int, standings: Sequence[Standing]) -> dict[str, Any]:
         "auto": auto["ratio"],
         "A/A": str(Spread.of(standings)),
         "acceptance_rate": fixed["acceptance_rate"],
+        "alpha": fixed["alpha"],
         "tau": fixed["tau"],
         "draft_ms": fixed["draft_ms"],
         "score_ms": fixed["score_ms"],

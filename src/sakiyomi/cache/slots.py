@@ -440,8 +440,11 @@ class SlotCache:
         for layer, chosen in enumerate(columns):
             for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
                 store = theirs[layer][other]
-                index = chosen.to(store.device)[..., None].expand(-1, -1, store.shape[2])
-                mine[layer][slot, :, :count] = store.gather(1, index)
+                heads, room, dim = store.shape
+                # Whole rows are copied at once; gather would go number by number.
+                rows = chosen.to(store.device) + torch.arange(heads, device=store.device)[:, None] * room
+                found = store.reshape(-1, dim).index_select(0, rows.flatten())
+                mine[layer][slot, :, :count] = found.view(heads, count, dim)
         self.dropped[slot] = self._least[slot] = self._absent[slot] = length - count
 
     def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
