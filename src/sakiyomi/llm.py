@@ -25,7 +25,7 @@ from sakiyomi.memory import readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
-from sakiyomi.policies import read_cache
+from sakiyomi.policies import read_cache, read_sparse
 from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
@@ -410,14 +410,16 @@ class LLM:
 
 
 def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping | None:
-    """What keeps the cache within the budget, or packs it; None: nothing does."""
-    policy, packing = read_cache(cache)
+    """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
+    sparse, rest = read_sparse(cache)
+    policy, packing = read_cache(rest)
     if policy is None:
         if budget is not None:
             raise InputError(
                 f"kv_budget={budget!r} with cache={cache!r}, which keeps everything; name a policy, or leave it out"
             )
-        return Keeping(None, None, chunk_size, packing=packing) if packing is not None else None
+        full = packing is None and sparse is None
+        return None if full else Keeping(None, None, chunk_size, packing=packing, sparse=sparse)
     if budget is None:
         raise InputError(f"cache={cache!r} without a budget; give kv_budget, in pairs of a head or bytes as '2GiB'")
-    return Keeping(policy, budget, chunk_size, packing=packing)
+    return Keeping(policy, budget, chunk_size, packing=packing, sparse=sparse)
