@@ -57,7 +57,7 @@ class Chunk:
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True)
 class Sparse:
     """Base of all.
 

@@ -56,7 +56,7 @@ def read_sparse(spec: str) -> tuple[Sparse | None, str]:
         InputError: it names two, or an option that they have not.
     """
     parts = spec.split("+") if isinstance(spec, str) else []
-    sparse = [part for part in parts if part.partition("[")[0] in SPARSE]
+    sparse = [part for part in parts if re.split(r"[:\[]", part)[0] in SPARSE]
     if not sparse:
         return None, spec
     if len(sparse) > 1:

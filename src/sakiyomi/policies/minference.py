@@ -17,16 +17,16 @@ __all__ = ["PATTERNS", "MInference"]
 Pattern = Literal["vertical-slash", "a-shape", "block-sparse", "auto"]
 PATTERNS: tuple[str, ...] = get_args(Pattern)
 LAST = 64  # rows by which columns and diagonals are judged
-FIRST, NEAREST = 30, 100  # columns and diagonals that are always among those chosen
+FIRST, NEAREST = 30, 100  # columns and diagonals that are always among those chosen, up to half of them
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True)
 class MInference(Sparse):
     """Heads look at few columns of the prompt, and each in its own pattern.
 
     - "vertical-slash": the columns and the diagonals at which the chunk's last 64 rows look most; the first 30 columns
-      and the nearest 100 diagonals are among them. As in the paper's kernel, the rows of a block share what any of
-      them looks at, so that a diagonal that stands alone is as wide as the block.
+      and the nearest 100 diagonals are among them, up to half of each. As in the paper's kernel, the rows of a block
+      share what any of them looks at, so that a diagonal that stands alone is as wide as the block.
     - "a-shape": the first columns and the nearest diagonals.
     - "block-sparse": blocks of columns, by the product of a block's mean query and their mean key.
     - "auto": for every head and chunk the one of the three that keeps most of what the chunk's last block looks at. The
@@ -41,8 +41,8 @@ class MInference(Sparse):
     name: ClassVar[str] = "minference"
 
     pattern: Pattern = "vertical-slash"
-    vertical: int = 500
-    slash: int = 700
+    vertical: int = 256
+    slash: int = 64
 
     def seen(self, chunk: Chunk) -> Iterator[Tensor]:
         """See ``Sparse``."""
@@ -66,8 +66,8 @@ class MInference(Sparse):
         looks = chunk.attention(min(LAST, chunk.queries.shape[1]))
         n = looks.shape[2]
         columns, diagonals = looks.sum(1), diagonal_sums(looks)
-        columns[:, : min(FIRST, self.vertical)] = torch.inf
-        diagonals[:, : min(NEAREST, self.slash)] = torch.inf
+        columns[:, : min(FIRST, self.vertical // 2)] = torch.inf
+        diagonals[:, : min(NEAREST, self.slash // 2)] = torch.inf
         return self._lines(chunk, _largest(columns, min(self.vertical, n)), _largest(diagonals, min(self.slash, n)))
 
     def _first_and_nearest(self, chunk: Chunk) -> Iterator[Tensor]:
