@@ -137,7 +137,7 @@ def test_sums_along_diagonals() -> None:
     looks = random(3, 4, 9).abs().tril(5)
     sums = diagonal_sums(looks)
     for back in range(9):
-        places = [(row, 5 + row - back) for row in range(4) if 0 <= 5 + row - back]
+        places = [(row, 5 + row - back) for row in range(4) if back <= 5 + row]
         wanted = torch.stack([looks[:, row, column] for row, column in places]).sum(0)
         torch.testing.assert_close(sums[:, back], wanted)
 
@@ -173,18 +173,15 @@ def test_patterns_as_large_as_the_prompt_are_full(name: str, pattern: str) -> No
     assert not torch.allclose(read(make(FEW, name=name), tokens), full, atol=1e-2), "it makes no difference"
 
 
-def test_what_is_written_sees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_sees_everything() -> None:
     """Behind the prompt the operator of all other passes is at work: on equal pairs, equal rows."""
     tokens = prompt(40, 2)
     llm, full = make(FEW), make("full")
     found = read(llm, tokens, behind=8)[-8:]
     read(full, tokens[:32])
-    for mine, theirs in (
-        (full.target.cache.keys, llm.target.cache.keys),
-        (full.target.cache.values, llm.target.cache.values),
-    ):
-        for a, b in zip(mine, theirs, strict=True):
-            a[0, :, :32] = b[0, :, :32]
+    mine, theirs = full.target.cache, llm.target.cache
+    for a, b in zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True):
+        a[0, :, :32] = b[0, :, :32]
     behind = full.target.score([Segment(0, 32, tokens[32:])])
     assert torch.equal(found, behind)
     assert llm.target.cache.bytes == full.target.cache.bytes, "all pairs stay"

@@ -45,16 +45,16 @@ class Chunk:
         """What the last so many rows look at, if they see everything: (H, count, n) float32, each row sums to 1."""
         heads, rows, dim = self.queries.shape
         shared, n, _ = self.keys.shape
-        queries = self.queries[:, rows - count :].reshape(shared, -1, dim)
-        scores = (queries @ self.keys.transpose(1, 2)).float().view(heads, count, n).mul_(self.scaling)
+        queries = (self.queries[:, rows - count :] * self.scaling).reshape(shared, -1, dim)
+        scores = (queries @ self.keys.transpose(1, 2)).float().view(heads, count, n)
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        column = torch.arange(n, device=scores.device)
-        position = column[n - count :, None]
-        hidden = column > position
+        later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu_(1)
+        scores[..., n - count :].masked_fill_(later, -torch.inf)
         if self.window:
-            hidden |= column <= position - self.window
-        return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+            column = torch.arange(n, device=scores.device)
+            scores.masked_fill_(column <= column[n - count :, None] - self.window, -torch.inf)
+        return scores.softmax(-1)
 
 
 @dataclass(kw_only=True)
@@ -103,14 +103,16 @@ def attend_some(sparse: Sparse, chunk: Chunk, values: Tensor) -> Tensor:
         queries = chunk.queries[:, own]
         first, end = chunk.first + own.start, seen.shape[1]
         position = torch.arange(first, end, device=values.device)[:, None]
+        # A row sees what is chosen of the columns before its block, and of its block's own, the last ones, those up to it.
+        causal = torch.ones(end - first, end, dtype=torch.bool, device=values.device).tril_(first)
         for head, some in enumerate(seen.unbind(0)):
             some[first:] = True  # a row sees itself
             if chunk.window:
                 some[: max(0, first - chunk.window + 1)] = False
             columns = some.nonzero()[:, 0]
-            mask = columns <= position
+            mask = causal[:, end - len(columns) :]
             if chunk.window:
-                mask &= columns > position - chunk.window
+                mask = mask & (columns > position - chunk.window)
             keys, own_values = (store[head // group].index_select(0, columns) for store in (chunk.keys, values))
             out[own, head] = _attend(queries[head], keys, own_values, mask, chunk)
     return out

@@ -76,13 +76,15 @@ class MInference(Sparse):
 
     def _lines(self, chunk: Chunk, columns: Tensor, diagonals: Tensor) -> Iterator[Tensor]:
         """Columns (H, n), and diagonals by their distance (H, n), for the rows of each block."""
-        until = F.pad(diagonals.cumsum(1), (1, 0))  # diagonals nearer than each distance
+        n = chunk.keys.shape[1]
+        # How many diagonals are nearer than each distance, the largest distance first: place n - d.
+        nearer = F.pad(diagonals.cumsum(1, dtype=torch.int32), (1, 0)).flip(1)
         for start in range(0, chunk.queries.shape[1], self.block):
             first = chunk.first + start
-            end = min(first + self.block, chunk.keys.shape[1])
-            column = torch.arange(end, device=columns.device)
-            # A column lies on the diagonals from that of the first row, or its own, to that of the last row.
-            met = until[:, end - column] > until[:, (first - column).clamp_min_(0)]
+            end = min(first + self.block, n)
+            # A column lies on the diagonals from that of the first row, or its own, to that of the last row: those
+            # nearer than its distance to the row behind the block, but not nearer than its distance to the first.
+            met = nearer[:, n - end : n] > F.pad(nearer[:, n - first : n], (0, end - first))
             yield columns[:, :end] | met
 
     def _blocks(self, chunk: Chunk) -> Iterator[Tensor]:
@@ -115,6 +117,7 @@ def _means(rows: Tensor, block: int) -> Tensor:
 def diagonal_sums(looks: Tensor) -> Tensor:
     """Attention of the last rows, (H, count, n), by how far back they look: (H, n), 0 for a row's own column."""
     heads, count, n = looks.shape
-    # Each line, the last one first, begins one place further right than the one before.
-    lines = F.pad(looks.flip(1), (0, count)).flatten(1)[:, : count * (n + count - 1)]
-    return lines.view(heads, count, n + count - 1).sum(1)[:, :n].flip(1)
+    padded = F.pad(looks, (count, 0))
+    # From line to line a diagonal is one place further right; the last one looks back from place n + count - 1.
+    lines = padded.as_strided((heads, count, n), (count * (n + count), n + count + 1, 1), 1)
+    return lines.sum(1).flip(1)
