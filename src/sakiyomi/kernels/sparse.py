@@ -103,7 +103,7 @@ def attend_some(sparse: Sparse, chunk: Chunk, values: Tensor) -> Tensor:
         queries = chunk.queries[:, own]
         first, end = chunk.first + own.start, seen.shape[1]
         position = torch.arange(first, end, device=values.device)[:, None]
-        # A row sees what is chosen of the columns before its block, and of its block's own, the last ones, those up to it.
+        # Of what is chosen before its block a row sees everything, of its block's own columns, the last ones, its part.
         causal = torch.ones(end - first, end, dtype=torch.bool, device=values.device).tril_(first)
         for head, some in enumerate(seen.unbind(0)):
             some[first:] = True  # a row sees itself
