@@ -47,7 +47,7 @@ def share(llm: LLM, tokens: list[int]) -> float:
         llm.generate([tokens], SamplingParams(max_new_tokens=1))
     finally:
         dense.attend_some = attend_some
-    return 100.0 * counts[0] / counts[1] if counts[1] else 100.0
+    return 100.0 * counts[0] / counts[1]
 
 
 def seconds(llm: LLM, tokens: list[int]) -> tuple[float, float]:
@@ -80,7 +80,7 @@ def main() -> None:
             tokens = tokenizer(TASKS["multikey"].make(rng, count, tokenizer).prompt())["input_ids"]
         else:
             tokens = rng.integers(2, 1000, count).tolist()
-        shares = {cache: share(llm, tokens) for cache, llm in llms.items()}
+        shares = {cache: share(llms[cache], tokens) for cache in caches[1:]}
         spent: dict[str, list[tuple[float, float]]] = {cache: [] for cache in caches}
         for _ in range(given.laps):
             for cache, llm in llms.items():
@@ -88,7 +88,12 @@ def main() -> None:
         for cache in caches:
             wall, busy = (statistics.median(column) for column in zip(*spent[cache], strict=True))
             least = min(busy for _, busy in spent[cache])
-            line = {"tokens": len(tokens), "cache": cache, "share": round(shares[cache], 1), "seconds": round(wall, 3)}
+            line = {
+                "tokens": len(tokens),
+                "cache": cache,
+                "share": round(shares.get(cache, 100.0), 1),
+                "seconds": round(wall, 3),
+            }
             lines.append(line | {"cpu_seconds": round(busy, 3), "least_cpu_seconds": round(least, 3)})
             print(lines[-1], flush=True)
     about = {"target": given.target or "random Llama", "threads": torch.get_num_threads(), "torch": torch.__version__}
