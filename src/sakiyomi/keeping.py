@@ -20,6 +20,7 @@ from sakiyomi.cache.packed_pairs import GROUP, PackedPairs, Packing
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.kernels.rotary import make_turn
+from sakiyomi.kernels.sparse import Sparse
 from sakiyomi.memory import available_bytes
 from sakiyomi.policies import Policy, View, read_budget
 
@@ -41,6 +42,7 @@ class Everything:
 
     wants_surprise = False
     notes: Notes | None = None
+    sparse: Sparse | None = None
     far_bytes = 0
 
     def __init__(self, cache: SlotCache) -> None:
@@ -157,6 +159,7 @@ class Keeping:
             with what comes between two borders. None without a policy.
         chunk: most tokens of a prompt between two borders.
         packing: how pairs are packed; None: they are not.
+        sparse: says which of them rows of prompts look at; None: at all.
 
     Attributes:
         wants_surprise: -log p of every token is wanted.
@@ -169,9 +172,15 @@ class Keeping:
     """
 
     def __init__(
-        self, policy: Policy | None, budget: int | str | None, chunk: int, *, packing: Packing | None = None
+        self,
+        policy: Policy | None,
+        budget: int | str | None,
+        chunk: int,
+        *,
+        packing: Packing | None = None,
+        sparse: Sparse | None = None,
     ) -> None:
-        self.policy, self.chunk, self.packing = policy, chunk, packing
+        self.policy, self.chunk, self.packing, self.sparse = policy, chunk, packing, sparse
         self.every = (policy or Policy).every
         self._asked = read_budget(budget) if budget is not None else (ENDLESS, False)
         self.budget = 0
@@ -192,8 +201,8 @@ class Keeping:
         self.slack = max(chunk, self.every + WIDEST)
         self._slots: dict[int, _Held] = {}
 
-    def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]]:
-        """Columns that each layer's heads ever have at once, see ``SlotCache``.
+    def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]] | None:
+        """Columns that each layer's heads ever have at once, see ``SlotCache``; None: any number, as they are.
 
         Args:
             shapes: of the layers.
@@ -202,6 +211,8 @@ class Keeping:
         Raises:
             InputError: the budget is smaller than what stays in any case.
         """
+        if self.policy is None and self.packing is None:
+            return None
         beside = self.slack + (self.packing.residual + GROUP - 1 if self.packing is not None else 0)
         if self.policy is None:
             return [[beside] * shape.heads for shape in shapes]

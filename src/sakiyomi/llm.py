@@ -25,7 +25,7 @@ from sakiyomi.memory import readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
-from sakiyomi.policies import read_cache
+from sakiyomi.policies import read_cache, read_sparse
 from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
@@ -51,7 +51,8 @@ class LLM:
             ``tales-draft`` for ``tales``.
         cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
             ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
-            the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``.
+            the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``. "minference", alone or joined
+            to those, has prompts read in part, while all that would stay stays.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
@@ -410,14 +411,16 @@ class LLM:
 
 
 def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping | None:
-    """What keeps the cache within the budget, or packs it; None: nothing does."""
-    policy, packing = read_cache(cache)
+    """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
+    sparse, rest = read_sparse(cache)
+    policy, packing = read_cache(rest)
     if policy is None:
         if budget is not None:
             raise InputError(
                 f"kv_budget={budget!r} with cache={cache!r}, which keeps everything; name a policy, or leave it out"
             )
-        return Keeping(None, None, chunk_size, packing=packing) if packing is not None else None
+        full = packing is None and sparse is None
+        return None if full else Keeping(None, None, chunk_size, packing=packing, sparse=sparse)
     if budget is None:
         raise InputError(f"cache={cache!r} without a budget; give kv_budget, in pairs of a head or bytes as '2GiB'")
-    return Keeping(policy, budget, chunk_size, packing=packing)
+    return Keeping(policy, budget, chunk_size, packing=packing, sparse=sparse)

@@ -27,7 +27,7 @@ from sakiyomi.errors import UnsupportedError
 from sakiyomi.keeping import ENDLESS, Everything, Keeping, Watched
 from sakiyomi.kernels import attention, observe
 from sakiyomi.kernels.build import native_at_hand
-from sakiyomi.kernels.dense import Dense
+from sakiyomi.kernels.dense import Dense, take_over
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.graphs import Graphs, State
 from sakiyomi.kernels.native import NativeModel, PackedLinear
@@ -223,6 +223,7 @@ class PackedModel:
         # A capture costs no compiler's seconds: there larger batches have their own as well.
         self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else SIZES
         self._proven = False
+        self._prompts: Dense | None = None  # what is tried out below sees everything
         if quantize:
             self._judge_rounding()
         if exact:
@@ -230,6 +231,7 @@ class PackedModel:
         if keeping is not None:
             keeping.attach(self)
             self.keeping = keeping
+            self._prompts = Dense(self.cache, sparse=keeping.sparse) if keeping.sparse is not None else None
             if keeping.reassigned:
                 self.max_context = ENDLESS
 
@@ -659,9 +661,12 @@ class PackedModel:
         with self.lock:
             ids, positions = self._inputs(plan, size)
             self.state.begin(plan, size)
+            prompts = self._prompts if plan.prompts else None
+            take_over(prompts, plan, size)
             observe.listen(self.keeping.notes, plan)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
-            graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
+            on_graph = keep is None and prompts is None
+            graph = self.graphs.get(size) if self.graphs is not None and on_graph else None
             allowed = keep is None and (graphs is None or size in graphs)
             captured = self._captured if allowed and self._capturable(plan, size) else None
             began = time.perf_counter()
@@ -690,7 +695,7 @@ class PackedModel:
             for watcher in self.watchers:
                 watcher(plan, spent)
             if not self._proven and plan.rows:
-                self._prove()
+                self._prove(prompts or self.state)
             return logits
 
     def _capturable(self, plan: Plan, size: int) -> bool:
@@ -731,9 +736,9 @@ class PackedModel:
         ).logits
         return logits[0]
 
-    def _prove(self) -> None:
+    def _prove(self, state: State) -> None:
         """After the first pass: every layer must have come to our cache, or the logits are not to be trusted."""
-        calls, layers = self.state.calls(), self._layers
+        calls, layers = state.calls(), self._layers
         if calls != layers:
             raise UnsupportedError(
                 f"{type(self._model).__name__}: {calls} of {layers} attention layers reached the cache; "

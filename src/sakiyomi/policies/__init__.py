@@ -1,14 +1,17 @@
-"""Policies that keep the KV cache within a budget; a new one is a file and a line in ``POLICIES``."""
+"""Policies that keep the KV cache within a budget, and those by which prompts are read in part; a new one is a file and
+a line in ``POLICIES`` or ``SPARSE``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from sakiyomi.cache.packed_pairs import BITS, Packing
 from sakiyomi.errors import InputError
+from sakiyomi.kernels.sparse import Sparse
 from sakiyomi.policies.base import Policy, View
 from sakiyomi.policies.chance import Random
 from sakiyomi.policies.expected import Expected
@@ -17,13 +20,14 @@ from sakiyomi.policies.h2o import H2O
 from sakiyomi.policies.infllm import InfLLM
 from sakiyomi.policies.knorm import KeyDiff, Knorm
 from sakiyomi.policies.locret import Locret
+from sakiyomi.policies.minference import PATTERNS, MInference
 from sakiyomi.policies.pyramidkv import PyramidKV
 from sakiyomi.policies.sirllm import SirLLM
 from sakiyomi.policies.snapkv import SnapKV
 from sakiyomi.policies.streaming import Recency, Streaming
 from sakiyomi.policies.tova import TOVA
 
-__all__ = ["POLICIES", "Policy", "View", "make_policy", "read_budget", "read_cache"]
+__all__ = ["POLICIES", "SPARSE", "Policy", "View", "make_policy", "read_budget", "read_cache", "read_sparse"]
 
 _ALL = (
     *(Locret, InfLLM, H2O, SnapKV, PyramidKV, TOVA, Expected, FastGen),
@@ -31,12 +35,34 @@ _ALL = (
 )
 POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ALL}
 """By the name in ``cache=``."""
+SPARSE: dict[str, Callable[..., Sparse]] = {MInference.name: MInference}
+"""Likewise."""
 
+Made = TypeVar("Made")
 _SPEC = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 _PACKED = re.compile(r"((?P<before>.+)\+)?quant-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?")
+
+
+def read_sparse(spec: str) -> tuple[Sparse | None, str]:
+    """What a cache spec says prompts look at, None for everything; and the rest of it, for ``read_cache``.
+
+    Args:
+        spec: "minference" or "minference[vertical=100]", alone or joined by "+" with what ``read_cache`` takes.
+
+    Raises:
+        InputError: it names two, or an option that they have not.
+    """
+    parts = spec.split("+") if isinstance(spec, str) else []
+    sparse = [part for part in parts if re.split(r"[:\[]", part)[0] in SPARSE]
+    if not sparse:
+        return None, spec
+    if len(sparse) > 1:
+        raise InputError(f"cache={spec!r}; expected one of {', '.join(SPARSE)} at most, once")
+    rest = "+".join(part for part in parts if part not in sparse)
+    return _make(sparse[0], SPARSE), rest or "full"
 
 
 def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
@@ -75,15 +101,17 @@ def make_policy(spec: str) -> Policy | None:
     Raises:
         InputError: it names none, or an option that it has not.
     """
-    if spec == "full":
-        return None
+    return None if spec == "full" else _make(spec, POLICIES)
+
+
+def _make(spec: str, registry: Mapping[str, Callable[..., Made]]) -> Made:
     match = _SPEC.fullmatch(spec) if isinstance(spec, str) else None
-    if match is None or match["name"] not in POLICIES:
+    if match is None or match["name"] not in registry:
         raise InputError(
-            f"cache={spec!r}; expected full, {', '.join(POLICIES)}, with options as h2o[sinks=4], quant-8, quant-4, "
-            "quant-2, or one of each as h2o+quant-4"
+            f"cache={spec!r}; expected full, {', '.join((*POLICIES, *SPARSE))}, with options as h2o[sinks=4], quant-8, "
+            "quant-4, quant-2, or one of each as h2o+quant-4"
         )
-    make = POLICIES[match["name"]]
+    make = registry[match["name"]]
     known = {field.name: field for field in dataclasses.fields(make) if field.init}  # type: ignore[arg-type]
     options: dict[str, Any] = {}
     if match["file"]:
@@ -99,7 +127,8 @@ def make_policy(spec: str) -> Policy | None:
 
 
 def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
-    choices = {"positions": ("kept", "reassigned"), "where": ("both", "prompt")}.get(field.name)
+    known = {"positions": ("kept", "reassigned"), "where": ("both", "prompt"), "pattern": PATTERNS}
+    choices = known.get(field.name)
     if choices is not None:
         if text not in choices:
             raise InputError(f"cache={spec!r}: {field.name}={text!r}; expected {' or '.join(choices)}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sakiyomi.bench.long.config import budget_pairs
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.params import SamplingParams
-from sakiyomi.policies import POLICIES
+from sakiyomi.policies import POLICIES, SPARSE
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
@@ -103,8 +103,10 @@ class System:
         """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded"."""
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
-        # What recalls has a budget for what attention reads, and all pairs in main memory.
         names = [re.split(r"[:\[]", part)[0] for part in self.cache.split("+")]
+        if all(name in SPARSE for name in names):
+            return "full"
+        # What recalls has a budget for what attention reads, and all pairs in main memory.
         recalls = any(getattr(POLICIES.get(name), "recalls", False) for name in names)
         return "reduced" if self.budget is None or recalls else "bounded"
 
