@@ -18,9 +18,9 @@ from torch import Tensor
 from sakiyomi.cache.notes import Notes
 from sakiyomi.cache.packed_pairs import GROUP, PackedPairs, Packing
 from sakiyomi.cache.slots import LayerShape, SlotCache
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.rotary import make_turn
-from sakiyomi.memory import available_bytes
+from sakiyomi.memory import available_bytes, readable
 from sakiyomi.policies import Policy, View, read_budget
 
 if TYPE_CHECKING:
@@ -201,6 +201,7 @@ class Keeping:
 
         Raises:
             InputError: the budget is smaller than what stays in any case.
+            MemoryLimitError: it is larger than the memory that there is.
         """
         beside = self.slack + (self.packing.residual + GROUP - 1 if self.packing is not None else 0)
         if self.policy is None:
@@ -220,10 +221,29 @@ class Keeping:
                 f"{beside} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
                 "give a larger budget, or a smaller chunk_size, or lower what it keeps"
             )
+        self._check_memory(pair, self.packing.group_bytes(shapes) / GROUP if self.packing else pair, beside, shapes)
         endless = self.policy.where == "prompt"
         if self.packing is not None:
             return [[beside if endless else min(beside, own + self.slack) for own in layer] for layer in self._budgets]
         return [[ENDLESS if endless else own + self.slack for own in layer] for layer in self._budgets]
+
+    def _check_memory(self, pair: int, stays: float, beside: int, shapes: Sequence[LayerShape]) -> None:
+        """Refuse a budget that no request could ever use.
+
+        Args:
+            pair: bytes of a token's keys and values.
+            stays: the same where they stay.
+            beside: tokens between two borders.
+            shapes: of the layers.
+        """
+        device = str(shapes[0].device)
+        need, there = stays * self.budget + pair * beside, available_bytes(device)
+        if need > there:
+            raise MemoryLimitError(
+                f"kv_budget={self._asked[0]}{' bytes' * self._asked[1]}: {readable(need)} for the keys and values of "
+                f"one request, where {readable(there)} are available on {device}; about "
+                f"{max(0, int((there - pair * beside) / stays)):,} pairs of a head fit: give a smaller budget"
+            )
 
     def packed(self, shapes: Sequence[LayerShape], places: int) -> PackedPairs | None:
         """Where packed columns lie, after ``limits``; a layer's heads have room for the largest of its budgets.
@@ -417,7 +437,9 @@ class Keeping:
             ranked = view.places
         else:
             ranked = self.policy.rank(view, scores).masked_fill(self.policy.held(view), torch.inf)
-        return ranked.topk(view.budget, 1).indices.sort(1).values
+        # Of pairs that are worth the same the later ones stay: topk does not say which.
+        best = ranked.flip(1).argsort(dim=1, descending=True, stable=True)[:, : view.budget]
+        return (ranked.shape[1] - 1 - best).sort(1).values
 
     def _views(self, slot: int, layer: int, prompt: int, length: int) -> list[View]:
         assert self.policy is not None

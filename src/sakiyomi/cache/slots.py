@@ -433,16 +433,17 @@ class SlotCache:
             length: tokens of the text.
             source: of equal shapes, of which nothing was dropped.
             other: the slot there.
-            columns: of each layer (heads, n) int64, ascending.
+            columns: of each layer (heads, n) int64, ascending; n may differ by layer.
         """
         assert self.dropped is not None, "a cache without limits drops nothing"
-        count = columns[0].shape[1]
         for layer, chosen in enumerate(columns):
+            count = chosen.shape[1]
             for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
                 store = theirs[layer][other]
                 index = chosen.to(store.device)[..., None].expand(-1, -1, store.shape[2])
                 mine[layer][slot, :, :count] = store.gather(1, index)
-        self.dropped[slot] = self._least[slot] = self._absent[slot] = length - count
+            self.dropped[slot, layer] = length - count
+        self._count_absent(slot)
 
     def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
         """Take the pairs of places [first, last) from another cache, see ``excerpt``."""

@@ -72,6 +72,8 @@ class Policy:
             question or the instruction without it (arXiv 2605.18053).
         positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every border those
             that are left move together, so that a text may be longer than the positions that the model knows.
+        pyramid: the last layer has so small a part of what the budget leaves beside the pairs that stay in any case,
+            1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
         where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": not
             behind the prompt.
     """
@@ -90,6 +92,7 @@ class Policy:
     local: int = 16
     recent: float = 0.0
     ends: float = 0.0
+    pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
 
@@ -153,4 +156,11 @@ class Policy:
             budget: pairs of a head.
             heads: key heads of each layer.
         """
-        return [[budget] * count for count in heads]
+        layers = len(heads)
+        if not self.pyramid or layers == 1:
+            return [[budget] * count for count in heads]
+        least = self.least_of(budget)
+        last = (budget - least) / self.pyramid
+        first = 2 * (budget - least) - last
+        own = [least + round(first - i * (first - last) / (layers - 1)) for i in range(layers)]
+        return [[pairs] * count for pairs, count in zip(own, heads, strict=True)]
