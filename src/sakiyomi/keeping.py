@@ -42,6 +42,7 @@ class Everything:
     wants_surprise = False
     notes: Notes | None = None
     far_bytes = 0
+    again = 0
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
@@ -74,6 +75,10 @@ class Everything:
 
     def settle(self, slot: int, prompt: int, length: int) -> None:
         """Drop nothing."""
+
+    def go_on(self, slot: int, prompt: int, length: int) -> int:
+        """Where reading goes on, a chunk of a prompt having been read up to `length`: there."""
+        return length
 
     def learn(self, slot: int, surprise: Sequence[float]) -> None:
         """Nobody asks."""
@@ -136,12 +141,14 @@ class _Held:
         scores: (n,) what the policy said of them.
         since: the last border.
         surprise: -log p of every token since then.
+        asked: length of the prompt whose last tokens have chosen what they are to read.
     """
 
     places: list[list[Tensor]]
     scores: list[list[Tensor]]
     since: int = 0
     surprise: list[float] = field(default_factory=list)
+    asked: int = 0
 
 
 class Keeping:
@@ -163,6 +170,7 @@ class Keeping:
         noted: the policy, if rows of passes leave something behind for it.
         reassigned: whether positions move together.
         notes: what rows leave behind; None: nothing.
+        again: most tokens of a prompt that are read a second time, see ``go_on``.
 
     Raises:
         InputError: the budget is neither, or the policy is not for packed keys.
@@ -172,7 +180,7 @@ class Keeping:
         self, policy: Policy | None, budget: int | str | None, chunk: int, *, packing: Packing | None = None
     ) -> None:
         self.policy, self.chunk, self.packing = policy, chunk, packing
-        self.every = (policy or Policy).every
+        self.every, self.again = (policy or Policy).every, (policy or Policy).again
         self._asked = read_budget(budget) if budget is not None else (ENDLESS, False)
         self.budget = 0
         self.wants_surprise = policy is not None and policy.surprise_wanted
@@ -350,6 +358,22 @@ class Keeping:
             return min(since + self.chunk, prompt)
         return since + self.every - (since - prompt) % self.every
 
+    def go_on(self, slot: int, prompt: int, length: int) -> int:
+        """Where reading goes on, a chunk of a prompt having been read up to `length`.
+
+        Where pairs are recalled, the rows at a prompt's end were read with pairs that others had chosen, and what is
+        asked is known only now: they choose, are forgotten, and are read once more.
+        """
+        held = self._slots[slot]
+        least = min(map(min, self._budgets)) if self.again else 0
+        if not self.again or length < prompt or held.asked == prompt or length <= least:
+            return length
+        assert self.policy is not None
+        held.asked = prompt
+        end = max(held.since, length - min(self.again, self.policy.last_of(least)))
+        self._settle(slot, prompt, length, end)
+        return end
+
     def learn(self, slot: int, surprise: Sequence[float]) -> None:
         """Take -log p of the next tokens, where the policy wants to know."""
         self._slots[slot].surprise += surprise
@@ -381,8 +405,15 @@ class Keeping:
             self._cache.pack(slot, length)
             self._slots[slot].since = length
             return
+        self._settle(slot, prompt, length, length)
+
+    def _settle(self, slot: int, prompt: int, length: int, end: int) -> None:
+        """Choose among the pairs of `length` tokens, and go on from place `end`: what lies behind it always stays, and
+        is forgotten here.
+        """
+        assert self.policy is not None
         held, kept, dropping = self._slots[slot], [], False
-        fresh = length - held.since
+        fresh, behind = end - held.since, length - end
         self._store(slot, held.since, length)
         old = [self._stored(slot, layer, length) for layer in range(self._layers)] if self._turn is not None else []
         for layer in range(self._layers):
@@ -391,24 +422,25 @@ class Keeping:
                 scores = self.policy.score(view).float()
                 stay = self._chosen(view, scores)
                 dropping = dropping or stay.shape[1] < scores.shape[1]
+                stay = stay[:, : stay.shape[1] - behind]
                 columns += stay
-                places = view.places
+                places, scores = view.places[:, : scores.shape[1] - behind], scores[:, : scores.shape[1] - behind]
                 if self._all is None:  # what is dropped is forgotten, too
                     places, scores = places.gather(1, stay), scores.gather(1, stay)
                 held.places[layer][view.heads], held.scores[layer][view.heads] = places, scores
             kept.append(columns)
         if not dropping:
-            self._cache.pack(slot, length)
+            self._cache.pack(slot, end)
         elif self._all is not None:
-            self._cache.excerpt(slot, length, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
+            self._cache.excerpt(slot, end, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
         else:
-            self._cache.drop(slot, length, kept)
+            self._cache.drop(slot, end, kept)
         if dropping and self._turn is not None:
-            self._move(slot, length, kept, old)
-        held.since = length
+            self._move(slot, end, kept, old)
+        held.since = end
         del held.surprise[:fresh]
         if self.notes is not None:
-            self.notes.begin(slot, length)
+            self.notes.begin(slot, end)
 
     def _store(self, slot: int, since: int, length: int) -> None:
         """Where pairs are recalled: the new ones too are in main memory from now on, at their own positions."""

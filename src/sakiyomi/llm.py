@@ -259,7 +259,7 @@ class LLM:
             MemoryLimitError: it does not fit.
         """
         said = text if isinstance(text, str) else ""
-        with self.conversation() as conversation:
+        with Conversation(self.engine, beginning=True) as conversation:
             ids = self._ids(text, begin=True)
             conversation.generate(ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
             return conversation.snapshot(said, self.recipe())

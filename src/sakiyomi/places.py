@@ -83,7 +83,8 @@ class Places:
         if slot is not None and place is not None and request.error is None:
             # Of a round's path more may be in the cache than was committed: a stop cut it.
             place.held = request.tokens[: request.cached]
-            place.whole = min(request.cached, request.prompt_tokens) // self._chunk_size * self._chunk_size
+            read_once = max(0, request.prompt_tokens - self._keeping.again)
+            place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
             place.slot, place.context = slot, request.context
             self._kept.append(place)
             return

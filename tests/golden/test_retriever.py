@@ -7,6 +7,7 @@ import pytest
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.longtasks import TASKS
+from sakiyomi.policies.infllm import InfLLM
 
 LENGTH, BUDGET, COUNT = 1024, 128, 6
 
@@ -28,3 +29,10 @@ def test_heads_keep_what_is_asked_for(task: str) -> None:
     assert full > 0.9
     assert locret >= full - 1 / COUNT
     assert right("streaming", task) <= locret - 0.5
+
+
+def test_a_question_chooses_what_it_is_answered_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """InfLLM reads a prompt's end again, on blocks that it chose itself; with those of the chunk before it knows little."""
+    assert right("infllm", "passkey") > 0.8
+    monkeypatch.setattr(InfLLM, "again", 0)
+    assert right("infllm", "passkey") < 0.5

@@ -87,6 +87,9 @@ class Policy:
     """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every border."""
     every: ClassVar[int] = 64
     """Generated tokens from border to border."""
+    again: ClassVar[int] = 0
+    """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
+    on pairs that they have chosen themselves."""
 
     sinks: int = 4
     local: int = 16
@@ -99,7 +102,7 @@ class Policy:
     def least_of(self, budget: int) -> int:
         """Pairs of a head that stay in any case; a budget must be larger."""
         end = int(self.ends / 2 * budget)
-        return max(self.sinks, end) + self._last(budget) + end
+        return max(self.sinks, end) + self.last_of(budget) + end
 
     def listen(self, model: PackedModel) -> None:
         """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
@@ -140,13 +143,13 @@ class Policy:
     def held(self, view: View) -> Tensor:
         """Pairs that stay whatever their score, (h, n) bool."""
         end = int(self.ends / 2 * view.budget)
-        first, last = view.places < max(self.sinks, end), view.places >= view.length - self._last(view.budget)
+        first, last = view.places < max(self.sinks, end), view.places >= view.length - self.last_of(view.budget)
         if end:
             last |= (view.places < view.prompt) & (view.places >= view.prompt - end)
         return first | last
 
-    def _last(self, budget: int) -> int:
-        """Last tokens that stay."""
+    def last_of(self, budget: int) -> int:
+        """Last tokens that stay in any case."""
         return max(self.local, int(self.recent * budget))
 
     def budgets(self, budget: int, heads: Sequence[int]) -> list[list[int]]:
