@@ -134,6 +134,21 @@ class SlotCache:
         beside = self.packed.bytes(slots, packed) if self.packed is not None else 0
         return slots * numbers * self.dtype.itemsize + beside
 
+    def held_bytes(self, slot: int, length: int) -> int:
+        """Bytes of the keys and values that a slot holds of a text of so many tokens, dropped ones included: what a
+        pass over it reads.
+        """
+        if self.dropped is None:
+            return self.pair_bytes * length
+        total = 0
+        for layer, shape in enumerate(self.shapes):
+            pair = shape.pair_bytes(self.dtype.itemsize) // shape.heads
+            total += pair * (shape.heads * length - int(self.dropped[slot, layer, : shape.heads].sum()))
+            if self.packed is not None:
+                groups = int(self.packed.count[slot, layer, : shape.heads].sum()) // GROUP
+                total += groups * self.packed.packing.group_bytes([shape]) // shape.heads
+        return total
+
     def _rooms(self, room: int) -> list[list[int]]:
         """Columns of each layer's heads, where the largest have so many."""
         if self.limits is None:
