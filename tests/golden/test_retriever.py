@@ -32,7 +32,7 @@ def test_heads_keep_what_is_asked_for(task: str) -> None:
 
 
 def test_a_question_chooses_what_it_is_answered_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """InfLLM reads a prompt's end again, on blocks that it chose itself; with those of the chunk before it knows little."""
+    """InfLLM reads a prompt's end again, on blocks that it chose itself; those of the chunk before say little."""
     assert right("infllm", "passkey") > 0.8
     monkeypatch.setattr(InfLLM, "again", 0)
     assert right("infllm", "passkey") < 0.5
