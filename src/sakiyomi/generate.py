@@ -379,7 +379,10 @@ class Engine:
             request.stats.prefill_seconds += spent
         hidden = self.target.hidden
         for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
+            assert request.slot is not None
             request.cached += len(segment.tokens)
+            if request.place is None or not request.place.beginning:
+                request.cached = self.target.keeping.go_on(request.slot, request.prompt_tokens, request.cached)
             if not request.prefilled:
                 self._settle_cache(request)
             else:

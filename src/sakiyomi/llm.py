@@ -21,7 +21,7 @@ from sakiyomi.intake import Asked, Intake
 from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
-from sakiyomi.memory import readable, returned_when_freed
+from sakiyomi.memory import parse_bytes, readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
@@ -54,6 +54,7 @@ class LLM:
             the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``. "minference", alone or joined
             to those, has prompts read in part, while all that would stay stays.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
+        kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
@@ -85,6 +86,7 @@ class LLM:
         *,
         cache: str = "full",
         kv_budget: int | str | None = None,
+        kv_memory: int | str | None = None,
         chunk_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
@@ -98,6 +100,11 @@ class LLM:
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
+        if kv_memory is not None:
+            if kv_budget is not None:
+                raise InputError(f"kv_memory={kv_memory!r} and kv_budget={kv_budget!r} say the same; give one of them")
+            parse_bytes(str(kv_memory), "kv_memory")
+            kv_budget = f"{kv_memory}b" if str(kv_memory).isdigit() else kv_memory
         self._cache = cache, kv_budget
         keeping = _keeping(cache, kv_budget, chunk_size or CHUNK)
         if quantize not in (None, *QUANTIZATIONS):
@@ -253,7 +260,7 @@ class LLM:
             MemoryLimitError: it does not fit.
         """
         said = text if isinstance(text, str) else ""
-        with self.conversation() as conversation:
+        with Conversation(self.engine, beginning=True) as conversation:
             ids = self._ids(text, begin=True)
             conversation.generate(ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
             return conversation.snapshot(said, self.recipe())
@@ -422,5 +429,5 @@ def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping |
         full = packing is None and sparse is None
         return None if full else Keeping(None, None, chunk_size, packing=packing, sparse=sparse)
     if budget is None:
-        raise InputError(f"cache={cache!r} without a budget; give kv_budget, in pairs of a head or bytes as '2GiB'")
+        raise InputError(f"cache={cache!r} without a budget; give kv_budget, pairs of a head, or kv_memory as '2GiB'")
     return Keeping(policy, budget, chunk_size, packing=packing, sparse=sparse)

@@ -59,7 +59,8 @@ class OwnReferee(Referee):
                 rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
                 if keeping.wants_surprise:
                     keeping.learn(slot, surprise_within(rows[-1], ids, at, end))
-                at = end
+                at = end if behind else keeping.go_on(slot, len(prompt), end)
+                rows[-1] = rows[-1][: len(rows[-1]) - (end - at)]
                 keeping.settle(slot, len(prompt), at)
             keeping.end(slot)
         return torch.cat(rows)[len(prompt) - 1 :].float()

@@ -37,6 +37,7 @@ class Place:
         whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
         context: of the last request, with the drafter's own memory.
         prefix: what requests go on from where nothing else is held.
+        beginning: what is read here is the beginning of other prompts: nothing is asked at its end.
     """
 
     prefix: Prefix | None = None
@@ -44,6 +45,7 @@ class Place:
     held: list[int] = field(default_factory=list)
     whole: int = 0
     context: Context | None = None
+    beginning: bool = False
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are held."""

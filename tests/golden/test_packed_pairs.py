@@ -90,7 +90,7 @@ def heads_of(name: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv[window=16]", "streaming", "pyramidkv[window=8,beta=4]"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv[window=16]", "streaming", "pyramidkv[window=8,pyramid=4]"])
 def test_reading_ahead_with_a_budget(policy: str) -> None:
     spec = f"{policy}+quant-4{SMALL}"
     assert drafted("llama", spec, Branching, 4) == plain("llama", spec)

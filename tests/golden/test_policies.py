@@ -42,7 +42,7 @@ PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(39, 3)]
 SMALL = {
     "infllm": "[block=4,sinks=4,local=4,representatives=2]",
     "snapkv": "[window=8,local=0]",
-    "pyramidkv": "[window=4,local=0,beta=4]",
+    "pyramidkv": "[window=4,local=0,pyramid=4]",
     "minference": "[vertical=4,slash=4,block=4]",
 }
 OWN = ("falcon",)
@@ -107,6 +107,17 @@ def heads_of(name: str) -> str:
     folder = Path(tempfile.mkdtemp()) / name
     write_heads(heads, folder)
     return str(folder)
+
+
+@pytest.mark.parametrize("name", ["locret", "infllm"])
+def test_any_policy_may_have_a_pyramid(name: str) -> None:
+    """Budgets fall from layer to layer, a head has 24 on average, and reading ahead changes nothing of that either."""
+    pyramid = spec("infllm", pyramid=4) if name == "infllm" else f"locret:{heads_of('llama')}[local=4,pyramid=4]"
+    assert drafted("llama", pyramid, Branching, gamma=5) == plain("llama", pyramid)
+    target = llm_of("llama", pyramid).target
+    last = len(PROMPTS[2]) + (NEW - 1) // target.keeping.every * target.keeping.every
+    held = [last - int(gone) for gone in target.cache.dropped[0, :, 0]]
+    assert held[0] > held[1] == BUDGET > held[2] and sum(held) == 3 * BUDGET
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gpt_neox", "gemma2", "granite", "stablelm"])

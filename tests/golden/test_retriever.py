@@ -7,6 +7,7 @@ import pytest
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.longtasks import TASKS
+from sakiyomi.policies.infllm import InfLLM
 
 LENGTH, BUDGET, COUNT = 1024, 128, 6
 
@@ -38,3 +39,10 @@ def test_heads_that_know_the_question_keep_its_answer_in_a_text_of_answers_alone
     assert full > 0.9
     assert locret >= full - 1 / COUNT
     assert right("keydiff", "kv-dense", True) <= locret - 0.5
+
+
+def test_a_question_chooses_what_it_is_answered_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """InfLLM reads a prompt's end again, on blocks that it chose itself; those of the chunk before say little."""
+    assert right("infllm", "passkey") > 0.8
+    monkeypatch.setattr(InfLLM, "again", 0)
+    assert right("infllm", "passkey") < 0.5

@@ -338,6 +338,14 @@ def test_the_meter_counts_what_passes_hold_and_read(pair: BenchConfig) -> None:
     with Meter(llm.engine) as both:
         llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
     assert both.figures()["kv_bytes"] > 6 * llm.target.cache.pair_bytes
+    kept = {"cache": "streaming[local=4]", "kv_budget": 16, "chunk_size": 16}
+    for options, held in ((kept, 16 + 8), (kept | {"cache": "streaming[local=4]+quant-8[residual=32]"}, None)):
+        bounded = Undrafted(LLM(pair.target, "none", compile=False, **options))  # type: ignore[arg-type]
+        with Meter(bounded.engine) as meter:
+            bounded.generate([[5] * 48], SamplingParams(max_new_tokens=9, ignore_eos=True))
+        last = bounded.engine.target.cache.pair_bytes
+        most = 16 + 16  # what stays at a border, and the next chunk
+        assert meter.figures()["kv_bytes"] == most * last if held else meter.figures()["kv_bytes"] < (48 + 8) * last
     own = Undrafted(plain_llm := LLM(pair.target, "none", compile=False), EarlyExit(FirstLayers(plain_llm.target, 1)))
     with Meter(own.engine) as shared:
         own.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.long.books import Passage, compared, followed, passages
-from sakiyomi.bench.long.config import LongConfig, budget_pairs, parse_bytes
+from sakiyomi.bench.long.config import LongConfig, budget_pairs
 from sakiyomi.bench.long.failures import caught
 from sakiyomi.bench.long.fit import longest, slope
 from sakiyomi.bench.long.process import apart
@@ -33,7 +33,7 @@ from sakiyomi.cli import app
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.llm import LLM
 from sakiyomi.longtasks import TASKS
-from sakiyomi.memory import peak_bytes, resident_bytes
+from sakiyomi.memory import parse_bytes, peak_bytes, resident_bytes
 from sakiyomi.params import SamplingParams
 from toys import save_model, tiny_llama, tiny_tokenizer
 

@@ -456,7 +456,9 @@ def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert summary["held_out"]["echo"]["rows"] == 3
     assert read_heads(summary["model"]).recipe["tasks"] == "echo@2"
     more = {"data": (), "valid": (), "out": str(tmp_path / "other")}
-    assert train_retaining(retaining_config(tmp_path, target, tasks="echo", **more))["held_out"].keys() == {"echo"}
+    alone = train_retaining(retaining_config(tmp_path, target, tasks="echo", **more))
+    assert alone["held_out"].keys() == {"echo"}
+    assert "## Data\n\n- task `echo`" in (Path(alone["model"]) / "README.md").read_text(encoding="utf-8")
     for tasks, words in (("echo,passkey", "no task is called 'passkey'"), ("echo@x", "two numbers")):
         with pytest.raises(InputError, match=words):
             train_retaining(retaining_config(tmp_path, target, tasks=tasks, out=str(tmp_path / "more")))

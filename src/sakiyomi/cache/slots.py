@@ -134,6 +134,21 @@ class SlotCache:
         beside = self.packed.bytes(slots, packed) if self.packed is not None else 0
         return slots * numbers * self.dtype.itemsize + beside
 
+    def held_bytes(self, slot: int, length: int) -> int:
+        """Bytes of the keys and values that a slot holds of a text of so many tokens, dropped ones included: what a
+        pass over it reads.
+        """
+        if self.dropped is None:
+            return self.pair_bytes * length
+        total = 0
+        for layer, shape in enumerate(self.shapes):
+            pair = shape.pair_bytes(self.dtype.itemsize) // shape.heads
+            total += pair * (shape.heads * length - int(self.dropped[slot, layer, : shape.heads].sum()))
+            if self.packed is not None:
+                groups = int(self.packed.count[slot, layer, : shape.heads].sum()) // GROUP
+                total += groups * self.packed.packing.group_bytes([shape]) // shape.heads
+        return total
+
     def _rooms(self, room: int) -> list[list[int]]:
         """Columns of each layer's heads, where the largest have so many."""
         if self.limits is None:
@@ -433,11 +448,11 @@ class SlotCache:
             length: tokens of the text.
             source: of equal shapes, of which nothing was dropped.
             other: the slot there.
-            columns: of each layer (heads, n) int64, ascending.
+            columns: of each layer (heads, n) int64, ascending; n may differ by layer.
         """
         assert self.dropped is not None, "a cache without limits drops nothing"
-        count = columns[0].shape[1]
         for layer, chosen in enumerate(columns):
+            count = chosen.shape[1]
             for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
                 store = theirs[layer][other]
                 heads, room, dim = store.shape
@@ -445,7 +460,8 @@ class SlotCache:
                 rows = chosen.to(store.device) + torch.arange(heads, device=store.device)[:, None] * room
                 found = store.reshape(-1, dim).index_select(0, rows.flatten())
                 mine[layer][slot, :, :count] = found.view(heads, count, dim)
-        self.dropped[slot] = self._least[slot] = self._absent[slot] = length - count
+            self.dropped[slot, layer] = length - count
+        self._count_absent(slot)
 
     def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
         """Take the pairs of places [first, last) from another cache, see ``excerpt``."""

@@ -38,6 +38,7 @@ class ModelOptions:
         cache: cache policy (h2o), bits of its numbers (quant-8, quant-4, quant-2), or both (h2o+quant-4); full keeps
             everything as it is.
         kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
+        kv_memory: bytes (2GiB) of one request's keys and values, in the place of kv_budget.
         chunk_size: tokens of a prompt that are read at once.
         dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
@@ -59,6 +60,7 @@ class ModelOptions:
     draft: str = "auto"
     cache: str = "full"
     kv_budget: str | None = None
+    kv_memory: str | None = None
     chunk_size: int | None = None
     dtype: str = "auto"
     device: str = "auto"

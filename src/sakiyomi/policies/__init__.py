@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from sakiyomi.cache.packed_pairs import BITS, Packing
 from sakiyomi.errors import InputError
 from sakiyomi.kernels.sparse import Sparse
+from sakiyomi.memory import parse_bytes
 from sakiyomi.policies.base import Policy, View
 from sakiyomi.policies.chance import Random
 from sakiyomi.policies.expected import Expected
@@ -40,9 +41,7 @@ SPARSE: dict[str, Callable[..., Sparse]] = {MInference.name: MInference}
 
 Made = TypeVar("Made")
 _SPEC = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-
-
+_SHARES = ("ends", "recent", "stabilizers", "floor")
 _PACKED = re.compile(r"((?P<before>.+)\+)?quant-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?")
 
 
@@ -137,8 +136,10 @@ def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
         value: int | float = int(text) if field.type == "int" else float(text)
     except ValueError:
         value = -1
-    if value < 0 or (field.name in ("ends", "recent", "stabilizers", "floor") and value >= 1):
+    steep = field.name == "pyramid"
+    if value < 0 or (steep and 0 < value < 1) or (field.name in _SHARES and value >= 1):
         what = "a whole number of 0 or more" if field.type == "int" else "a share from 0 to less than 1"
+        what = "0 (all layers alike), or a number of 1 or more" if steep else what
         raise InputError(f"cache={spec!r}: {field.name}={text!r}; expected {what}")
     return value
 
@@ -151,7 +152,6 @@ def read_budget(budget: int | str) -> tuple[int, bool]:
     """
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget, False
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b)?\s*", budget.lower()) if isinstance(budget, str) else None
-    if match is None or float(match[1]) <= 0:
+    if not isinstance(budget, str):
         raise InputError(f"kv_budget={budget!r}; expected a number of pairs of a head, or bytes as '2GiB'")
-    return int(float(match[1]) * _UNITS[match[2] or ""]), match[2] is not None
+    return parse_bytes(budget, "kv_budget"), any(map(str.isalpha, budget))

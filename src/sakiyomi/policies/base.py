@@ -72,6 +72,8 @@ class Policy:
             question or the instruction without it (arXiv 2605.18053).
         positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every border those
             that are left move together, so that a text may be longer than the positions that the model knows.
+        pyramid: the last layer has so small a part of what the budget leaves beside the pairs that stay in any case,
+            1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
         where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": not
             behind the prompt.
     """
@@ -85,18 +87,22 @@ class Policy:
     """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every border."""
     every: ClassVar[int] = 64
     """Generated tokens from border to border."""
+    again: ClassVar[int] = 0
+    """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
+    on pairs that they have chosen themselves."""
 
     sinks: int = 4
     local: int = 16
     recent: float = 0.0
     ends: float = 0.0
+    pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
 
     def least_of(self, budget: int) -> int:
         """Pairs of a head that stay in any case; a budget must be larger."""
         end = int(self.ends / 2 * budget)
-        return max(self.sinks, end) + self._last(budget) + end
+        return max(self.sinks, end) + self.last_of(budget) + end
 
     def listen(self, model: PackedModel) -> None:
         """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
@@ -137,13 +143,13 @@ class Policy:
     def held(self, view: View) -> Tensor:
         """Pairs that stay whatever their score, (h, n) bool."""
         end = int(self.ends / 2 * view.budget)
-        first, last = view.places < max(self.sinks, end), view.places >= view.length - self._last(view.budget)
+        first, last = view.places < max(self.sinks, end), view.places >= view.length - self.last_of(view.budget)
         if end:
             last |= (view.places < view.prompt) & (view.places >= view.prompt - end)
         return first | last
 
-    def _last(self, budget: int) -> int:
-        """Last tokens that stay."""
+    def last_of(self, budget: int) -> int:
+        """Last tokens that stay in any case."""
         return max(self.local, int(self.recent * budget))
 
     def budgets(self, budget: int, heads: Sequence[int]) -> list[list[int]]:
@@ -153,4 +159,11 @@ class Policy:
             budget: pairs of a head.
             heads: key heads of each layer.
         """
-        return [[budget] * count for count in heads]
+        layers = len(heads)
+        if not self.pyramid or layers == 1:
+            return [[budget] * count for count in heads]
+        least = self.least_of(budget)
+        last = (budget - least) / self.pyramid
+        first = 2 * (budget - least) - last
+        own = [least + round(first - i * (first - last) / (layers - 1)) for i in range(layers)]
+        return [[pairs] * count for pairs, count in zip(own, heads, strict=True)]

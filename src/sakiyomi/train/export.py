@@ -175,6 +175,7 @@ def _data(summary: dict[str, Any]) -> list[str]:
     return [
         *(f"- {note}" for note in summary["notes"]),
         *(f"- `{name}`: read {count:g} times" for name, count in summary["epochs"].items()),
+        *(f"- task `{name}`: prompts made on the way" for name in summary.get("tasks", ())),
     ]
 
 

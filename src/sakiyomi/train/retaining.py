@@ -154,6 +154,7 @@ def train_retaining(config: RetainingConfig, command: str = "") -> dict[str, Any
         measured_on=f"Of a held-out prompt's tokens, labels and heads each choose {TOP:.0%}, in every layer and KV "
         f"head: `overlap` is the share of the labels' choice that is the heads' too; chance is {TOP:g}, `recent` the "
         "share that the prompt's last tokens have.",
+        tasks=list(makers),
         held_back=0 if valid else sum(map(len, held.values())),
         base=config.target,
         overlaps=overlaps,
