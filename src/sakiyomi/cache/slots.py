@@ -308,6 +308,10 @@ class SlotCache:
         self.slots, self.room, self._untold = slots, room, True
         self.gather = None  # it knows the former tensors
 
+    def renew(self) -> None:
+        """Have pointers renewed before the next pass: what is packed is read in another way from now on."""
+        self._untold = True
+
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, in this order, and drop the rest.
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from sakiyomi.cache.packed_pairs import BITS, Packing
+from sakiyomi.cache.leveled_pairs import LeveledPacking
+from sakiyomi.cache.packed_pairs import Packing
 from sakiyomi.errors import InputError
 from sakiyomi.policies.base import Policy, View
 from sakiyomi.policies.chance import Random
@@ -36,7 +37,11 @@ _SPEC = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
-_PACKED = re.compile(r"((?P<before>.+)\+)?quant-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?")
+PACKINGS: dict[str, type[Packing]] = {"quant": Packing, "kvquant": LeveledPacking}
+"""By the name in ``cache=``, before the bits."""
+_PACKED = re.compile(
+    r"((?P<before>.+)\+)?(?P<name>quant|kvquant)-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?"
+)
 
 
 def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
@@ -44,7 +49,7 @@ def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
 
     Args:
         spec: "full", a policy (``make_policy``), ``quant-4`` or ``quant-4[residual=64]`` with 8, 4 or 2 bits, or one
-            policy and one of those joined by "+".
+            policy and one of those joined by "+"; or ``kvquant-4``, likewise, with 4, 3 or 2 bits.
 
     Raises:
         InputError: it is none of that.
@@ -55,15 +60,17 @@ def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
     rest = [part for part in (match["before"], match["after"]) if part]
     if len(rest) > 1 or any(part == "full" or _PACKED.fullmatch(part) for part in rest):
         raise InputError(f"cache={spec!r}; expected at most one policy and one of quant-8, quant-4, quant-2 with it")
-    if match["bits"] not in map(str, BITS):
-        raise InputError(f"cache={spec!r}: {match['bits']!r} bits; expected quant-8, quant-4 or quant-2")
-    residual = Packing.residual_of(match["options"])
+    packing = PACKINGS[match["name"]]
+    names = [f"{match['name']}-{bits}" for bits in packing.choices]
+    if match["bits"] not in map(str, packing.choices):
+        raise InputError(f"cache={spec!r}: {match['bits']!r} bits; expected {', '.join(names[:-1])} or {names[-1]}")
+    residual = packing.residual_of(match["options"])
     if residual is None:
         raise InputError(
             f"cache={spec!r}: [{match['options']}]; expected a whole number of tokens that stay as they are, as "
-            "quant-4[residual=64]"
+            f"{match['name']}-4[residual=64]"
         )
-    return make_policy(rest[0]) if rest else None, Packing(int(match["bits"]), residual)
+    return make_policy(rest[0]) if rest else None, packing(int(match["bits"]), residual)
 
 
 def make_policy(spec: str) -> Policy | None:
@@ -81,7 +88,7 @@ def make_policy(spec: str) -> Policy | None:
     if match is None or match["name"] not in POLICIES:
         raise InputError(
             f"cache={spec!r}; expected full, {', '.join(POLICIES)}, with options as h2o[sinks=4], quant-8, quant-4, "
-            "quant-2, or one of each as h2o+quant-4"
+            "quant-2, or one of each as h2o+quant-4; or kvquant-4, kvquant-3, kvquant-2"
         )
     make = POLICIES[match["name"]]
     known = {field.name: field for field in dataclasses.fields(make) if field.init}  # type: ignore[arg-type]
