@@ -28,7 +28,7 @@ from sakiyomi.cache.packed_pairs import (
     unpack_codes,
     value_bytes,
 )
-from sakiyomi.errors import InputError
+from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.kernels.rotary import Rotation, make_turn
 
@@ -143,13 +143,17 @@ class LeveledPairs(PackedPairs):
         """Learn ranges and levels from the model's own text, in pieces, of which each is read alone.
 
         Raises:
-            UnsupportedError: its keys cannot be turned back.
-            InputError: it has no text.
+            UnsupportedError: its keys cannot be turned back, or lie on several devices.
+            InputError: its text is too short.
         """
-        asked = f"cache='kvquant-{self.bits}'"
-        if not model.text:
-            raise InputError(f"{asked}: levels are fitted on a text, and the model has none; give it text=")
-        cache = model.cache
+        asked, cache = f"cache='kvquant-{self.bits}'", model.cache
+        if len(model.text) < 2 * GROUP:
+            raise InputError(
+                f"{asked}: levels are fitted on a text, of {2 * GROUP} tokens or more, and the model has "
+                f"{len(model.text)}; give it text="
+            )
+        if len({shape.device for shape in self.shapes}) > 1:
+            raise UnsupportedError(f"{asked}: the model's layers are on several devices; use cache='quant-4'")
         turn = make_turn(model, asked, "use cache='quant-4'")
         self.rotation = Rotation(turn, self.shapes[0].key_dim, model.max_context, self.shapes[0].device)
         self.rotation.reach(max(self.room, PIECE))
