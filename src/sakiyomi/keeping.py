@@ -176,7 +176,7 @@ class Keeping:
         again: most tokens of a prompt that are read a second time, see ``go_on``.
 
     Raises:
-        InputError: the budget is neither, or the policy is not for packed keys.
+        InputError: the budget is neither, or the policy is not for packed keys, or these not for one.
     """
 
     def __init__(
@@ -206,6 +206,11 @@ class Keeping:
                 f"{policy.name} with packed keys: it has other pairs read at every border, as they are in main memory; "
                 "leave the quantization out, or name another policy"
             )
+        if policy is not None and packing is not None and not packing.with_policies:
+            raise InputError(
+                f"{policy.name} with kvquant: its keys are turned back by their place in the text, so none may be "
+                "dropped before them; use quant-4, or leave one of both out"
+            )
         self.slack = max(chunk, self.every + WIDEST)
         self._slots: dict[int, _Held] = {}
 
@@ -230,7 +235,7 @@ class Keeping:
         if in_bytes and self.packing is None:
             self.budget = self.budget // pair - self.slack
         elif in_bytes and self.packing is not None:
-            packed = self.packing.group_bytes(shapes)
+            packed = self.packing.storage(shapes, 1).bytes(1, GROUP)
             self.budget = self.packing.residual + (self.budget - beside * pair) // packed * GROUP
         self._budgets = self.policy.budgets(self.budget, [shape.heads for shape in shapes])
         low = min(map(min, self._budgets))
@@ -274,7 +279,8 @@ class Keeping:
         if self.packing is None:
             return None
         endless = self.policy is None or self.policy.where == "prompt"
-        return PackedPairs(shapes, self.packing, places, None if endless else [max(layer) for layer in self._budgets])
+        limits = None if endless else [max(layer) for layer in self._budgets]
+        return self.packing.storage(shapes, places, limits)
 
     def attach(self, model: PackedModel) -> None:
         """Serve this model, whose cache has the ``limits``.
@@ -301,6 +307,8 @@ class Keeping:
         if self.policy is not None:
             self.policy.prepare(model)
         self._turn = make_turn(model) if self.reassigned else None
+        if cache.packed is not None:
+            cache.packed.fit(model)
 
     # ------------------------------------------------------------ one slot
 

@@ -51,8 +51,9 @@ class LLM:
             ``tales-draft`` for ``tales``.
         cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
             ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
-            the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``. "minference", alone or joined
-            to those, has prompts read in part, while all that would stay stays.
+            the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4", "kvquant-3",
+            "kvquant-2"; or both, as ``"h2o+quant-4"``. "minference", alone or joined to those, has prompts read in
+            part, while all that would stay stays.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -359,12 +360,14 @@ class LLM:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
             quantize = None
         size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
+        keeping: Keeping | None = how.get("keeping")
+        wants_text = quantize or (keeping is not None and keeping.packing is not None and keeping.packing.fitted)
         with returned_when_freed(), progress(f"rounding {loaded.name} ({readable(size)}) to {quantize}", size=size):
             packed = PackedModel(
                 loaded.model,
                 owned=loaded.owned,
                 quantize=quantize,
-                text=judging_text(loaded.model, loaded.tokenizer) if quantize else (),
+                text=judging_text(loaded.model, loaded.tokenizer) if wants_text else (),
                 prepared=loaded.prepared,
                 **{**self._pack_options, **how},
             )

@@ -102,7 +102,7 @@ class PackedModel:
         first_sizes: row counts whose graphs are compiled first.
         quantize: "int8" or "int4" rounds weights to so many bits, and rows to 8, where a layer bears it; None leaves
             them.
-        text: token ids on which the rounding is judged.
+        text: token ids on which the rounding is judged, and the levels of a packed cache are fitted.
         prepared: what is known of a model whose layers are packed already; nothing is rounded then.
         keeping: keeps the cache within a budget; None: all pairs stay.
         watched: where all pairs stay, the queries of each slot's last row are kept beside them.
@@ -161,7 +161,7 @@ class PackedModel:
         self._prepared, self._quantize = prepared, quantize
         self.rounding: RoundingReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
-        self._text = list(text) if quantize else []
+        self.text = list(text)
         self.lock = threading.RLock()
         self._reassigned = keeping is not None and keeping.reassigned
         self.forward_seconds = 0.0
@@ -190,7 +190,7 @@ class PackedModel:
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
         accelerated = accelerated and self._encoder is None and keeping is None and not watched
         if keeping is not None:  # what is tried out below is read at once
-            keeping.slack = max(keeping.slack, len(self._text), TRIAL if exact else 0)
+            keeping.slack = max(keeping.slack, len(self.text) if quantize else 0, TRIAL if exact else 0)
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
@@ -453,7 +453,7 @@ class PackedModel:
     def _bear_rounding(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
         self._model.set_attn_implementation("eager")
-        errors, self._before = layer_errors(self._model, torch.tensor([self._text]), {kind, "int8"})
+        errors, self._before = layer_errors(self._model, torch.tensor([self.text]), {kind, "int8"})
         return choose_bits(kind, errors, self._model.get_output_embeddings())
 
     def _judge_rounding(self) -> None:
@@ -462,13 +462,13 @@ class PackedModel:
                 f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self._model).__name__}, "
                 "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
             )
-        with self.cache.lent(len(self._text)) as slot:
-            after = self.score([Segment(slot, 0, self._text, prompt=True)])
+        with self.cache.lent(len(self.text)) as slot:
+            after = self.score([Segment(slot, 0, self.text, prompt=True)])
         agreement, divergence = compare(self._before, after)
         layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, PackedLinear)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         self.rounding = RoundingReport(
-            str(self._quantize), len(layers) - len(kept), kept, agreement, divergence, len(self._text)
+            str(self._quantize), len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         )
         del self._before
 

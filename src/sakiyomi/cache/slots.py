@@ -276,7 +276,9 @@ class SlotCache:
         slots, room = max(self.slots, requests), max(self.room, FIRST_ROOM, -(-(columns + self.spare) // STEP) * STEP)
         beside = max(self.packed.room, packed) if self.packed is not None else 0
         if (need := self._bytes(slots, room, beside)) > left:
-            pair = self.pair_bytes if self.packed is None else max(1, self.packed.bytes(1, GROUP) // GROUP)
+            pair = self.pair_bytes
+            if self.packed is not None:
+                pair = max(1, (self.packed.bytes(1, 2 * GROUP) - self.packed.bytes(1, GROUP)) // GROUP)
             raise MemoryLimitError(
                 f"the KV cache needs {need:,} bytes for {slots} requests of {room + beside} tokens, {left:,} are "
                 f"available; about {left // (pair * slots)} tokens a request fit: shorten the prompt or lower "
@@ -322,6 +324,10 @@ class SlotCache:
         self.keys, self.values, self.starts = keys, values, starts
         self.slots, self.room, self._untold = slots, room, True
         self.gather = None  # it knows the former tensors
+
+    def renew(self) -> None:
+        """Have pointers renewed before the next pass: what is packed is read in another way from now on."""
+        self._untold = True
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, in this order, and drop the rest.

@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from sakiyomi.cache.packed_pairs import BITS, Packing
+from sakiyomi.cache.leveled_pairs import LeveledPacking
+from sakiyomi.cache.packed_pairs import Packing
 from sakiyomi.errors import InputError
 from sakiyomi.kernels.sparse import Sparse
 from sakiyomi.memory import parse_bytes
@@ -42,7 +43,11 @@ SPARSE: dict[str, Callable[..., Sparse]] = {MInference.name: MInference}
 Made = TypeVar("Made")
 _SPEC = re.compile(r"(?P<name>[a-z0-9-]+)(:(?P<file>[^\[\]]+))?(\[(?P<options>[^\[\]]*)\])?")
 _SHARES = ("ends", "recent", "stabilizers", "floor")
-_PACKED = re.compile(r"((?P<before>.+)\+)?quant-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?")
+PACKINGS: dict[str, type[Packing]] = {"quant": Packing, "kvquant": LeveledPacking}
+"""By the name in ``cache=``, before the bits."""
+_PACKED = re.compile(
+    r"((?P<before>.+)\+)?(?P<name>quant|kvquant)-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?"
+)
 
 
 def read_sparse(spec: str) -> tuple[Sparse | None, str]:
@@ -69,7 +74,7 @@ def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
 
     Args:
         spec: "full", a policy (``make_policy``), ``quant-4`` or ``quant-4[residual=64]`` with 8, 4 or 2 bits, or one
-            policy and one of those joined by "+".
+            policy and one of those joined by "+"; or ``kvquant-4``, likewise, with 4, 3 or 2 bits.
 
     Raises:
         InputError: it is none of that.
@@ -80,15 +85,17 @@ def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
     rest = [part for part in (match["before"], match["after"]) if part]
     if len(rest) > 1 or any(part == "full" or _PACKED.fullmatch(part) for part in rest):
         raise InputError(f"cache={spec!r}; expected at most one policy and one of quant-8, quant-4, quant-2 with it")
-    if match["bits"] not in map(str, BITS):
-        raise InputError(f"cache={spec!r}: {match['bits']!r} bits; expected quant-8, quant-4 or quant-2")
-    residual = Packing.residual_of(match["options"])
+    packing = PACKINGS[match["name"]]
+    names = [f"{match['name']}-{bits}" for bits in packing.choices]
+    if match["bits"] not in map(str, packing.choices):
+        raise InputError(f"cache={spec!r}: {match['bits']!r} bits; expected {', '.join(names[:-1])} or {names[-1]}")
+    residual = packing.residual_of(match["options"])
     if residual is None:
         raise InputError(
             f"cache={spec!r}: [{match['options']}]; expected a whole number of tokens that stay as they are, as "
-            "quant-4[residual=64]"
+            f"{match['name']}-4[residual=64]"
         )
-    return make_policy(rest[0]) if rest else None, Packing(int(match["bits"]), residual)
+    return make_policy(rest[0]) if rest else None, packing(int(match["bits"]), residual)
 
 
 def make_policy(spec: str) -> Policy | None:
@@ -108,7 +115,7 @@ def _make(spec: str, registry: Mapping[str, Callable[..., Made]]) -> Made:
     if match is None or match["name"] not in registry:
         raise InputError(
             f"cache={spec!r}; expected full, {', '.join((*POLICIES, *SPARSE))}, with options as h2o[sinks=4], quant-8, "
-            "quant-4, quant-2, or one of each as h2o+quant-4"
+            "quant-4, quant-2, or one of each as h2o+quant-4; or kvquant-4, kvquant-3, kvquant-2"
         )
     make = registry[match["name"]]
     known = {field.name: field for field in dataclasses.fields(make) if field.init}  # type: ignore[arg-type]
