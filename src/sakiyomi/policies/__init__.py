@@ -16,6 +16,7 @@ from sakiyomi.policies.fastgen import FastGen
 from sakiyomi.policies.h2o import H2O
 from sakiyomi.policies.infllm import InfLLM
 from sakiyomi.policies.knorm import KeyDiff, Knorm
+from sakiyomi.policies.lococo import LoCoCo
 from sakiyomi.policies.locret import Locret
 from sakiyomi.policies.pyramidkv import PyramidKV
 from sakiyomi.policies.sirllm import SirLLM
@@ -37,6 +38,7 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1
 
 
 _PACKED = re.compile(r"((?P<before>.+)\+)?quant-(?P<bits>[^\[\]+]*)(\[(?P<options>[^\[\]]*)\])?(\+(?P<after>.+))?")
+_MERGED = re.compile(r"((?P<before>.+)\+)?lococo(:(?P<file>[^\[\]]+?))?(\+(?P<after>quant-.+))?")
 
 
 def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
@@ -44,11 +46,22 @@ def read_cache(spec: str) -> tuple[Policy | None, Packing | None]:
 
     Args:
         spec: "full", a policy (``make_policy``), ``quant-4`` or ``quant-4[residual=64]`` with 8, 4 or 2 bits, or one
-            policy and one of those joined by "+".
+            policy and one of those joined by "+". Behind a policy ``lococo:FOLDER``, joined by "+", has a merger; alone
+            it stands beside ``h2o``, as in its paper.
 
     Raises:
         InputError: it is none of that.
     """
+    match = _MERGED.fullmatch(spec) if isinstance(spec, str) else None
+    if match is not None:
+        policy, packing = read_cache("+".join(filter(None, (match["before"] or H2O.name, match["after"]))))
+        if match["file"] is None or policy is None or policy.merger is not None:
+            raise InputError(
+                f"cache={spec!r}; expected lococo:FOLDER with what `sakiyomi train lococo` made, alone or behind one "
+                "policy, as h2o+lococo:FOLDER"
+            )
+        policy.merger = LoCoCo(match["file"])
+        return policy, packing
     match = _PACKED.fullmatch(spec) if isinstance(spec, str) else None
     if match is None:
         return make_policy(spec), None
@@ -81,7 +94,7 @@ def make_policy(spec: str) -> Policy | None:
     if match is None or match["name"] not in POLICIES:
         raise InputError(
             f"cache={spec!r}; expected full, {', '.join(POLICIES)}, with options as h2o[sinks=4], quant-8, quant-4, "
-            "quant-2, or one of each as h2o+quant-4"
+            "quant-2, or one of each as h2o+quant-4; lococo:FOLDER, h2o+lococo:FOLDER"
         )
     make = POLICIES[match["name"]]
     known = {field.name: field for field in dataclasses.fields(make) if field.init}  # type: ignore[arg-type]
