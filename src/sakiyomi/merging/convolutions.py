@@ -24,7 +24,7 @@ __all__ = ["KERNEL", "Convolutions", "MergingShape", "check_shape"]
 KERNEL = 21
 """Pairs side by side that a weight depends on, as in the paper."""
 NORM = 0.5
-"""Share of the mean in an anchor before training."""
+"""Share of the mean in an anchor before training, as in the paper."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,15 @@ class MergingShape:
         kv_heads: of each attention layer.
         merged: pairs that they make of each head.
         kernel: odd.
+        again: mixtures get the least score of their head, as in the paper, so that at the next border they are merged
+            into others; else each keeps its anchor's, and stays as long as that would.
     """
 
     dims: tuple[tuple[int, int], ...]
     kv_heads: tuple[int, ...]
     merged: int
     kernel: int = KERNEL
+    again: bool = True
 
     @property
     def layers(self) -> int:
@@ -62,14 +65,15 @@ class Convolutions(nn.Module):
     Args:
         shape: how they are built.
         dtype: of the weights.
+        norm: share of the mean in every anchor before training.
 
     Attributes:
         convolutions: of each layer ``Conv1d(key and value, merged, kernel)``.
-        norms: of each layer and key head the share of the mean in an anchor. The paper has one of a layer; heads that
-            look things up need their keys as they are, others need them less.
+        norms: of each layer (key heads, merged): the share of the mean in each anchor. The paper has one of a layer;
+            heads that look things up need their keys as they are, others need them less.
     """
 
-    def __init__(self, shape: MergingShape, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, shape: MergingShape, dtype: torch.dtype = torch.float32, norm: float = NORM) -> None:
         super().__init__()
         self.shape = shape
         self.convolutions = nn.ModuleList(
@@ -77,7 +81,7 @@ class Convolutions(nn.Module):
             for dims in shape.dims
         )
         self.norms = nn.ParameterList(
-            nn.Parameter(torch.full((heads,), NORM, dtype=torch.float32)) for heads in shape.kv_heads
+            nn.Parameter(torch.full((heads, shape.merged), norm, dtype=dtype)) for heads in shape.kv_heads
         )
 
     def forward(
@@ -102,12 +106,18 @@ class Convolutions(nn.Module):
         weight = self.convolutions[layer].get_parameter("weight")
         read = [_taken(pairs, rest).float() for pairs in (keys, values)]
         shares = self.convolutions[layer](torch.cat(read, 2).mT.to(weight.dtype)).float().softmax(2)
-        norm = self.norms[layer][heads, None, None]
+        norm = self.norms[layer][heads, :, None].float()
         made = [
             ((1 - norm) * _taken(pairs, anchors).float() + norm * (shares @ of_rest)).to(pairs.dtype)
             for pairs, of_rest in zip((keys, values), read, strict=True)
         ]
         return anchors, made[0], made[1]
+
+    def scored(self, scores: Tensor, anchors: Tensor) -> Tensor:
+        """Scores (h, n) when the columns ``anchors``, (h, merged), have become mixtures."""
+        if not self.shape.again:
+            return scores
+        return scores.scatter(1, anchors, scores.amin(1, keepdim=True).expand_as(anchors))
 
 
 def _taken(pairs: Tensor, columns: Tensor) -> Tensor:

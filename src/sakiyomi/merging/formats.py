@@ -77,7 +77,7 @@ def read_merging(name: str | Path) -> MergingFile:
     try:
         dims = tuple((int(key), int(value)) for key, value in config["dims"])
         heads = tuple(map(int, config["num_key_value_heads"]))
-        shape = MergingShape(dims, heads, int(config["merged"]), int(config["kernel"]))
+        shape = MergingShape(dims, heads, int(config["merged"]), int(config["kernel"]), bool(config["again"]))
         dtype = next(iter(tensors[name].dtype for name in tensors if name.startswith("convolutions.")))
         convolutions = Convolutions(shape, dtype)
         convolutions.load_state_dict(tensors)
@@ -123,6 +123,7 @@ def write_merging(
         "num_key_value_heads": list(shape.kv_heads),
         "merged": shape.merged,
         "kernel": shape.kernel,
+        "again": shape.again,
         "recipe": dict(recipe or {}),
         "fingerprint": dict(fingerprint or {}),
     }

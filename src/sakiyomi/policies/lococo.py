@@ -85,14 +85,9 @@ class LoCoCo:
             best: (h, budget) columns that stay, the best first.
 
         Returns:
-            The scores, with the least of each head for the mixtures: at the next border they are merged again.
+            The scores, with those of the mixtures; see ``MergingShape.again``.
         """
         anchors, keys, values = self._convolutions(view.layer, view.keys, view.values, best, view.heads)
         for store, new in ((view.keys, keys), (view.values, values)):
             store.scatter_(1, anchors[..., None].expand(-1, -1, new.shape[2]), new)
-        return lowered(scores, anchors)
-
-
-def lowered(scores: Tensor, anchors: Tensor) -> Tensor:
-    """Scores (h, n), with the least of its head for each anchor (h, merged)."""
-    return scores.scatter(1, anchors, scores.amin(1, keepdim=True).expand_as(anchors))
+        return self._convolutions.scored(scores, anchors)

@@ -20,7 +20,6 @@ from sakiyomi.errors import InputError
 from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.merging.convolutions import Convolutions
 from sakiyomi.policies import Policy, View, make_policy
-from sakiyomi.policies.lococo import lowered
 from sakiyomi.retaining.labels import attention_by, layer_shapes
 
 __all__ = ["Compressed", "policy_of"]
@@ -193,7 +192,7 @@ class Compressed:
                 pairs.scatter(1, anchors[..., None].expand(-1, -1, pairs.shape[2]), new)
                 for pairs, new in zip((keys, values), mixed, strict=True)
             )
-            held.scores = lowered(held.scores, anchors)
+            held.scores = merger.scored(held.scores, anchors)
         stay = best.sort(1).values
         held.keys, held.values = (
             pairs.gather(1, stay[..., None].expand(-1, -1, pairs.shape[2])) for pairs in (keys, values)

@@ -477,6 +477,14 @@ class LococoConfig(AnsweredConfig):
     merged: int = _field(16, "Of those the merged ones; the paper has an eighth of them.", least=1)
     chunk_size: int = _field(256, "Tokens of a prompt from border to border.", least=1)
     kernel: int = _field(21, "Pairs side by side that a weight depends on; odd.", least=1)
+    again: bool = _field(
+        True,
+        "Merge what was merged before into others at the next border, as in the paper; else it stays as long as the "
+        "pair would that it was merged into.",
+    )
+    norm: float = _field(
+        0.5, "Share of other pairs in a merged one before training; the paper has 0.5.", least=0, most=1
+    )
     text_weight: float = _field(
         0.0,
         "Weight of the loss of a prompt's tokens behind its first border, beside that of the answer; with 1 texts are "

@@ -67,8 +67,9 @@ def train_lococo(config: LococoConfig, command: str = "") -> dict[str, Any]:
         tuple(layer.heads for layer in compressed.shapes),
         config.merged,
         config.kernel,
+        config.again,
     )
-    convolutions = Convolutions(shape).to(device)
+    convolutions = Convolutions(shape, norm=config.norm).to(device)
     loss = MergingLoss(config, compressed, convolutions)
     whole = MergingLoss(config, Compressed(target, policy, 0, config.chunk_size), None)
     with compressed.listening():
@@ -126,7 +127,7 @@ def train_lococo(config: LococoConfig, command: str = "") -> dict[str, Any]:
 
 def _recipe(config: LococoConfig) -> dict[str, Any]:
     """What a user of the convolutions may have to know of their training."""
-    names = ("scores", "kv_budget", "chunk_size", "tasks", "text_weight", "seed")
+    names = ("scores", "kv_budget", "chunk_size", "norm", "tasks", "text_weight", "seed")
     data = [Path(parse_text(spec).path).name for spec in config.data]
     return {name: getattr(config, name) for name in names} | {"data": data, "row_tokens": list(config.row_tokens)}
 

@@ -85,8 +85,7 @@ class System:
     @property
     def name(self) -> str:
         """For tables; of heads the folder's last part."""
-        kind, _, rest = self.spec.partition(":")
-        return self.spec if "/" not in rest else f"{kind}:{rest.rstrip('/').rsplit('/', 1)[-1]}"
+        return re.sub(r"(?<=:)[^+\[]*/(?=[^/+\[])", "", re.sub(r"/+(?=\+|\[|$)", "", self.spec))
 
     @property
     def cache(self) -> str:
