@@ -51,7 +51,8 @@ class LLM:
             ``tales-draft`` for ``tales``.
         cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
             ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
-            the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``.
+            the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"``
+            what a policy drops is merged into some of what stays.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".

@@ -87,6 +87,17 @@ def test_the_formula() -> None:
     torch.testing.assert_close(one[1], merged_keys[1:])
 
 
+def test_what_mixtures_are_worth(tmp_path: Path) -> None:
+    """The least score of their head, so that they are merged again; or their anchors'."""
+    scores, anchors = torch.tensor([[3.0, 1.0, 2.0, 5.0], [-1.0, 4.0, 0.0, 2.0]]), torch.tensor([[0, 2], [1, 3]])
+    for again, wanted in ((True, [[1.0, 1.0, 1.0, 5.0], [-1.0, -1.0, 0.0, -1.0]]), (False, scores.tolist())):
+        made = Convolutions(MergingShape(((4, 4),), (2,), 2, 3, again), norm=0.125)
+        write_merging(made, tmp_path / str(again))
+        found = read_merging(tmp_path / str(again)).convolutions
+        assert found.scored(scores, anchors).tolist() == wanted
+        assert found.norms[0].tolist() == [[0.125, 0.125]] * 2
+
+
 def test_merged_pairs_count_in_the_budget(folder: str) -> None:
     """After a border: as many pairs as without a merger, the mixtures over the anchors, the others as they were."""
     llm = LLM(
