@@ -121,7 +121,7 @@ def speed(lengths: list[int], dtype: torch.dtype, heads: int, laps: int) -> dict
         for tokens in lengths:
             packed: dict[str, tuple[PackedModel, int]] = {}
             for name in CACHES:
-                packing = read_cache(name)[1]
+                packing = read_cache(name).packing
                 keeping = None if packing is None else Keeping(None, None, 512, packing=packing)
                 made = PackedModel(model, max_slots=1, compile=False, keeping=keeping, text=range(256))
                 packed[name] = made, filled(made, tokens)

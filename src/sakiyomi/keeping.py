@@ -211,6 +211,11 @@ class Keeping:
                 f"{policy.name} with kvquant: its keys are turned back by their place in the text, so none may be "
                 "dropped before them; use quant-4, or leave one of both out"
             )
+        if policy is not None and policy.merger is not None and (self._recalls or packing is not None):
+            why = f"{policy.name}: nothing is dropped that could be merged"
+            if packing is not None:
+                why = "packed keys: mixtures would be rounded at every border"
+            raise InputError(f"lococo with {why}; leave one of them out")
         self.slack = max(chunk, self.every + WIDEST)
         self._slots: dict[int, _Held] = {}
 
@@ -235,14 +240,16 @@ class Keeping:
         if in_bytes and self.packing is None:
             self.budget = self.budget // pair - self.slack
         elif in_bytes and self.packing is not None:
-            packed = self.packing.storage(shapes, 1).bytes(1, GROUP)
+            packed = self.packing.group_bytes(shapes)
             self.budget = self.packing.residual + (self.budget - beside * pair) // packed * GROUP
         self._budgets = self.policy.budgets(self.budget, [shape.heads for shape in shapes])
+        merged = self.policy.merger.merged if self.policy.merger is not None else 0
         low = min(map(min, self._budgets))
-        if low <= (least := self.policy.least_of(low)):
+        if low <= (least := self.policy.least_of(low) + merged):
             raise InputError(
                 f"kv_budget={self._asked[0]}{' bytes' * in_bytes}: that leaves {max(low, 0)} pairs to a head beside "
-                f"{beside} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
+                f"{beside} for what comes between two borders, and {self.policy.name} keeps {least} in any case"
+                f"{f', {merged} merged ones among them' if merged else ''}; "
                 "give a larger budget, or a smaller chunk_size, or lower what it keeps"
             )
         self._check_memory(pair, self.packing.group_bytes(shapes) / GROUP if self.packing else pair, beside, shapes)
@@ -306,6 +313,8 @@ class Keeping:
             self._all = SlotCache(shapes, dtype=cache.dtype, max_slots=cache.max_slots, available=available_bytes)
         if self.policy is not None:
             self.policy.prepare(model)
+            if self.policy.merger is not None:
+                self.policy.merger.prepare(model)
         self._turn = make_turn(model) if self.reassigned else None
         if cache.packed is not None:
             cache.packed.fit(model)
@@ -439,8 +448,13 @@ class Keeping:
             columns: list[Tensor] = []
             for view in self._views(slot, layer, prompt, length):
                 scores = self.policy.score(view).float()
-                stay = self._chosen(view, scores)
-                dropping = dropping or stay.shape[1] < scores.shape[1]
+                best = self.policy.best(view, scores, self._cache.shapes[layer].window)
+                if best is None:
+                    stay = torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
+                else:
+                    dropping, stay = True, best.sort(1).values
+                    if self.policy.merger is not None and not self._cache.shapes[layer].window:
+                        scores = self.policy.merger.merge(view, scores, best)
                 stay = stay[:, : stay.shape[1] - behind]
                 columns += stay
                 places, scores = view.places[:, : scores.shape[1] - behind], scores[:, : scores.shape[1] - behind]
@@ -475,22 +489,6 @@ class Keeping:
                     keys = self._turn(layer, keys, by.to(keys.device).expand(keys.shape[:2]))
                 self._all.keys[layer][slot, part.heads, since:length] = keys
                 self._all.values[layer][slot, part.heads, since:length] = part.values[:, own]
-
-    def _chosen(self, view: View, scores: Tensor) -> Tensor:
-        """Columns that stay of the heads of a view, (h, n) ascending."""
-        assert self.policy is not None
-        drops = self.policy.where == "both" or view.length <= view.prompt
-        if scores.shape[1] <= view.budget or not drops:
-            return torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
-        if self._cache.shapes[view.layer].window:
-            # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels count the
-            # window in columns.
-            ranked = view.places
-        else:
-            ranked = self.policy.rank(view, scores).masked_fill(self.policy.held(view), torch.inf)
-        # Of pairs that are worth the same the later ones stay: topk does not say which.
-        best = ranked.flip(1).argsort(dim=1, descending=True, stable=True)[:, : view.budget]
-        return (ranked.shape[1] - 1 - best).sort(1).values
 
     def _views(self, slot: int, layer: int, prompt: int, length: int) -> list[View]:
         assert self.policy is not None

@@ -25,7 +25,7 @@ from sakiyomi.memory import parse_bytes, readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
-from sakiyomi.policies import read_cache, read_sparse
+from sakiyomi.policies import read_cache
 from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
@@ -52,8 +52,9 @@ class LLM:
         cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
             ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
             the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4", "kvquant-3",
-            "kvquant-2"; or both, as ``"h2o+quant-4"``. "minference", alone or joined to those, has prompts read in
-            part, while all that would stay stays.
+            "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy drops is merged into
+            some of what stays. "minference", alone or joined to those, has prompts read in part, while all that would
+            stay stays.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -422,8 +423,7 @@ class LLM:
 
 def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping | None:
     """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
-    sparse, rest = read_sparse(cache)
-    policy, packing = read_cache(rest)
+    policy, packing, sparse = read_cache(cache)
     if policy is None:
         if budget is not None:
             raise InputError(

@@ -26,9 +26,12 @@ from sakiyomi.audit_report import AuditConfig
 from sakiyomi.cache.notes import Notes
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels.native import NativeModel
+from sakiyomi.merging.convolutions import Convolutions, MergingShape
+from sakiyomi.merging.formats import write_merging
 from sakiyomi.outputs import Generation
-from sakiyomi.policies import POLICIES, SPARSE, View
+from sakiyomi.policies import POLICIES, View
 from sakiyomi.policies.h2o import H2O
+from sakiyomi.policies.specs import SPARSE
 from sakiyomi.retaining.formats import read_heads, write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.raw import Raw
@@ -124,6 +127,33 @@ def test_any_policy_may_have_a_pyramid(name: str) -> None:
 def test_reading_ahead_with_retaining_heads(name: str) -> None:
     policy = f"locret:{heads_of(name)}[local=4]"
     assert drafted(name, policy, Branching, gamma=4) == plain(name, policy)
+
+
+@cache
+def merging_of(name: str) -> str:
+    """A folder with convolutions of random weights for this architecture."""
+    shapes = llm_of(name, "recency").target.cache.shapes
+    dims = tuple((layer.key_dim, layer.value_dim) for layer in shapes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = Convolutions(MergingShape(dims, tuple(layer.heads for layer in shapes), 6))
+    folder = Path(tempfile.mkdtemp()) / name
+    write_merging(made, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("policy", ["h2o", "locret", "h2o where positions move"])
+def test_reading_ahead_where_what_goes_is_merged(policy: str, name: str) -> None:
+    before = {
+        "h2o": spec("h2o"),
+        "locret": f"locret:{heads_of(name)}[local=4]",
+        "h2o where positions move": spec("h2o", positions="reassigned"),
+    }[policy]
+    if name == "gpt2" and "move" in policy:
+        pytest.skip("its positions do not move")
+    merged = f"{before}+lococo:{merging_of(name)}"
+    assert drafted(name, merged, Branching, gamma=4) == plain(name, merged) != plain(name, before)
 
 
 def test_scores_of_heads_are_those_of_the_module() -> None:

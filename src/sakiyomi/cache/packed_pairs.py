@@ -54,6 +54,10 @@ class Packing:
         """Where columns are packed in this way, see ``PackedPairs``."""
         return PackedPairs(shapes, self, places, limits)
 
+    def group_bytes(self, shapes: Sequence[LayerShape]) -> int:
+        """Bytes of 32 packed columns of all these layers."""
+        return self.storage(shapes, 1).bytes(1, GROUP)
+
     @classmethod
     def residual_of(cls, options: str | None) -> int | None:
         """The residual that a spec's options say, the default if they say nothing; None: they say something else."""

@@ -8,13 +8,15 @@ committed tokens left behind. So a text that is read ahead keeps the same pairs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
+    from sakiyomi.policies.lococo import LoCoCo
 
 __all__ = ["Policy", "View"]
 
@@ -76,6 +78,7 @@ class Policy:
             1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
         where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": not
             behind the prompt.
+        merger: makes the last of the pairs that stay mixtures of what goes; None: what goes is lost.
     """
 
     name: ClassVar[str] = ""
@@ -98,6 +101,7 @@ class Policy:
     pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
+    merger: LoCoCo | None = field(default=None, init=False)
 
     def least_of(self, budget: int) -> int:
         """Pairs of a head that stay in any case; a budget must be larger."""
@@ -147,6 +151,23 @@ class Policy:
         if end:
             last |= (view.places < view.prompt) & (view.places >= view.prompt - end)
         return first | last
+
+    def best(self, view: View, scores: Tensor, window: int) -> Tensor | None:
+        """Columns that stay of more than the budget, (h, budget), the best first; None: all stay.
+
+        Args:
+            view: at a border.
+            scores: what `score` gave.
+            window: of the layer, in tokens; 0: none. Such a layer sees its last tokens alone; and they must lie side by
+                side, since its kernels count the window in columns.
+        """
+        drops = self.where == "both" or view.length <= view.prompt
+        if scores.shape[1] <= view.budget or not drops:
+            return None
+        ranked = view.places if window else self.rank(view, scores).masked_fill(self.held(view), torch.inf)
+        # Of pairs that are worth the same the later ones stay: topk does not say which.
+        best = ranked.flip(1).argsort(dim=1, descending=True, stable=True)[:, : view.budget]
+        return ranked.shape[1] - 1 - best
 
     def last_of(self, budget: int) -> int:
         """Last tokens that stay in any case."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sakiyomi.bench.long.config import budget_pairs
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.params import SamplingParams
-from sakiyomi.policies import POLICIES, SPARSE
+from sakiyomi.policies import read_cache
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
@@ -85,8 +85,7 @@ class System:
     @property
     def name(self) -> str:
         """For tables; of heads the folder's last part."""
-        kind, _, rest = self.spec.partition(":")
-        return self.spec if "/" not in rest else f"{kind}:{rest.rstrip('/').rsplit('/', 1)[-1]}"
+        return re.sub(r"(?<=:)[^+\[]*/(?=[^/+\[])", "", re.sub(r"/+(?=\+|\[|$)", "", self.spec))
 
     @property
     def cache(self) -> str:
@@ -103,12 +102,11 @@ class System:
         """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded"."""
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
-        names = [re.split(r"[:\[]", part)[0] for part in self.cache.split("+")]
-        if all(name in SPARSE for name in names):
+        policy, packing, _ = read_cache(self.cache)
+        if policy is None and packing is None:
             return "full"
         # What recalls has a budget for what attention reads, and all pairs in main memory.
-        recalls = any(getattr(POLICIES.get(name), "recalls", False) for name in names)
-        return "reduced" if self.budget is None or recalls else "bounded"
+        return "reduced" if policy is None or policy.recalls else "bounded"
 
     def pairs(self, length: int) -> int | None:
         """KV pairs at a context of so many tokens."""
