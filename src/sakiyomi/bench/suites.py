@@ -11,6 +11,7 @@ from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.cross import cross
+from sakiyomi.bench.dropin import dropin
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.grounded import grounded
 from sakiyomi.bench.lookup import lookup
@@ -53,6 +54,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "peers": peers,
     "cross": cross,
     "selfdraft": selfdraft,
+    "dropin": dropin,
     "medusa": medusa,
     "typical": typical,
     "grounded": grounded,
