@@ -6,7 +6,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ import sakiyomi
 from architectures import CONFIGS, VOCAB, make, model_of, prompt
 from sakiyomi.dropin.state import ModelState
 from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.generate import Engine
 from seq2seq_toys import FOUR, sources
 from seq2seq_toys import build as build_seq2seq
 from seq2seq_toys import model_of as seq2seq_of
@@ -32,9 +33,12 @@ PAD = 1
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet() -> Generator[None, None, None]:
     """Transformers warns of settings that do not go together; its words are not what is tested."""
+    before = hf.logging.get_verbosity()
     hf.logging.set_verbosity_error()
+    yield
+    hf.logging.set_verbosity(before)
 
 
 @cache
@@ -53,12 +57,8 @@ def batch(*lengths: int) -> dict[str, Tensor]:
 def both(model: Any, inputs: dict[str, Tensor], draft: Any = None, **options: Any) -> tuple[Any, Any]:
     """What transformers gives, and what it gives with our loop."""
     values: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD} | options
-    theirs = model.generate(**inputs, **fresh(values))
-    return theirs, model.generate(**inputs, **fresh(values), custom_generate=OURS, assistant_model=draft)
-
-
-def fresh(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value() if isinstance(value, functools.partial) else value for name, value in values.items()}
+    theirs = model.generate(**inputs, **values)
+    return theirs, model.generate(**inputs, **values, custom_generate=OURS, assistant_model=draft)
 
 
 def same(model: Any, inputs: dict[str, Tensor], draft: Any = None, **options: Any) -> Tensor:
@@ -79,25 +79,15 @@ def test_greedy_batch(name: str) -> None:
     assert (ended == PAD)[:, 13:].any()
 
 
-def test_a_draft_that_is_right() -> None:
-    model = tiny_llama()
-    calls: list[Any] = []
-    inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
-    handle = sakiyomi.dropin.generate.Lockstep.advance
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sakiyomi.dropin.generate.Lockstep, "advance", lambda self: (calls.append(1), handle(self)))
-        OURS_FOUR = OURS.using(gamma=4)
-        expected = model.generate(**inputs, max_new_tokens=40, do_sample=False, eos_token_id=None)
-        found = model.generate(
-            **inputs,
-            max_new_tokens=40,
-            do_sample=False,
-            eos_token_id=None,
-            custom_generate=OURS_FOUR,
-            assistant_model=tiny_llama(),
-        )
+def test_a_draft_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[None] = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: (rounds.append(None), step(engine))[1])
+    model, values = tiny_llama(), {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 40, "eos_token_id": None}
+    expected = model.generate(**values)
+    found = model.generate(**values, custom_generate=OURS.using(gamma=4), assistant_model=tiny_llama())
     assert found.tolist() == expected.tolist()
-    assert len(calls) < 15  # rounds: the draft was used
+    assert len(rounds) < 15  # the draft was used
 
 
 @pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 4}, {"assistant_early_exit": 1}], ids=str)
@@ -126,8 +116,8 @@ def test_a_draft_of_another_tokenizer() -> None:
     assert found.tolist() == expected.tolist()
 
 
-def test_default_settings_and_partial() -> None:
-    """Graphs compile in the background; a partial hides the draft from transformers, which refuses several samples."""
+def test_a_partial_hides_the_draft() -> None:
+    """From transformers, which refuses several samples with one."""
     model = tiny_llama()
     inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 8, "do_sample": False}
     expected = model.generate(**inputs)
@@ -351,6 +341,15 @@ def test_encoder_decoder(name: str) -> None:
     full = plain(model, **inputs, **values, custom_generate=OURS, return_dict_in_generate=True, output_logits=True)
     assert isinstance(full, hf.generation.utils.GenerateEncoderDecoderOutput)
     assert full.sequences.tolist() == expected.tolist()
+
+
+def test_whispers_own_generate() -> None:
+    """It calls ``generate`` many times, and is given an assistant where transformers alone takes one sound."""
+    model, sounds = seq2seq_of("whisper"), torch.stack(sources("whisper")[:2])
+    expected = model.generate(sounds, max_new_tokens=8)
+    draft = build_seq2seq("whisper", seed=3, layers=1)
+    found = model.generate(sounds, max_new_tokens=8, custom_generate=OURS, assistant_model=draft)
+    assert found.tolist() == expected.tolist()
 
 
 # ------------------------------------------------------------ what cannot be honoured
