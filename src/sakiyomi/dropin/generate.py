@@ -189,11 +189,13 @@ custom_generate = CustomGenerate()
 def _hand_over_everything() -> None:
     """Have ``generate`` give our loop all that it was given.
 
-    For a callable, transformers (5.17 to 5.23 at least) builds the arguments of the decoding loop anew from the keyword
+    For a callable, transformers (seen in 5.23) builds the arguments of the decoding loop anew from the keyword
     arguments that are left, and assistant_model, tokenizer, assistant_tokenizer and streamer are lost on the way. For
     our loop they are collected as for its own; all other calls are as they were.
     """
-    collect = GenerationMixin._extract_generation_mode_kwargs
+    collect = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
+    if collect is None:  # a version that collects them elsewhere
+        return
 
     @functools.wraps(collect)
     def collect_all(self: Any, custom_generate: Any, *arguments: Any, **named: Any) -> Any:
