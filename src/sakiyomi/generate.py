@@ -21,7 +21,7 @@ from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
 from sakiyomi.gamma import make_policy
-from sakiyomi.intake import Intake, TextIntake
+from sakiyomi.intake import Asked, Intake, TextIntake
 from sakiyomi.keeping import surprise, surprise_within
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
@@ -111,24 +111,27 @@ class Engine:
         live: bool = True,
         outbox: deque[Step] | None = None,
         place: Place | None = None,
+        keep_logits: bool = False,
     ) -> Request:
         """Queue a request and give its state, which stays readable when it is over.
 
         Args:
-            prompt: text, or token ids, which are used as they are; what else the intake takes.
-            params: None for the defaults.
+            prompt: text, or token ids, which are used as they are; what else the intake takes; or what it would make
+                of it, which is not checked.
+            params: None for the defaults, or where the prompt has its own.
             key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
             rounds_trace: keep every round's tree.
             live: text is wanted with every step, not only with the last one.
             outbox: gets the request's steps too.
             place: of the conversation that it belongs to: what an earlier request left there is not computed again.
+            keep_logits: keep the target's raw logits of every new token.
 
         Raises:
             InputError: the prompt is empty, has unknown tokens or is too long, an option cannot be met, or the
                 conversation has a request under way.
             MemoryLimitError: its keys and values would not fit.
         """
-        asked = self._intake(prompt, as_params(params))
+        asked = prompt if isinstance(prompt, Asked) else self._intake(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
         verifier = self._drafting.verifier(params)
         rule = verifier.rule
@@ -146,6 +149,7 @@ class Engine:
             TextStream(self.tokenizer, params.stop),
             last,
             keep_rounds=rounds_trace,
+            keep_logits=keep_logits,
             live=live or bool(params.stop),
             outbox=outbox,
             place=place,

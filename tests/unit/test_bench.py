@@ -454,6 +454,15 @@ def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
         suites.ROWS["evicted"](dataclasses.replace(pair, contexts=(100000,)), suites.Note())
 
 
+def test_row_of_the_drop_in(pair: BenchConfig) -> None:
+    """transformers' own loop and ours, one text at a time and all together, write the same."""
+    found = suites.ROWS["dropin"](pair, suites.Note())
+    names = [line["name"] for line in found.lines]
+    assert names[0].startswith("transformers assisted") and "custom_generate" in names
+    assert names[-1].startswith("custom_generate, batch of")
+    assert all(line["equal"] for line in found.lines)
+
+
 def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:
     file = tmp_path / "held-out.txt"
     file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")

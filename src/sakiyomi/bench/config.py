@@ -19,16 +19,17 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
-            offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted, and grounded for a pair
-            of `train edits` or `train tones`.
+            dropin, offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted, and grounded
+            for a pair of `train edits` or `train tones`.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
-        quantize: int8 or int4 rounds the weights of our own target to so many bits; row bookkeeping does not use it,
-            rows passes and peers measure all. Our text then is compared with our own plain text, not with others'.
+        quantize: int8 or int4 rounds the weights of our own target to so many bits; rows bookkeeping and dropin do not
+            use it, rows passes and peers measure all. Our text then is compared with our own plain text, not with
+            others'.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.

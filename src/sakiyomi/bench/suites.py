@@ -11,6 +11,7 @@ from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.cross import cross
+from sakiyomi.bench.dropin import dropin
 from sakiyomi.bench.evicted import evicted
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.grounded import grounded
@@ -55,6 +56,7 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "cross": cross,
     "selfdraft": selfdraft,
     "evicted": evicted,
+    "dropin": dropin,
     "medusa": medusa,
     "typical": typical,
     "grounded": grounded,
