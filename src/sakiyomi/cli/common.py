@@ -300,6 +300,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "Sequence[str | Sequence[int]]": (list[str], tuple),
     "tuple[str, ...]": (list[str], tuple),
     "tuple[int, ...]": (list[int], tuple),
+    "tuple[float, ...]": (list[float], tuple),
     "Mapping[int, float] | None": (list[str], _biases),
 }
 _EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}
