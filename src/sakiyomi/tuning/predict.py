@@ -20,6 +20,7 @@ from sakiyomi.tuning.watch import Round
 
 __all__ = ["Curve", "Expected", "Place", "RoundCosts", "by_chance", "by_place", "by_rank", "places", "replay"]
 
+SURE = 3  # readings
 BUCKETS = (0.0, 0.5, 0.8, 0.95, 1.0)
 """Borders of the drafter's own confidence."""
 
@@ -36,11 +37,12 @@ class Curve:
 
     @classmethod
     def of(cls, readings: Iterable[tuple[int, float]]) -> Curve:
-        """Medians of what was read at each count."""
+        """Medians of what was read at each count; a count that was read once or twice says little beside others."""
         found: dict[int, list[float]] = {}
         for count, seconds in readings:
             found.setdefault(count, []).append(seconds)
-        return cls(tuple((count, statistics.median(found[count])) for count in sorted(found)))
+        sure = {count: seconds for count, seconds in found.items() if len(seconds) >= SURE} or found
+        return cls(tuple((count, statistics.median(sure[count])) for count in sorted(sure)))
 
     def __call__(self, count: int) -> float:
         """Seconds at a count."""

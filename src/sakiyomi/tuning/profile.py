@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,10 @@ class Profile:
 
 
 def profile_path(target: PackedModel, tokenizer: Any) -> Path:
-    """Where the profile of a target lies, as it runs here: another dtype or number of threads has another one."""
+    """Where the profile of a target lies, as it runs here: another dtype or number of threads has another one.
+
+    In the folder ``$SAKIYOMI_PROFILES``, else beside the compiled kernels.
+    """
     device = target.device
     key = {
         "processor": machine.processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
@@ -64,7 +68,8 @@ def profile_path(target: PackedModel, tokenizer: Any) -> Path:
         **fingerprint(target.module, tokenizer),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "profiles" / f"{digest[:32]}.json"
+    own = os.environ.get("SAKIYOMI_PROFILES")
+    return (Path(own) if own else cache_folder() / "profiles") / f"{digest[:32]}.json"
 
 
 def read_profile(path: Path) -> Profile | None:
@@ -111,7 +116,7 @@ def write_profile(path: Path, profile: Profile) -> None:
         fresh.write_text(json.dumps(dataclasses.asdict(profile), indent=1, default=str) + "\n", encoding="utf-8")
         fresh.replace(path)
     except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}; set SAKIYOMI_CACHE to a folder of yours") from None
+        raise LoadError(f"cannot write {path}: {error.strerror}; set SAKIYOMI_PROFILES to a folder of yours") from None
     finally:
         fresh.unlink(missing_ok=True)
 
