@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from typer.testing import CliRunner
 from sakiyomi import InputError, theory
 from sakiyomi.cli import app
 from sakiyomi.planning import PlanConfig, plan
+from sakiyomi.tuning.config import PairConfig
 
 
 def test_the_published_case() -> None:
@@ -100,3 +104,37 @@ def test_the_command(tmp_path: Path) -> None:
     assert nowhere.exit_code == 2
     none = CliRunner().invoke(app, ["plan", "--alpha", "0.2", "--c", "0.5"])
     assert "do not speculate" in none.stdout
+
+
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL) for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_guide(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that plan are run; of those that tune, which take minutes, the flags are looked up."""
+    monkeypatch.chdir(tmp_path)
+    program, name, *flags = shlex.split(command)
+    assert program == "sakiyomi"
+    if name == "plan":
+        done = CliRunner().invoke(app, [name, *flags])
+        assert done.exit_code == 0, done.output
+        assert ("times plain" in done.stdout) != ("do not speculate" in done.stdout)
+    else:
+        known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PairConfig)}
+        assert name == "tune"
+        assert {flag for flag in flags if flag.startswith("--")} <= known
+
+
+def test_python_of_the_guide() -> None:
+    """Values stand behind the calls as comments."""
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    names: dict[str, object] = {}
+    checked = 0
+    for line in filter(None, block.splitlines()):
+        value = eval(line.partition("#")[0], names) if "import" not in line else exec(line, names)
+        found = re.search(r"#\s+(\d+(?:\.\d+)?)\b", line)
+        if found:
+            assert value == pytest.approx(float(found[1]), abs=0.006)
+            checked += 1
+    assert checked >= 5
