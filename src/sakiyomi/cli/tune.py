@@ -117,6 +117,7 @@ def _summary(found: dict[str, Any]) -> list[str]:
         f"{found['equal']} of {found['texts']} texts are equal"
         + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)")
     )
+    lines.append(f"it took {facts['seconds']:.0f} s")
     lines.append(f"kept in {found['file']}; draft auto uses it" if found["file"] else "nothing was kept (no-save)")
     return lines
 

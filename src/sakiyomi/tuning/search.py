@@ -8,13 +8,14 @@ weighs each round anew, as they were. The other half says whether that was right
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi import machine
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import InputError, SakiyomiError
+from sakiyomi.errors import DraftError, InputError, SakiyomiError
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import STORIES, read_prompts
 from sakiyomi.theory import round_speedup
@@ -76,6 +77,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     """
     from sakiyomi.llm import LLM
 
+    began = time.monotonic()
     specs = named(config)
     texts = list(STORIES[: config.count]) if config.prompts is None else read_prompts(config.prompts, config.count)
     if len(texts) < 2:
@@ -99,7 +101,8 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
             f"{llm.max_context}; lower --prompt-tokens or --max-new-tokens"
         )
     known = set(config.draft)
-    candidates, refused = [], []
+    candidates: list[_Candidate] = []
+    refused: list[dict[str, str]] = []
     for spec in dict.fromkeys([*specs, *available(llm, config)]):
         note(f"making {spec} ready")
         try:
@@ -115,11 +118,11 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
             candidates.append(_Candidate(spec, heard, fixed, weighing))
     note("compiling")
     llm.wait()
-    search = _Search(llm, params, prompts[0::2], prompts[1::2], candidates)
+    search = _Search(llm, params, prompts[0::2], prompts[1::2], candidates, refused)
     search.calibrate(note)
     rows = search.predict()
     search.measure(rows, len(rows) if config.all else config.finalists, config.laps, note)
-    return search.result(rows, refused, config, len(texts))
+    return search.result(rows, config, len(texts), time.monotonic() - began)
 
 
 class _Search:
@@ -130,14 +133,22 @@ class _Search:
         params: of all texts.
         calibration, kept: prompts to learn from, and to compare on.
         candidates: drafters.
+        refused: what cannot be used beside this target, and why; more may come.
     """
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, calibration: Prompts, kept: Prompts, candidates: list[_Candidate]
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        calibration: Prompts,
+        kept: Prompts,
+        candidates: list[_Candidate],
+        refused: list[dict[str, str]],
     ) -> None:
         self.llm, self.params = llm, params
         self.calibration, self.kept = calibration, kept
         self.candidates = {candidate.spec: candidate for candidate in candidates}
+        self.refused = refused
         self.undrafted = Undrafted(llm)
         self.plain: list[Round] = []
         self.spread = (1.0, 1.0)
@@ -150,19 +161,27 @@ class _Search:
         prompts = self.calibration
         self._plain(prompts[0])  # warms up
         self.plain.clear()
-        for spec, candidate in self.candidates.items():
+        for spec, candidate in list(self.candidates.items()):
             note(f"calibrating {spec}")
-            self._run(candidate, prompts[0], DEEP)
-            self._run(candidate, prompts[0], "auto")
-            for at, prompt in enumerate(prompts):
-                self._plain(prompts[at])
-                candidate.deep.append(self._run(candidate, prompt, DEEP))
-                candidate.timed += self._run(candidate, prompt, TIMED[at % len(TIMED)])
-                candidate.auto += self._run(candidate, prompt, "auto")
-            if len(prompts) < len(TIMED):
-                candidate.timed += self._run(candidate, prompts[0], TIMED[-1])
+            try:
+                self._learn(candidate)
+            except DraftError as error:
+                del self.candidates[spec]
+                self.refused.append({"draft": spec, "refused": error.message})
         if not self.candidates:
             self._plain(prompts[0])
+
+    def _learn(self, candidate: _Candidate) -> None:
+        prompts = self.calibration
+        self._run(candidate, prompts[0], DEEP)
+        self._run(candidate, prompts[0], "auto")
+        for at, prompt in enumerate(prompts):
+            self._plain(prompt)
+            candidate.deep.append(self._run(candidate, prompt, DEEP))
+            candidate.timed += self._run(candidate, prompt, TIMED[at % len(TIMED)])
+            candidate.auto += self._run(candidate, prompt, "auto")
+        if len(prompts) < len(TIMED):
+            candidate.timed += self._run(candidate, prompts[0], TIMED[-1])
 
     def _plain(self, prompt: list[int]) -> None:
         self.plain += watched(self.undrafted.engine, None, prompt, self.params)[1]
@@ -255,9 +274,7 @@ class _Search:
 
     # ------------------------------------------------------------ result
 
-    def result(
-        self, rows: list[dict[str, Any]], refused: list[dict[str, str]], config: PairConfig, count: int
-    ) -> dict[str, Any]:
+    def result(self, rows: list[dict[str, Any]], config: PairConfig, count: int, seconds: float) -> dict[str, Any]:
         """Everything as JSON values, and the profile on disk if it is wanted."""
         run = [row for row in rows if "measured_speedup" in row]
         best = max(run, key=lambda row: row["measured_speedup"])
@@ -275,11 +292,12 @@ class _Search:
             texts=count,
             max_new_tokens=config.max_new_tokens,
             laps=config.laps,
+            seconds=seconds,
         )
         found: dict[str, Any] = {
             "best": best,
             "table": rows,
-            "drafters": [*map(self._described, self.candidates.values()), *refused],
+            "drafters": [*map(self._described, self.candidates.values()), *self.refused],
             "plain_ms": 1000 * self.plain_seconds,
             "v": {size: seconds / one for size, seconds in shared.items()},
             "A/A": list(self.spread),
