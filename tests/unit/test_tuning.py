@@ -70,7 +70,7 @@ def test_drafters_that_stop_by_themselves() -> None:
     # One of two right; its last token alone; nothing; a wrong one: 4 rounds, two of them with a draft.
     assert found.tau == pytest.approx(5 / 4)
     assert found.round_seconds == pytest.approx((2 * (1.1 + 0.1 + 0.1) + 2 * (1.0 + 0.1)) / 4)
-    assert found.tokens_per_second == pytest.approx(found.tau / found.round_seconds)
+    assert found.speedup == pytest.approx(1.1 * found.tau / found.round_seconds)
 
 
 def test_curves() -> None:

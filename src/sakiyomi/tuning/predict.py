@@ -115,11 +115,6 @@ class Expected:
     round_seconds: float
     speedup: float
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Behind the prompt."""
-        return self.tau / self.round_seconds
-
 
 def places(rounds: Sequence[Round], gamma: int) -> list[Place]:
     """Every place of one text, from its rounds.

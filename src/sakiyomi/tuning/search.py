@@ -47,6 +47,7 @@ class _Candidate:
         heard: itself.
         fixed, weighing: engines for chains of a given length and for "auto": each learns from its own rounds alone.
         deep, timed, auto: rounds of calibration, of each text.
+        plain: rounds without a draft, run between those: what this drafter's times are compared with.
     """
 
     spec: str
@@ -56,6 +57,7 @@ class _Candidate:
     deep: list[list[Round]] = field(default_factory=list)
     timed: list[Round] = field(default_factory=list)
     auto: list[Round] = field(default_factory=list)
+    plain: list[Round] = field(default_factory=list)
 
     def engine(self, gamma: int | str) -> Undrafted:
         """The one for this gamma."""
@@ -176,15 +178,17 @@ class _Search:
         self._run(candidate, prompts[0], DEEP)
         self._run(candidate, prompts[0], "auto")
         for at, prompt in enumerate(prompts):
-            self._plain(prompt)
+            candidate.plain += self._plain(prompt)
             candidate.deep.append(self._run(candidate, prompt, DEEP))
             candidate.timed += self._run(candidate, prompt, TIMED[at % len(TIMED)])
             candidate.auto += self._run(candidate, prompt, "auto")
         if len(prompts) < len(TIMED):
             candidate.timed += self._run(candidate, prompts[0], TIMED[-1])
 
-    def _plain(self, prompt: list[int]) -> None:
-        self.plain += watched(self.undrafted.engine, None, prompt, self.params)[1]
+    def _plain(self, prompt: list[int]) -> list[Round]:
+        rounds = watched(self.undrafted.engine, None, prompt, self.params)[1]
+        self.plain += rounds
+        return rounds
 
     def _run(self, candidate: _Candidate, prompt: list[int], gamma: int | str) -> list[Round]:
         engine = candidate.engine(gamma).engine
@@ -213,9 +217,13 @@ class _Search:
         return rounds
 
     def costs(self, candidate: _Candidate) -> RoundCosts:
-        """Of rounds of chains with this drafter."""
+        """Of rounds of chains with this drafter; passes that it has not made cost what others say, on its own scale."""
         chains = [part for text in candidate.deep for part in text] + candidate.timed
-        return RoundCosts.of(chains, self.rows, self.shared())
+        scale = statistics.median(part.score for part in candidate.plain) / statistics.median(
+            part.score for part in self.plain
+        )
+        shared = {rows: scale * seconds for rows, seconds in self.shared().items()}
+        return RoundCosts.of(chains, self.rows, shared)
 
     @property
     def plain_seconds(self) -> float:
@@ -223,14 +231,19 @@ class _Search:
         return statistics.median(part.seconds for part in self.plain)
 
     def predict(self) -> list[dict[str, Any]]:
-        """Every configuration, the fastest first; plain decoding is one."""
-        plain = self.plain_seconds
-        table = [_row("none", "auto", Expected(1.0, plain, 1.0))]
+        """Every configuration, the fastest first; plain decoding is one.
+
+        A drafter is compared with the plain rounds that were run between its own: a machine may be half as fast a
+        minute later, and that is no merit of the next one.
+        """
+        table = [_row("none", "auto", Expected(1.0, self.plain_seconds, 1.0), self.plain_seconds)]
         for spec, candidate in self.candidates.items():
+            plain = statistics.median(part.seconds for part in candidate.plain)
             costs = self.costs(candidate)
             texts = [places(rounds, DEEP) for rounds in candidate.deep]
-            table += [_row(spec, gamma, replay(texts, gamma, costs, self.rows, plain)) for gamma in GAMMAS]
-            table.append(_row(spec, "auto", _as_it_was(candidate.auto, plain)))
+            found = {gamma: replay(texts, gamma, costs, self.rows, plain) for gamma in GAMMAS}
+            table += [_row(spec, gamma, expected, self.plain_seconds) for gamma, expected in found.items()]
+            table.append(_row(spec, "auto", _as_it_was(candidate.auto, plain), self.plain_seconds))
         return sorted(table, key=lambda row: row["predicted_speedup"], reverse=True)
 
     # ------------------------------------------------------------ comparison
@@ -328,17 +341,17 @@ class _Search:
             "by_rank": by_rank(candidate.auto),
             "by_confidence": by_chance(deep),
             "draft_ms": 1000 * step,
-            "c": step / self.plain_seconds,
+            "c": step / statistics.median(part.seconds for part in candidate.plain),
             "overhead_ms": 1000 * costs.other(4),
         }
 
 
-def _row(draft: str, gamma: int | str, expected: Expected) -> dict[str, Any]:
+def _row(draft: str, gamma: int | str, expected: Expected, plain: float) -> dict[str, Any]:
     return {
         "draft": draft,
         "gamma": gamma,
         "predicted_tau": expected.tau,
-        "predicted_tokens_per_second": expected.tokens_per_second,
+        "predicted_tokens_per_second": expected.speedup / plain,
         "predicted_speedup": expected.speedup,
     }
 
