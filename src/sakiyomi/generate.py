@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,8 @@ class Engine:
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
         strict: a drafter that raises or proposes nonsense ends the request; else the request goes on without it.
         settle: called when no request runs: the time to take something faster into use.
+        depth: length of the chains that are drafted where a request leaves gamma, tree and nodes to "auto"; None: what
+            pays is weighed anew in every round.
     """
 
     def __init__(
@@ -73,12 +76,13 @@ class Engine:
         exact: bool = False,
         strict: bool = False,
         settle: Callable[[], None] = lambda: None,
+        depth: int | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
         self._intake = intake or TextIntake(tokenizer, target.vocab_size, max_context)
-        self._settle = settle
+        self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._places = Places(target.cache, target.keeping, drafter, chunk_size, exact)
@@ -133,6 +137,9 @@ class Engine:
         """
         asked = prompt if isinstance(prompt, Asked) else self._intake(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
+        depth = self._depth if params.gamma == params.tree == params.nodes == "auto" else None
+        if depth is not None:
+            params = replace(params, tree="chain")
         verifier = self._drafting.verifier(params)
         rule = verifier.rule
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -145,7 +152,7 @@ class Engine:
             len(tokens),
             Sampler(params, self.target.vocab_size),
             verifier,
-            make_policy(params),
+            make_policy(params, depth),
             TextStream(self.tokenizer, params.stop),
             last,
             keep_rounds=rounds_trace,

@@ -30,6 +30,7 @@ from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
 from sakiyomi.request import Place
+from sakiyomi.tuning.profile import find_profile
 
 __all__ = ["LLM"]
 
@@ -48,7 +49,8 @@ class LLM:
             contexts), "early-exit:<layers>" (its own first layers), "oracle" or
             "oracle:<rate>" (the known answer, to measure what a draft could bring), drafts from text
             ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
-            ``tales-draft`` for ``tales``.
+            what ``sakiyomi tune`` found for this target on this machine (``profile``), else ``tales-draft`` for
+            ``tales``.
         cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
             ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
             the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4", "kvquant-3",
@@ -76,6 +78,9 @@ class LLM:
             the request goes on without it, and the log says so once.
         allow_pickle: open pickle weights.
         trust_remote_code: run code that comes with a model.
+
+    Attributes:
+        profile: what was tuned, where draft "auto" follows it; None: nothing was, or another draft was asked for.
 
     Raises:
         InputError, LoadError, UnsupportedError, MemoryLimitError: see ``errors``.
@@ -132,7 +137,8 @@ class LLM:
         watched = keeping is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
         self.target = self._pack_target(loaded, quantize, keeping=keeping, watched=watched)
         self._models = [self.target]
-        around = Surroundings(
+        self.profile = find_profile(self.target, self.tokenizer) if drafters == ["auto"] else None
+        self._around = Surroundings(
             loaded,
             self.target.vocab_size,
             self._load_beside,
@@ -142,10 +148,8 @@ class LLM:
             self._answer,
             allow_pickle,
         )
-        self.draft: Drafter | None = make_drafter(drafters, around, strict=strict)
-        given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
-        if isinstance(given, PackedModel) and given not in self._models:
-            self._models.append(given)
+        self._strict = strict
+        self.draft = self.drafter(self.profile.draft if self.profile is not None else drafters)
         self.vocab_size = self.target.vocab_size
         own = self.target.max_context
         if max_context is not None and max_context > own:
@@ -162,6 +166,7 @@ class LLM:
             exact=exact,
             strict=strict,
             settle=self._settle,
+            depth=self.profile.depth if self.profile is not None else None,
         )
 
     # ------------------------------------------------------------ generation
@@ -315,6 +320,24 @@ class LLM:
         return Conversation(self.engine, prefix)
 
     # ------------------------------------------------------------ models
+
+    def drafter(self, draft: str | Drafter | Sequence[str | Drafter]) -> Drafter | None:
+        """A drafter beside this target, for an engine of one's own; the LLM keeps the one that it has.
+
+        Args:
+            draft: as of ``LLM``.
+
+        Returns:
+            None for "none".
+
+        Raises:
+            InputError, LoadError, UnsupportedError: its model or file cannot be used beside this target.
+        """
+        made = make_drafter(parse_drafters(draft), self._around, strict=self._strict)
+        given = getattr(made, "model", None)  # a drafter that the caller made has its graphs waited for too
+        if isinstance(given, PackedModel) and given not in self._models:
+            self._models.append(given)
+        return made
 
     def compiled(self) -> bool:
         """Whether a request that begins now runs on compiled graphs."""

@@ -648,6 +648,10 @@ class PackedModel:
         size = self._size(rows)
         return self._seconds.get((size, size in (self.ready if graphs is None else graphs)))
 
+    def padded(self, rows: int) -> int:
+        """Rows that a decoding pass over so many really has: passes come in few sizes."""
+        return self._size(rows)
+
     def _size(self, rows: int) -> int:
         most = self.sizes[-1]
         return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most
