@@ -232,7 +232,7 @@ def test_settings_out_of_range(changes: dict[str, Any], words: str, tmp_path: Pa
         ("expected", "scores is 'expected'"),
         ("h2o[local=2,positions=reassigned]", "positions are kept in training"),
         ("h2o[local=10]", "h2o keeps 13 in any case, 3 merged ones among them"),
-        ("nothing", "expected full, locret"),
+        ("nothing", "expected full, or at most one policy"),
     ],
 )
 def test_scores_that_cannot_be_trained_with(scores: str, words: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.bench.long.config import budget_pairs
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.params import SamplingParams
 from sakiyomi.policies import read_cache
 
@@ -99,10 +99,15 @@ class System:
 
     @property
     def kind(self) -> str:
-        """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded"."""
+        """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded";
+        "unknown" where there is no such system.
+        """
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
-        policy, packing, _ = read_cache(self.cache)
+        try:
+            policy, packing, _ = read_cache(self.cache)
+        except InputError:
+            return "unknown"  # its lines say why it is refused
         if policy is None and packing is None:
             return "full"
         # What recalls has a budget for what attention reads, and all pairs in main memory.
