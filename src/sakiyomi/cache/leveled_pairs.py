@@ -158,11 +158,12 @@ class LeveledPairs(PackedPairs):
         self.rotation = Rotation(turn, self.shapes[0].key_dim, model.max_context, self.shapes[0].device)
         self.rotation.reach(max(self.room, PIECE))
         seen: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.shapes]
-        for begin in range(0, len(model.text), PIECE):
-            piece = model.text[begin : begin + PIECE]
-            piece = piece[: len(piece) // GROUP * GROUP]
+        # Tokens of chance beside the text: channels reach further on what no story has, digits or code.
+        chance = torch.randint(model.vocab_size, (PIECE,), generator=torch.Generator().manual_seed(0)).tolist()
+        pieces = [model.text[begin : begin + PIECE] for begin in range(0, len(model.text), PIECE)]
+        for piece in [*(piece[: len(piece) // GROUP * GROUP] for piece in pieces), chance]:
             if not piece:
-                break
+                continue
             with cache.lent(len(piece)) as slot:
                 model.score([Segment(slot, 0, piece, prompt=True)], last=True)
                 for layer, (keys, values) in enumerate(seen):
