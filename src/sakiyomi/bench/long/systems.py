@@ -102,8 +102,8 @@ class System:
         """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded"."""
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
-        policy, packing, _ = read_cache(self.cache)
-        if policy is None and packing is None:
+        policy, packing, _, offloaded = read_cache(self.cache)
+        if policy is None and packing is None and offloaded is None:
             return "full"
         # What recalls has a budget for what attention reads, and all pairs in main memory.
         return "reduced" if policy is None or policy.recalls else "bounded"
