@@ -114,8 +114,7 @@ class SlotCache:
         self.slots = 0
         self._free = list(range(max_slots - 1, -1, -1))
         self._on_move, self._available = on_move, available
-        self._allocate: Callable[..., Tensor] = torch.zeros if offloaded is None else offloaded.allocate
-        self._where = "" if offloaded is None else f" in {offloaded.folder}"
+        self._offloaded = offloaded
         self._untold = False
         self.gather: Callable[[int, int, Sequence[int]], None] | None = None
         """Moves the rows that ``keep`` keeps, where a kernel does it in one call; set whenever the tensors are new."""
@@ -284,9 +283,10 @@ class SlotCache:
             pair = self.pair_bytes
             if self.packed is not None:
                 pair = max(1, (self.packed.bytes(1, 2 * GROUP) - self.packed.bytes(1, GROUP)) // GROUP)
+            where = "" if self._offloaded is None else f" in {self._offloaded.folder}"
             raise MemoryLimitError(
                 f"the KV cache needs {need:,} bytes for {slots} requests of {room + beside} tokens, {left:,} are "
-                f"available{self._where}; about {left // (pair * slots)} tokens a request fit: shorten the prompt or "
+                f"available{where}; about {left // (pair * slots)} tokens a request fit: shorten the prompt or "
                 "lower max_new_tokens or max_batch"
             )
         return slots, room, beside
@@ -295,13 +295,14 @@ class SlotCache:
         """Larger storage with the same contents. Interrupted, or out of memory, everything stays as it was."""
         rooms = self._rooms(room)
         starts = [[0, *itertools.accumulate(of_layer)] for of_layer in rooms]
+        allocate: Callable[..., Tensor] = torch.zeros if self._offloaded is None else self._offloaded.allocate
 
         def larger(store: list[Tensor], dims: list[int]) -> list[Tensor]:
             fresh = []
             for layer, (shape, dim) in enumerate(zip(self.shapes, dims, strict=True)):
                 even = len(set(rooms[layer])) == 1
                 size = (shape.heads, rooms[layer][0]) if even else (starts[layer][-1],)
-                new = self._allocate((slots, *size, dim), dtype=self.dtype, device=shape.device)
+                new = allocate((slots, *size, dim), dtype=self.dtype, device=shape.device)
                 if store and store[layer].ndim == new.ndim == 4:
                     new[: self.slots, :, : store[layer].shape[2]] = store[layer]
                 elif store:
