@@ -36,7 +36,8 @@ class ModelOptions:
             remembers earlier texts, ngram:FILE is trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its
             first layers), oracle:RATE (the known answer, to measure what a draft could bring); several are joined by +.
         cache: cache policy (h2o), bits of its numbers (quant-8, quant-4, quant-2; kvquant-4, kvquant-3, kvquant-2 at
-            levels fitted to the model), or both (h2o+quant-4); full keeps everything as it is.
+            levels fitted to the model), or both (h2o+quant-4); full keeps everything as it is, offload:FOLDER too,
+            in mapped files.
         kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
         kv_memory: bytes (2GiB) of one request's keys and values, in the place of kv_budget.
         chunk_size: tokens of a prompt that are read at once.
