@@ -41,7 +41,7 @@ def draw(row: Row, path: str, conditions: Mapping[str, Any]) -> None:
                  label=label)  # fmt: skip
     axes.axhline(1.0, color="#222222", linewidth=1)
     axes.axvline(len(categories) - 0.5, color="#999999", linewidth=0.8, linestyle=":")
-    tilt = {"rotation": 20, "ha": "right"} if len(places) > 8 else {}
+    tilt: dict[str, Any] = {"rotation": 20, "ha": "right"} if len(places) > 8 else {}
     axes.set_xticks(range(len(places)), places, **tilt)
     axes.set(ylabel="speed-up over plain decoding", title=textwrap.fill(row.title, 100))
     axes.grid(axis="y", alpha=0.3)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,7 @@ class Record:
         laps, plain = tuple(record.laps), tuple(record.plain)
         if not laps or len(laps) != len(plain) or not all(lap["seconds"] > 0 for lap in (*laps, *plain)):
             raise ValueError("laps")
-        own = {"question": record.question, "category": record.category, "draft": record.draft}
-        return cls(**own, laps=laps, plain=plain, equal=record.equal, explained=record.explained, note=record.note,
-                   answers=tuple(record.answers))  # fmt: skip
+        return replace(record, laps=laps, plain=plain, answers=tuple(record.answers))
 
 
 @dataclass
