@@ -358,6 +358,8 @@ def test_the_command_line_measures_merges_and_compares(config: SpecConfig, tmp_p
     for wrong, code in (
         (merge, 2),  # the file is there now
         (["bench", "spec", "compare", files[0]], 2),
+        (["bench", "spec", "merge"], 2),
+        (["bench", "spec", *flags, "--out", str(config.questions)], 1),  # a file of something else stays as it is
         (["bench", "spec", "--count", "2", "merge", *files[:2]], 2),
         (["bench", "spec", "--plot", str(tmp_path / "bars.gif")], 2),
         (["bench", "spec", "--questions", str(tmp_path / "none.jsonl")], 1),

@@ -123,15 +123,26 @@ class Results:
         fresh = cls(settings, conditions)
         if path is None:
             return fresh
-        place = Path(path).expanduser()
-        if place.exists() and (not place.is_file() or place.stat().st_size):
-            found = cls.read(place)
-            found.check(settings, "now")
+        found = cls.kept(path)
+        if found is None:
+            found = replace(fresh, path=Path(path).expanduser())
         else:
-            found = fresh
-        found.path = place
+            found.check(settings, "now")
         found.write()
         return found
+
+    @classmethod
+    def kept(cls, path: str | Path) -> Results | None:
+        """What is in a file already; None: there is none, or it is empty.
+
+        Raises:
+            LoadError: it cannot be read, or holds something else; or there is no folder for it.
+        """
+        place = Path(path).expanduser()
+        if not place.parent.is_dir():
+            raise LoadError(f"cannot write {str(place)!r} (there is no such folder); choose another --out")
+        empty = not place.exists() or (place.is_file() and not place.stat().st_size)
+        return None if empty else cls.read(place)
 
     def check(self, settings: Mapping[str, Any], where: str) -> None:
         """Refuse to be joined with what was made otherwise.
@@ -192,8 +203,10 @@ def join(several: Sequence[Results]) -> Results:
     """One set of results; of what several have, that of the last counts.
 
     Raises:
-        InputError: they were made with other settings.
+        InputError: they were made with other settings, or there is none.
     """
+    if not several:
+        raise InputError("no file was given; name one or more that bench spec has made")
     first = several[0]
     joined = Results(first.settings, first.conditions)
     for results in several:

@@ -57,8 +57,8 @@ def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
     note = note or Note()
     questions = own_questions() if config.questions is None else read_questions(config.questions)
     wanted = chosen(questions, config.categories, config.count)
-    _check(config)
     template = read_template(config.template)
+    _check(config)
     note(f"loading {config.target}")
     llm = LLM(
         config.target,
@@ -105,7 +105,10 @@ def _check(config: SpecConfig) -> None:
     Raises:
         InputError: a draft that is none, or that remembers what it must not.
         UnsupportedError: a draft that changes how the target itself runs.
+        LoadError: the file of results holds something else.
     """
+    if config.out is not None:
+        Results.kept(config.out)
     for spec in config.draft:
         for part in parse_drafters(spec):
             kind, _, argument = str(part).partition(":")
