@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.bench.config import BenchConfig, InflateConfig, Note
+from sakiyomi.bench.figures.config import ReportConfig
 from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.errors import InputError
@@ -80,6 +81,15 @@ def register(app: typer.Typer) -> None:
         "and values, peak memory, speed. Then how memory grows with the length; of books perplexity and agreement with "
         "the full cache; of turns one conversation that grows.",
     )(long)
+    command(
+        own,
+        "report",
+        ReportConfig,
+        JsonOption,
+        help="Make a page of figures from measurements here.\n\nTime by model size and temperature, ranks, alpha by "
+        "draft, trees, rounds, the formulas beside measured points, Medusa, accuracy by memory, predictions: one HTML "
+        "page that needs no other file, and pictures. Numbers are kept; a run that was broken off goes on.",
+    )(report)
     app.add_typer(own, name="bench")
 
 
@@ -128,6 +138,24 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         plot.draw(done, pictures.plot, conditions)
     if any(row.error is not None for row in done):
         raise typer.Exit(1)
+
+
+def report(config: ReportConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    with progress("loading") as status:
+        from sakiyomi import machine
+        from sakiyomi.bench.figures.run import run
+
+        quiet()
+        rows = run(config, _Shown(status))
+        conditions = machine.conditions()
+        done = _show(rows, conditions, status)
+    place = f"{config.out}/index.html"
+    stdout().out(f"the page is {place}", highlight=False)
+    if output.json:
+        emit_json({"conditions": conditions, "page": place, "rows": [row.to_dict() for row in done]})
 
 
 def _show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:
