@@ -174,19 +174,16 @@ def _alt_drafts(row: Row) -> str:
     for line in row.lines:
         speed = line["speed-up, T=0"]
         fast = "" if speed is None else f", {speed:.2f} times plain"
-        said.append(
-            f"{line['name']} for {line['target']} alpha {line['alpha, T=0']:.2f}, sampled {line['alpha, T=1']:.2f}{fast}"
-        )
+        alphas = f"alpha {line['alpha, T=0']:.2f}, sampled {line['alpha, T=1']:.2f}"
+        said.append(f"{line['name']} for {line['target']} {alphas}{fast}")
     return f"Bars of alpha and of speed-up at temperature 0 and 1, by draft: {'; '.join(said)}."
 
 
 DRAFTS = Section(
     "Alpha and speed-up by draft",
     "A draft has to be right often and cost little. Chains of one length, by rejection sampling (the ratio rule). "
-    "Bigrams "
-    "and unigrams are counted in texts that the target wrote with other seeds; the first layers of a target are a "
-    "draft "
-    "without a second model. c in the table: a draft step in plain steps.",
+    "Bigrams and unigrams are counted in texts that the target wrote with other seeds; the first layers of a target "
+    "are a draft without a second model. c in the table: a draft step in plain steps.",
     drafts,
     _paint_drafts,
     _alt_drafts,

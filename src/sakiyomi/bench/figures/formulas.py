@@ -74,8 +74,7 @@ def _alt_expected(row: Row) -> str:
     own = max((line for line in row.lines if line["name"] == "draft model"), key=lambda line: line["gamma"])
     return (
         f"Curves of tokens a pass against alpha for gamma {', '.join(map(str, GAMMAS))}, with measured points: drafts "
-        f"of "
-        f"known rate lie within {100 * max(known):.0f} % of them; the draft model at gamma {own['gamma']} has "
+        f"of known rate lie within {100 * max(known):.0f} % of them; the draft model at gamma {own['gamma']} has "
         f"{own['tau']:.2f} tokens a pass where alpha {own['alpha']:.2f} gives {own['expected']:.2f}."
     )
 
@@ -83,10 +82,8 @@ def _alt_expected(row: Row) -> str:
 EXPECTED = Section(
     "Expected tokens a pass, by alpha and gamma",
     "Curves: (1 - alpha^(gamma + 1)) / (1 - alpha), equation 1 of arXiv 2211.17192. Circles: drafts made from the "
-    "known "
-    "answer with independent errors at a given rate, for which the formula holds but for chance. Stars: the draft "
-    "model, "
-    "whose errors come in runs; at the same alpha it may keep more than the formula says.",
+    "known answer with independent errors at a given rate, for which the formula holds but for chance. Stars: the "
+    "draft model, whose errors come in runs; at the same alpha it may keep more than the formula says.",
     expected,
     _paint_expected,
     _alt_expected,
@@ -148,19 +145,17 @@ def _alt_operations(row: Row) -> str:
     last = row.lines[-1]
     return (
         f"Above, the speed-up by gamma: most at gamma {best['gamma']}, {best['ratio']:.2f} times plain. Below, "
-        f"operations "
-        f"a token, which only grow: {best['operations']:.2f} times plain there and {last['operations']:.2f} times at "
-        f"gamma {last['gamma']}."
+        f"operations a token, which only grow: {best['operations']:.2f} times plain there and {last['operations']:.2f} "
+        f"times at gamma {last['gamma']}."
     )
 
 
 OPERATIONS = Section(
     "Wall time and operations",
     "Reading ahead buys time with arithmetic: refused tokens were computed for nothing. Above: measured speed-up of "
-    "greedy "
-    "chains by their length, with what it would be if passes over more rows cost no more (theorem 3.8 of arXiv "
-    "2211.17192, with the measured alpha and c). Below: operations a committed token, (gamma c_hat + gamma + 1) / tau, "
-    "with the measured tau and c_hat the ratio of the models' parameters.",
+    "greedy chains by their length, with what it would be if passes over more rows cost no more (theorem 3.8 of arXiv "
+    "2211.17192, with the measured alpha and c). Below: operations a committed token, (gamma c_hat + gamma + 1) / "
+    "tau, with the measured tau and c_hat the ratio of the models' parameters.",
     operations,
     _paint_operations,
     _alt_operations,

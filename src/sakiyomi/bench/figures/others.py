@@ -55,8 +55,7 @@ def _alt_memory(row: Row) -> str:
     longest = max(line["length"] for line in row.lines)
     said = [
         f"{line['name']}{f' {line_budget}' if (line_budget := line.get('budget')) else ''} "
-        f"{100 * line['accuracy']:.0f} % "
-        f"with {line['kv_bytes'] / 1e6:.2g} MB"
+        f"{100 * line['accuracy']:.0f} % with {line['kv_bytes'] / 1e6:.2g} MB"
         for line in row.lines
         if line["length"] == longest and line.get("accuracy") is not None
     ]
@@ -152,8 +151,7 @@ def _alt_predicted(row: Row) -> str:
 PREDICTED = Section(
     "Predicted against measured speed-up",
     "Every drafter and length of `sakiyomi tune --all`: predicted from rounds on one half of the prompts, then "
-    "measured on "
-    "the other half. On the diagonal a prediction is right.",
+    "measured on the other half. On the diagonal a prediction is right.",
     predicted,
     _paint_predicted,
     _alt_predicted,

@@ -88,8 +88,7 @@ SIZES = Section(
     "Time against model size",
     "Greedy text of one pair, the target as it is and expanded to larger sizes: an inflated model computes the same "
     "function at the cost of the larger one, so that the draft is accepted as often. Plain and with the draft model, "
-    "ours "
-    "and transformers' at the same gamma; outputs are compared in the same run.",
+    "ours and transformers' at the same gamma; outputs are compared in the same run.",
     sizes,
     _paint_sizes,
     _alt_sizes,
@@ -157,8 +156,7 @@ def _alt_medusa(row: Row) -> str:
 MEDUSA = Section(
     "Plain against Medusa heads, by size",
     "Greedy text, one at a time; trees of the size that pays here (gamma auto). The larger targets are inflated, "
-    "heads too: "
-    "they guess as well as those of the small one, at the cost of the large one.",
+    "heads too: they guess as well as those of the small one, at the cost of the large one.",
     medusa,
     _paint_medusa,
     _alt_medusa,
@@ -236,7 +234,7 @@ def _alt_temperature(row: Row) -> str:
         if own:
             said.append(
                 f"{way} is {own[0]:.2f} times as fast as plain at the lowest temperature and {own[-1]:.2f} at the "
-                f"highest"
+                "highest"
             )
     return f"Time a token against temperature, a line each way of generating: {'; '.join(said)}."
 
@@ -244,8 +242,8 @@ def _alt_temperature(row: Row) -> str:
 TEMPERATURE = Section(
     "Time against temperature",
     "The hotter the text, the less a draft knows of it. Ours drafts with the same temperature and noise as the target "
-    "(coupled sampling), and reads ahead only as far as that pays. Sample and compare: the draft is greedy, the target "
-    "samples, and equal tokens stay. All give the target's own distribution, the draft alone apart.",
+    "(coupled sampling), and reads ahead only as far as that pays. Sample and compare: the draft is greedy, the "
+    "target samples, and equal tokens stay. All give the target's own distribution, the draft alone apart.",
     temperature,
     _paint_temperature,
     _alt_temperature,

@@ -97,8 +97,7 @@ def _alt_ranks(row: Row) -> str:
         for t in TEMPERATURES
     ]
     return (
-        f"Bars by rank with running totals: the target's token was the draft's first guess, or one of its first two, "
-        f"in "
+        "Bars by rank with running totals: the target's token was the draft's first guess, or one of its first two, in "
         f"{', in '.join(said)}; an article on another pair had about 70 % and 80 %."
     )
 
@@ -106,8 +105,7 @@ def _alt_ranks(row: Row) -> str:
 RANKS = Section(
     "Rank of the target's token in the draft's list",
     "The target writes by itself; the draft reads along, and at every place its list of tokens, the likeliest first, "
-    "is "
-    "searched for the one that came. What stands at rank 2 is what a tree with two branches gains over a chain.",
+    "is searched for the one that came. What stands at rank 2 is what a tree with two branches gains over a chain.",
     ranks,
     _paint_ranks,
     _alt_ranks,
@@ -166,12 +164,9 @@ def _alt_heads(row: Row) -> str:
 HEADS = Section(
     "Accuracy of Medusa heads, and what trees make of it",
     "Head k guesses the token k + 1 places on. Above: how often that token is among a head's first guesses, on what "
-    "the "
-    "target writes greedily. Below: tokens that a pass commits with the best tree of so many nodes (chosen by the "
-    "product "
-    "of these accuracies), counted round by round on the same text. Published heads of a 7B model have .56, .32, .20 "
-    "and "
-    ".15 of first guesses right (Medusa's own release).",
+    "the target writes greedily. Below: tokens that a pass commits with the best tree of so many nodes (chosen by the "
+    "product of these accuracies), counted round by round on the same text. Published heads of a 7B model have .56, "
+    ".32, .20 and .15 of first guesses right (Medusa's own release).",
     heads,
     _paint_heads,
     _alt_heads,

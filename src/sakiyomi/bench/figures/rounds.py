@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.figures.section import Section, Theme, panels
 from sakiyomi.bench.figures.work import Work
+from sakiyomi.bench.long.plot import drawable
 from sakiyomi.bench.report import Row
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.outputs import RoundTrace
@@ -18,6 +19,7 @@ __all__ = ["ROUNDS", "TREE"]
 
 TEMPERATURES = (0.0, 1.0)
 NODES, DEPTH = 12, 4
+BEND = 0.5  # of the way between two columns
 SERIES = 60  # rounds that are drawn one by one
 
 
@@ -57,27 +59,24 @@ def _traced(engine: Any, prompt: list[int], params: Any) -> tuple[RoundTrace, ..
 
 
 def _paint_rounds(row: Row, theme: Theme) -> Figure:
-    figure, (upper, lower) = panels(2, 2.8)
+    figure, (upper, *lower) = panels(3, 2.3)
     shares = row.lines
     for at, temperature in enumerate(TEMPERATURES):
         name = f"T={temperature:g}"
         xs = [line["accepted"] + 0.4 * (at - 0.5) for line in shares]
         upper.bar(xs, [100 * line[name] for line in shares], width=0.38, color=theme.colours[at], label=name)
-        upper.plot(
-            xs,
-            [100 * line[f"{name}, alike"] for line in shares],
-            "_",
-            color=theme.ink,
-            markersize=14,
-            label="if all places were alike" if not at else None,
-        )
+        for colour, width in ((theme.paper, 5), (theme.ink, 2)):
+            alike = [100 * line[f"{name}, alike"] for line in shares]
+            upper.plot(xs, alike, "_", color=colour, markersize=14, markeredgewidth=width)
         series = shares[0]["series"][name]
-        lower.step(range(1, len(series) + 1), series, where="mid", color=theme.colours[at])
+        lower[at].bar(range(1, len(series) + 1), series, width=1.0, color=theme.colours[at])
+        lower[at].set(ylabel=f"kept, {name}", ylim=(0, len(shares) - 0.9))
+        lower[at].set_yticks([line["accepted"] for line in shares])
+    upper.plot([], [], "_", color=theme.ink, markersize=14, markeredgewidth=2, label="if all places were alike")
     upper.set_xticks([line["accepted"] for line in shares])
     upper.set(xlabel="draft tokens kept in a round", ylabel="rounds, percent")
     upper.legend()
-    lower.set(xlabel="round", ylabel="draft tokens kept")
-    lower.set_yticks([line["accepted"] for line in shares])
+    lower[-1].set_xlabel("round")
     return figure
 
 
@@ -98,8 +97,7 @@ ROUNDS = Section(
     "Accepted tokens a round",
     "Chains of one length. Bars: how many draft tokens a round kept. Dashes: what it would be if every place were "
     "accepted with the same chance, independently, which the usual formula assumes; texts have easy and hard "
-    "stretches, "
-    "so that rounds that keep all or nothing are more frequent. Below: the rounds as they came.",
+    "stretches, so that rounds that keep all or nothing are more frequent. Below: the rounds as they came.",
     rounds,
     _paint_rounds,
     _alt_rounds,
@@ -149,8 +147,10 @@ def _paint_tree(row: Row, theme: Theme) -> Figure:
         x, y = places[line["node"]]
         above, beside = places.get(line["parent"], (-1, 0))
         colour = colours.get(line["state"], theme.colours[0])
-        axes.plot([above, x], [beside, y], color=colour, linewidth=2 if line["state"] == "accepted" else 1, zorder=1)
-        shown = _quoted(line["text"])
+        # Down in front of the column of boxes, so that no line runs behind one that it does not lead to.
+        way = ([above, x - BEND, x - BEND, x], [beside, beside, y, y])
+        axes.plot(*way, color=colour, linewidth=2 if line["state"] == "accepted" else 1, zorder=1)
+        shown = drawable(repr(line["text"]))
         if line["p"] is not None:
             shown += f"\np {line['p']:.2f}" + ("" if line["q"] is None else f" q {line['q']:.2f}")
         box = {"boxstyle": "round,pad=0.25", "facecolor": theme.paper, "edgecolor": colour, "linewidth": 1.5}
@@ -186,19 +186,13 @@ def _laid_out(lines: Any) -> dict[int, tuple[float, float]]:
     return places
 
 
-def _quoted(text: str) -> str:
-    """A token for a picture: spaces seen, no formula between dollars."""
-    return repr(text).replace("$", r"\$")
-
-
 def _alt_tree(row: Row) -> str:
     path = [line["text"] for line in row.lines if line["state"] == "accepted"]
     own = row.lines[-1]
     return (
         f"A tree of {len(row.lines) - 1} draft tokens from left to right, each with p, the target's probability, and "
-        f"q, "
-        f"the draft's; {len(path)} were accepted ({''.join(path)!r}), and the target's own token {own['text']!r} "
-        f"follows."
+        f"q, the draft's; {len(path)} were accepted ({''.join(path)!r}), and the target's own token {own['text']!r} "
+        "follows."
     )
 
 

@@ -36,8 +36,8 @@ class Theme:
     faint: str
     colours: tuple[str, ...]
 
-    def settings(self) -> dict[str, Any]:
-        """For matplotlib."""
+    def settings(self) -> Any:
+        """For matplotlib's ``rc_context``, whose type of keys is its own."""
         from cycler import cycler
 
         inks = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "axes.edgecolor")

@@ -21,7 +21,7 @@ from sakiyomi.params import SamplingParams
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["Work", "lap", "line_of"]
+__all__ = ["Work", "lap", "line_of", "median", "spread_of"]
 
 
 class Work:
@@ -147,4 +147,4 @@ def median(standing: Standing, figure: str) -> float:
 def spread_of(standings: Sequence[Standing]) -> str | None:
     """A/A of a race, for its conditions."""
     spread = Spread.of(standings)
-    return spread and str(spread)
+    return None if spread is None else str(spread)

@@ -19,7 +19,7 @@ from sakiyomi.errors import InputError, LoadError, UnsupportedError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["accuracy", "check", "draw", "kept_map"]
+__all__ = ["accuracy", "check", "draw", "drawable", "kept_map"]
 
 COLOURS = ("#1f4e8c", "#9a5a1f", "#3c7a3c", "#7a3c6e", "#b0892a", "#2a8a8a", "#c2452d", "#555555")
 MARKS = "os^vDPX*"
@@ -353,9 +353,14 @@ def _extent(tokens: Sequence[str], shares: np.ndarray[Any, Any]) -> tuple[float,
 
 
 def _word(token: str, place: int) -> str:
-    """A token for an axis: no line breaks, no formula between dollars, and no letter that the font does not have."""
+    """A token for an axis, with where it stands."""
+    return f"{drawable(token.strip()[:12]) or '·'} {place}"
+
+
+def drawable(text: str) -> str:
+    """Text for a picture: no line breaks, no formula between dollars, and no letter that the font does not have."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     known = get_font(findfont(FontProperties()))
-    shown = "".join(letter if known.get_char_index(ord(letter)) else "?" for letter in token.strip()[:12])
-    return f"{shown or '·'} {place}".replace("$", r"\$")
+    shown = "".join(letter if known.get_char_index(ord(letter)) else "?" for letter in text)
+    return shown.replace("$", r"\$")
