@@ -318,5 +318,8 @@ def test_on_the_command_line(toys: ReportConfig, tmp_path: Path) -> None:
     assert Path(found["page"]).is_file()
     again = CliRunner().invoke(app, ["bench", "report", out, "--redraw"])
     assert again.exit_code == 0, again.output
+    failed = CliRunner().invoke(app, ["bench", "report", out, "--sections", "predicted", "--predictions", "nothing"])
+    assert failed.exit_code == 1
+    assert "cannot be read" in failed.output
     refused = CliRunner().invoke(app, ["bench", "report", out, "--sections", "nothing"])
     assert refused.exit_code != 0

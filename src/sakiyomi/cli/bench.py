@@ -156,6 +156,8 @@ def report(config: ReportConfig, output: JsonOption) -> None:
     stdout().out(f"the page is {place}", highlight=False)
     if output.json:
         emit_json({"conditions": conditions, "page": place, "rows": [row.to_dict() for row in done]})
+    if any(row.error is not None for row in done):
+        raise typer.Exit(1)
 
 
 def _show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:

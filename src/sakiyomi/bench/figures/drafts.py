@@ -12,7 +12,7 @@ from sakiyomi.bench.figures.section import Section, Theme, panels
 from sakiyomi.bench.figures.work import Work, lap, line_of, median, spread_of
 from sakiyomi.bench.models import NearTies
 from sakiyomi.bench.report import Row
-from sakiyomi.bench.runner import Contender, race
+from sakiyomi.bench.runner import Contender
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
@@ -37,12 +37,12 @@ def drafts(work: Work, note: Note) -> Row:
     config = work.config
     lines: list[dict[str, Any]] = []
     layers = int(work.llm.target.config.num_hidden_layers)
-    own: dict[str, Any] = {work.draft.removeprefix("model:"): work.drafter(work.draft)}
+    own: dict[str, Any] = {Path(work.draft.removeprefix("model:")).name: work.drafter(work.draft)}
     exits = {
         f"its first {layers // part} layers": f"early-exit:{layers // part}" for part in EXITS if layers >= 2 * part
     }
     own |= {name: work.drafter(spec) for name, spec in exits.items()}
-    lines += _compared(work, work.llm, work.pair.target, config.target, own, note)
+    lines += _compared(work, work.llm, work.pair.target, Path(config.target).name, own, note)
     notes = []
     if config.models is None:
         notes.append("No folder of further checkpoints was given (--models): those lines are left out.")
@@ -102,11 +102,7 @@ def _compared(
             Contender(name, partial(lap, engine, prompts, params), None if temperature else judge)
             for name, engine in engines.items()
         ]
-        found[temperature] = race(
-            contenders,
-            repeats=work.config.repeats,
-            note=lambda text: note(f"drafts of {target}, T={temperature:g}: {text}"),  # noqa: B023
-        )
+        found[temperature] = work.race(contenders, note, f"drafts of {target}, T={temperature:g}")
     lines = []
     for at, name in enumerate(drafters, start=1):
         line: dict[str, Any] = {"name": name, "target": target, "millions": sizes.get(name)}
@@ -147,25 +143,31 @@ def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, Ng
 
 
 def _paint_drafts(row: Row, theme: Theme) -> Figure:
-    figure, (upper, lower) = panels(2, 1.6 + 0.24 * len(row.lines))
-    names = [line["name"] for line in row.lines]
-    kinds = [(upper, "alpha", "alpha"), (lower, "speed-up", "speed-up over plain")]
-    for axes, key, label in kinds:
+    """Bars in groups by target, with room for its name above each group."""
+    places: list[float] = []
+    heads: dict[str, float] = {}
+    for line in row.lines:
+        below = places[-1] + 1 if places else 0.0
+        if line["target"] not in heads:
+            heads[line["target"]] = below
+            below += 0.8
+        places.append(below)
+    figure, (upper, lower) = panels(2, 0.9 + 0.3 * places[-1])
+    for axes, key, label in ((upper, "alpha", "alpha"), (lower, "speed-up", "speed-up over plain")):
         for at, temperature in enumerate(TEMPERATURES):
             values = [line[f"{key}, T={temperature:g}"] or 0.0 for line in row.lines]
-            places = [place + 0.38 * (at - 0.5) for place in range(len(names))]
-            axes.barh(places, values, height=0.36, color=theme.colours[at], label=f"T={temperature:g}")
-            for place, value in zip(places, values, strict=True):
+            beside = [place + 0.38 * (at - 0.5) for place in places]
+            axes.barh(beside, values, height=0.36, color=theme.colours[at], label=f"T={temperature:g}")
+            for place, value in zip(beside, values, strict=True):
                 axes.text(value, place, f" {value:.2f}", va="center", fontsize=8)
-        for place, (line, before) in enumerate(zip(row.lines, [None, *row.lines], strict=False)):
-            if before is None or line["target"] != before["target"]:
-                axes.text(0, place - 0.62, f"target {line['target']}", fontsize=9, style="italic", color=theme.faint)
-        axes.set_yticks(range(len(names)), names)
-        axes.set(ylim=(len(names) - 0.4, -0.95), xlabel=label)
+        for target, place in heads.items():
+            axes.text(0, place, f" target {target}", va="center", fontsize=9, style="italic")
+        axes.set_yticks(places, [line["name"] for line in row.lines])
+        axes.set(ylim=(places[-1] + 0.6, -0.5), xlabel=label)
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
     lower.axvline(1.0, color=theme.faint, linewidth=1)
-    upper.legend(loc="lower right")
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 

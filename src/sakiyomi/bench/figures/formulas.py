@@ -10,7 +10,7 @@ from sakiyomi.bench.config import Note
 from sakiyomi.bench.figures.section import Section, Theme, panels
 from sakiyomi.bench.figures.work import Work, lap, line_of, median, spread_of
 from sakiyomi.bench.report import Row, unclaimed
-from sakiyomi.bench.runner import Contender, Spread, race
+from sakiyomi.bench.runner import Contender, Spread
 from sakiyomi.theory import expected_tokens, speedup
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def operations(work: Work, note: Note) -> Row:
         Contender(f"gamma {gamma}", partial(lap, engine, work.prompts, replace(params, gamma=gamma)), judge)
         for gamma in LENGTHS
     ]
-    standings = race(contenders, repeats=work.config.repeats, note=lambda text: note(f"operations: {text}"))
+    standings = work.race(contenders, note, "operations")
     sizes = [model.num_parameters() for model in (work.pair.target.model, work.pair.draft.model)]
     c_hat = sizes[1] / sizes[0]
     plain = standings[0]

@@ -12,7 +12,7 @@ from sakiyomi.bench.figures.rivals import GreedyDraft
 from sakiyomi.bench.figures.section import Section, Theme, panels
 from sakiyomi.bench.figures.work import Work, lap, line_of, spread_of
 from sakiyomi.bench.report import Row, unclaimed
-from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race
+from sakiyomi.bench.runner import Contender, Lap, Spread, Standing
 from sakiyomi.bench.speed import everybody, peer_lap
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.errors import SakiyomiError
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["MEDUSA", "SIZES", "TEMPERATURE"]
-
-
-def _race(contenders: Sequence[Contender], work: Work, note: Note, what: str) -> list[Standing]:
-    return race(contenders, repeats=work.config.repeats, note=lambda text: note(f"{what}: {text}"))
 
 
 def _notes(name: str, standings: Sequence[Standing]) -> list[str]:
@@ -44,8 +40,8 @@ def sizes(work: Work, note: Note) -> Row:
         note(f"sizes: compiling {size or 'the target'}")
         llm.wait()
         parameters = pair.target.model.num_parameters() / 1e6
-        name = f"{parameters:.0f}M"
-        found = _race(everybody(pair, llm, peers=("plain", "assisted")), work, note, f"sizes, {name}")
+        name = f"{parameters:.3g}M"
+        found = work.race(everybody(pair, llm, peers=("plain", "assisted")), note, f"sizes, {name}")
         notes += _notes(name, found)
         spread = spread_of(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
@@ -70,7 +66,7 @@ def _paint_sizes(row: Row, theme: Theme) -> Figure:
     axes.set_xticks([at for at, _ in ticks], [name for _, name in ticks])
     axes.minorticks_off()
     axes.set(xlabel="parameters of the target", ylabel="ms a token; bars: lowest and highest lap", ylim=(0, None))
-    axes.legend(loc="upper left")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -112,8 +108,8 @@ def medusa(work: Work, note: Note) -> Row:
         contenders = [Contender(name, partial(lap, way, pair.prompts, params), judge) for name, way in ways.items()]
         contenders[1].run()  # graphs of all sizes that it meets
         llm.wait()
-        name = f"{parameters:.0f}M"
-        found = _race(contenders, work, note, f"medusa, {name}")
+        name = f"{parameters:.3g}M"
+        found = work.race(contenders, note, f"medusa, {name}")
         notes += _notes(name, found)
         spread = spread_of(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
@@ -140,7 +136,7 @@ def _paint_medusa(row: Row, theme: Theme) -> Figure:
             axes.text(x, line["high"] + 0.02 * most, text, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(groups)), groups)
     axes.set(xlabel="parameters of the target", ylabel="tokens/s; lines: laps", ylim=(0, 1.2 * most))
-    axes.legend(loc="upper right")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -182,6 +178,7 @@ def temperature(work: Work, note: Note) -> Row:
     engines["draft alone"] = alone
     peer, judge = work.pair.peer("assisted"), work.pair.judge(work.llm)
     lines: list[dict[str, Any]] = []
+    slower: list[str] = []
     for degrees in sorted(config.temperatures):
         auto = work.params(temperature=degrees, seed=7, gamma="auto")
         runs: Mapping[str, Callable[[], Lap]] = {
@@ -197,10 +194,15 @@ def temperature(work: Work, note: Note) -> Row:
             note(f"temperature {degrees:g}: warming up, {contender.name}")
             contender.run()
         work.llm.wait()
-        found = _race(contenders, work, note, f"temperature {degrees:g}")
+        found = work.race(contenders, note, f"temperature {degrees:g}")
         notes += _notes(f"T={degrees:g}", found)
         spread = spread_of(found)
         lines += [line_of(standing, temperature=degrees) | {"A/A": spread} for standing in found]
+        known, ours = Spread.of(found), found[1]
+        slower += [f"{degrees:g}"] if known is not None and ours.ratio < known.low else []
+    if config.repeats > 1:  # of one lap nobody knows how far apart equal things are
+        where = f"at temperature {', '.join(slower)}" if slower else "at no temperature"
+        notes.insert(0, f"sakiyomi is slower than plain {where}, by more than two equal things differ")
     conditions = work.conditions(gamma=f"auto; {config.gamma} of transformers and of sample and compare")
     return Row("temperature", "tokens/s by temperature", lines, conditions, notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from sakiyomi.bench.figures.config import ReportConfig
 from sakiyomi.bench.inflate import inflate
 from sakiyomi.bench.meter import round_figures
 from sakiyomi.bench.models import Pair
-from sakiyomi.bench.runner import Lap, Spread, Standing, timed
+from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race, timed
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.outputs import Generation, Stats
 from sakiyomi.params import SamplingParams
@@ -79,6 +80,10 @@ class Work:
         usual = {"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma, "ignore_eos": True}
         return SamplingParams(**usual | more)
 
+    def race(self, contenders: Sequence[Contender], note: Note, what: str) -> list[Standing]:
+        """Laps as configured; ``what`` names them in what is told."""
+        return race(contenders, repeats=self.config.repeats, note=lambda text: note(f"{what}: {text}"))
+
     def conditions(self, **more: Any) -> dict[str, Any]:
         """What has to be known of a section about the pair, after its laps."""
         found = {**self.pair.names, **self.pair.dtypes, "graphs": "compiled" if self.llm.compiled() else "eager"}
@@ -98,7 +103,9 @@ class Work:
         heads = config.heads or ("tales-medusa" if config.target == "tales" else None)
         if not size:
             return self.pair, heads
-        folder = Path(config.out) / "models" / size
+        # Of another target, or with other heads, it is another model.
+        own = zlib.crc32(repr((config.target, heads)).encode())
+        folder = Path(config.out) / "models" / f"{size}-{own:08x}"
         if not (folder / "config.json").is_file():
             inflate(InflateConfig(str(folder), size, config.target, heads), note)
         pair = Pair(config.bench(target=str(folder), draft=self.draft))
