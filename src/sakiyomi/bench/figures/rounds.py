@@ -149,7 +149,8 @@ def _paint_tree(row: Row, theme: Theme) -> Figure:
         colour = colours.get(line["state"], theme.colours[0])
         # Down in front of the column of boxes, so that no line runs behind one that it does not lead to.
         way = ([above, x - BEND, x - BEND, x], [beside, beside, y, y])
-        axes.plot(*way, color=colour, linewidth=2 if line["state"] == "accepted" else 1, zorder=1)
+        main = line["state"] == "accepted"
+        axes.plot(*way, color=colour, linewidth=2 if main else 1, zorder=1.5 if main else 1)
         shown = drawable(repr(line["text"]))
         if line["p"] is not None:
             shown += f"\np {line['p']:.2f}" + ("" if line["q"] is None else f" q {line['q']:.2f}")
