@@ -105,7 +105,7 @@ def _compared(
         found[temperature] = work.race(contenders, note, f"drafts of {target}, T={temperature:g}")
     lines = []
     for at, name in enumerate(drafters, start=1):
-        line: dict[str, Any] = {"name": name, "target": target, "millions": sizes.get(name)}
+        line: dict[str, Any] = {"name": name, "target": target, "weight_bytes": sizes.get(name)}
         for temperature, standings in found.items():
             plain, own = standings[0], standings[at]
             step = median(plain, "score_ms") + median(plain, "overhead_ms")
@@ -118,11 +118,10 @@ def _compared(
     return lines
 
 
-def _size(drafter: Any) -> float | None:
-    """Millions of parameters of a draft model; None where it has none of its own."""
-    model = getattr(drafter.model, "model", None)
-    count = getattr(model, "num_parameters", None)
-    return None if count is None else count() / 1e6
+def _size(drafter: Any) -> int | None:
+    """Bytes of weights that a pass of a draft model reads; None where nobody knows."""
+    found: int | None = getattr(drafter.model, "weight_bytes", None)
+    return found
 
 
 def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, NgramDrafter]:
