@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import typer
 
 from sakiyomi.bench.config import BenchConfig, InflateConfig
+from sakiyomi.bench.figures.config import ReportConfig
 from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.cli import spec
 from sakiyomi.cli.common import JsonOption, command
@@ -57,6 +58,15 @@ def register(app: typer.Typer) -> None:
         "the full cache; of turns one conversation that grows.",
     )(long)
     spec.register(own)
+    command(
+        own,
+        "report",
+        ReportConfig,
+        JsonOption,
+        help="Make a page of figures from measurements here.\n\nTime by model size and temperature, ranks, alpha by "
+        "draft, trees, rounds, the formulas beside measured points, Medusa, accuracy by memory, predictions: one HTML "
+        "page that needs no other file, and pictures. Numbers are kept; a run that was broken off goes on.",
+    )(report)
     app.add_typer(own, name="bench")
 
 
@@ -103,6 +113,26 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
     if pictures.plot is not None:
         plot.draw(done, pictures.plot, conditions)
+    if any(row.error is not None for row in done):
+        raise typer.Exit(1)
+
+
+def report(config: ReportConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    with progress("loading") as status:
+        from sakiyomi import machine
+        from sakiyomi.bench.figures.run import run
+
+        quiet()
+        rows = run(config, Shown(status))
+        conditions = machine.conditions()
+        done = show(rows, conditions, status)
+    place = f"{config.out}/index.html"
+    stdout().out(f"the page is {place}", highlight=False)
+    if output.json:
+        emit_json({"conditions": conditions, "page": place, "rows": [row.to_dict() for row in done]})
     if any(row.error is not None for row in done):
         raise typer.Exit(1)
 
