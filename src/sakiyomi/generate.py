@@ -20,7 +20,7 @@ from torch import Tensor
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
-from sakiyomi.gamma import make_policy
+from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Intake, TextIntake
 from sakiyomi.keeping import surprise, surprise_within
 from sakiyomi.kernels.plan import Segment
@@ -91,6 +91,11 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
+    @property
+    def cached(self) -> int:
+        """Tokens of running requests whose keys and values are in the target's cache."""
+        return sum(request.cached for request in list(self._running))
+
     def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
         """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
 
@@ -111,6 +116,7 @@ class Engine:
         live: bool = True,
         outbox: deque[Step] | None = None,
         place: Place | None = None,
+        drafted: bool = True,
     ) -> Request:
         """Queue a request and give its state, which stays readable when it is over.
 
@@ -122,6 +128,7 @@ class Engine:
             live: text is wanted with every step, not only with the last one.
             outbox: gets the request's steps too.
             place: of the conversation that it belongs to: what an earlier request left there is not computed again.
+            drafted: False: nothing is read ahead for it, whatever the others do.
 
         Raises:
             InputError: the prompt is empty, has unknown tokens or is too long, an option cannot be met, or the
@@ -142,7 +149,7 @@ class Engine:
             len(tokens),
             Sampler(params, self.target.vocab_size),
             verifier,
-            make_policy(params),
+            make_policy(params) if drafted else NO_DRAFT,
             TextStream(self.tokenizer, params.stop),
             last,
             keep_rounds=rounds_trace,

@@ -1,5 +1,5 @@
 """The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | bench | memory | cache |
-tune | train | export``.
+tune | train | export | serve``.
 
 Results on stdout, progress on stderr, ``--json`` everywhere (the last line of stdout is then one JSON object). Exit
 codes: 0, 1 for what cannot be done (and a defect found by ``audit``), 2 for misuse, 130 after Ctrl-C. Nothing here
@@ -16,7 +16,22 @@ import typer
 from typer.core import TyperGroup
 
 from sakiyomi import __version__
-from sakiyomi.cli import audit, bench, cache, chat, demo, export, generate, info, memory, train, transcribe, tree, tune
+from sakiyomi.cli import (
+    audit,
+    bench,
+    cache,
+    chat,
+    demo,
+    export,
+    generate,
+    info,
+    memory,
+    serve,
+    train,
+    transcribe,
+    tree,
+    tune,
+)
 from sakiyomi.errors import SakiyomiError
 
 __all__ = ["app", "main"]
@@ -58,7 +73,7 @@ def _sakiyomi(
     """Faster text from the language model you already have, with the same output."""
 
 
-for _module in (demo, generate, transcribe, chat, tree, audit, info, bench, memory, cache, tune, export):
+for _module in (demo, generate, transcribe, chat, tree, audit, info, bench, memory, cache, tune, export, serve):
     _module.register(app)
 app.add_typer(train.app, name="train")
 

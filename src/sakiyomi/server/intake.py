@@ -1,0 +1,227 @@
+"""From the body of a request to jobs for the engine: templates, tokens, limits, parameters.
+
+Runs in threads of its own: tokenizing a long text takes seconds, in which the event loop serves others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.dialogue import Dialogue, read_template
+from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.intake import prompt_tokens
+from sakiyomi.loading import has_encoder
+from sakiyomi.params import SamplingParams
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.processors import Penalties
+from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest, Message, ToolCall
+from sakiyomi.server.worker import Job
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """Reads bodies.
+
+    Args:
+        llm: whose tokens and limits they are.
+        config: of the server.
+
+    Raises:
+        UnsupportedError: the target does not go on with its prompt.
+    """
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        if has_encoder(llm.target.config):
+            raise UnsupportedError(
+                f"{llm.name} has an encoder, and the server is for models that go on with their prompt"
+            )
+        self._llm, self._config = llm, config
+        self.name = config.served_name or llm.name
+        self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template))
+        self._budget = llm.recipe()["kv_budget"]
+
+    def completion(self, body: CompletionRequest) -> list[Job]:
+        """Jobs of a request for completions: sample j of prompt i is number i x n + j.
+
+        Raises:
+            ApiError, InputError: it cannot be met.
+        """
+        self._check(body)
+        prompt: Any = body.prompt
+        single = isinstance(prompt, str) or isinstance(prompt[0], int)
+        prompts = [prompt] if single else prompt
+        jobs: list[Job] = []
+        for i, text in enumerate(prompts):
+            tokens = self._tokens(text, "prompt")
+            limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
+            jobs += self._jobs(body, tokens, limit, body.logprobs, i)
+        self._check_count(jobs)
+        return jobs
+
+    def chat(self, body: ChatRequest) -> list[Job]:
+        """Jobs of a request for replies, one for each of its n.
+
+        Raises:
+            ApiError, InputError: it cannot be met.
+        """
+        self._check(body)
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens is the old name of max_completion_tokens; give one", param="max_tokens")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+        tokens = self._tokens(self._dialogue.read(messages), "messages")
+        asked = body.max_completion_tokens or body.max_tokens
+        limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
+        jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0)
+        self._check_count(jobs)
+        return jobs
+
+    # ------------------------------------------------------------ parts
+
+    def _check(self, body: Ask) -> None:
+        if body.model != self.name:
+            raise ApiError(
+                404, f"there is no model {body.model!r:.80}; this server has {self.name!r}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+        if body.kv_budget is not None and str(body.kv_budget) != self._budget:
+            raise ApiError(
+                400,
+                f"kv_budget is {body.kv_budget!r:.40}; it is fixed when the model is loaded, and here {self._budget}",
+                param="kv_budget",
+                code="unsupported_value",
+            )
+
+    def _check_count(self, jobs: Sequence[Job]) -> None:
+        if len(jobs) > self._config.max_n:
+            raise ApiError(
+                400, f"{len(jobs)} samples in one request; this server gives {self._config.max_n} at most", param="n",
+                code="invalid_value",
+            )  # fmt: skip
+        for index, job in enumerate(jobs):
+            job.index = index
+
+    def _tokens(self, prompt: Any, field: str) -> list[int]:
+        try:
+            return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
+        except InputError as error:
+            raise ApiError(400, error.message, param=field, code="invalid_value") from None
+
+    def _limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
+        """New tokens at most."""
+        room = self._llm.max_context - len(tokens)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens, and the context holds {self._llm.max_context} with at least one "
+                "new one; shorten it",
+                param=source,
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise ApiError(
+                400,
+                f"{field} is {asked}, and behind the prompt's {len(tokens)} tokens the context has room for {room}",
+                param=field,
+                code="context_length_exceeded",
+            )
+        return room if asked is None else asked
+
+    def _jobs(self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int) -> list[Job]:
+        count = body.n or 1
+        keys = [(number, j) if count > 1 else (number,) for j in range(count)]
+        drafted = self._drafted(body)
+        return [Job(tokens, self._params(body, tokens, limit, logprobs), key, drafted, body.trace) for key in keys]
+
+    def _drafted(self, body: Ask) -> bool:
+        wanted = body.speculation
+        own = getattr(self._llm.draft, "name", None)
+        if wanted.drafter in ("off", "none"):
+            if (wanted.gamma, wanted.tree, wanted.nodes) != ("auto", "auto", "auto"):
+                raise ApiError(
+                    400, "speculation is off, so that gamma, tree and nodes have no meaning; leave them out",
+                    param="speculation", code="invalid_value",
+                )  # fmt: skip
+            return False
+        if wanted.drafter not in ("auto", own):
+            known = '"off", "auto"' + (f", {own!r}" if own is not None else "")
+            raise ApiError(
+                400,
+                f"speculation.drafter is {wanted.drafter!r:.60}; this server knows {known}",
+                param="speculation.drafter",
+                code="unsupported_value",
+            )
+        return own is not None
+
+    def _params(self, body: Ask, tokens: list[int], limit: int, logprobs: int | None) -> SamplingParams:
+        processors: list[Callable[..., Any]] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(tokens)))
+        return SamplingParams(
+            max_new_tokens=limit,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            seed=body.seed,
+            stop=body.stop or (),
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
+            logits_processors=processors,  # type: ignore[arg-type]
+            logprobs=logprobs,
+            gamma=body.speculation.gamma,
+            tree=body.speculation.tree,
+            nodes=body.speculation.nodes,
+        )
+
+
+def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    found: dict[int, float] = {}
+    for name, bias in (given or {}).items():
+        if not (name.isascii() and name.isdigit() and int(name[:12]) < vocab_size):
+            raise ApiError(
+                400, f"logit_bias has {name!r:.40}; its keys are token ids below {vocab_size}, as texts",
+                param="logit_bias", code="invalid_value",
+            )  # fmt: skip
+        found[int(name)] = bias
+    return found or None
+
+
+def _plain(message: Message, number: int) -> dict[str, Any]:
+    """A message as templates take it."""
+    content = message.content
+    if content is None and not (message.role == "assistant" and message.tool_calls):
+        raise ApiError(
+            400, f"the {message.role} message has no content", param=f"messages.{number}.content", code="missing_field"
+        )
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [_called(call) for call in message.tool_calls]
+    return found
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
