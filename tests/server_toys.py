@@ -28,6 +28,9 @@ CHATML = (
 )  # fmt: skip
 
 
+_clients: dict[str, list[openai.OpenAI]] = {}
+
+
 def toy_llm(draft: Any = "close", *, template: str | None = CHATML, **options: Any) -> LLM:
     """A tiny Llama in fp32; ``draft`` "close" guesses right now and then: other weights, a little off."""
     tokenizer = tiny_tokenizer()
@@ -51,17 +54,22 @@ def running(llm: LLM, **config: Any) -> Iterator[tuple[Server, str]]:
     listening = uvicorn.Server(uvicorn.Config(make_app(server), log_config=None, access_log=False, lifespan="on"))
     thread = threading.Thread(target=listening.run, args=([listener],))
     thread.start()
+    url = ""
     try:
         until = time.monotonic() + 20
         while not listening.started and time.monotonic() < until:
             time.sleep(0.005)
-        yield server, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield server, (url := f"http://127.0.0.1:{listener.getsockname()[1]}")
     finally:
+        for used in _clients.pop(url, ()):
+            used.close()
         listening.should_exit = True
         thread.join(20)
         listener.close()
 
 
 def client(url: str, **options: Any) -> openai.OpenAI:
-    """The real client, which tries once."""
-    return openai.OpenAI(base_url=f"{url}/v1", **({"api_key": "none", "max_retries": 0, "timeout": 30} | options))
+    """The real client, which tries once; its connections are closed when the server ends."""
+    made = openai.OpenAI(base_url=f"{url}/v1", **({"api_key": "none", "max_retries": 0, "timeout": 60} | options))
+    _clients.setdefault(url, []).append(made)
+    return made

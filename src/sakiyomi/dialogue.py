@@ -83,6 +83,13 @@ class Dialogue:
         self._system = text
 
     @property
+    def template(self) -> str:
+        """The template's text; "" without one."""
+        if self.plain:
+            return ""
+        return self._template or str(self._tokenizer.get_chat_template(tools=[]))
+
+    @property
     def messages(self) -> list[dict[str, str]]:
         """Everything that was said, by role."""
         return _messages(self._system, self.exchanges)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from sakiyomi import __version__
@@ -36,6 +36,9 @@ logger = logging.getLogger("sakiyomi.server")
 GRACE = 5.0  # seconds that a client may take to read what is there when the time is up
 INTAKE_THREADS = 2
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+REPLIES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "An object, or, with stream, events", "content": {"text/event-stream": {}}}
+}
 
 
 class Server:
@@ -205,12 +208,12 @@ def make_app(server: Server) -> FastAPI:
     if origins := list(server.config.cors_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on with a prompt."""
         return await server.answer(request, body, server.intake.completion, CompletionStyle)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=REPLIES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Reply to messages."""
         return await server.answer(request, body, server.intake.chat, ChatStyle)
@@ -236,7 +239,7 @@ def make_app(server: Server) -> FastAPI:
             raise ApiError(503, "the server is stopping, or its last round failed; its log says how", code="unhealthy")
         return {"status": "ok"}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(server.metrics.page(), media_type=CONTENT_TYPE)

@@ -17,11 +17,23 @@ from sakiyomi.loading import has_encoder
 from sakiyomi.params import SamplingParams
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
+from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest, Message, ToolCall
+from sakiyomi.server.schema import (
+    Ask,
+    ChatRequest,
+    CompletionRequest,
+    FunctionTool,
+    Message,
+    NamedChoice,
+    ToolCall,
+)
+from sakiyomi.server.tools import ToolFormat, tool_format
 from sakiyomi.server.worker import Job
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from sakiyomi.llm import LLM
 
 __all__ = ["Intake"]
@@ -47,6 +59,7 @@ class Intake:
         self.name = config.served_name or llm.name
         self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template))
         self._budget = llm.recipe()["kv_budget"]
+        self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
 
     def completion(self, body: CompletionRequest) -> list[Job]:
         """Jobs of a request for completions: sample j of prompt i is number i x n + j.
@@ -62,7 +75,7 @@ class Intake:
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
             limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
-            jobs += self._jobs(body, tokens, limit, body.logprobs, i)
+            jobs += self._jobs(body, tokens, limit, body.logprobs, i, self._format(body))
         self._check_count(jobs)
         return jobs
 
@@ -78,10 +91,14 @@ class Intake:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
         messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-        tokens = self._tokens(self._dialogue.read(messages), "messages")
+        tools, matcher, form = self._tools(body)
+        described = [tool.model_dump(exclude_none=True) for tool in tools]
+        tokens = self._tokens(self._dialogue.read(messages, described), "messages")
         asked = body.max_completion_tokens or body.max_tokens
         limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
-        jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0)
+        jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
+        for job in jobs:
+            job.tools = form
         self._check_count(jobs)
         return jobs
 
@@ -138,11 +155,65 @@ class Intake:
             )
         return room if asked is None else asked
 
-    def _jobs(self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int) -> list[Job]:
+    def _jobs(
+        self,
+        body: Ask,
+        tokens: list[int],
+        limit: int,
+        logprobs: int | None,
+        number: int,
+        matcher: LLMatcher | None,
+    ) -> list[Job]:
+        if matcher is not None and body.ignore_eos:
+            raise ApiError(
+                400, "with a grammar the text ends where it is whole; leave ignore_eos out", param="ignore_eos",
+                code="invalid_value",
+            )  # fmt: skip
         count = body.n or 1
         keys = [(number, j) if count > 1 else (number,) for j in range(count)]
         drafted = self._drafted(body)
-        return [Job(tokens, self._params(body, tokens, limit, logprobs), key, drafted, body.trace) for key in keys]
+        return [
+            Job(tokens, self._params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace) for key in keys
+        ]
+
+    def _format(self, body: Ask) -> LLMatcher | None:
+        """What the text must keep to."""
+        wanted = body.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if (wanted.json_schema is None) != (wanted.type == "json_object"):
+            raise ApiError(
+                400, "response_format has a json_schema where its type is json_schema, and only there",
+                param="response_format", code="invalid_value",
+            )  # fmt: skip
+        schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+        return self._grammars.of_schema(schema, "response_format")
+
+    def _tools(self, body: ChatRequest) -> tuple[Sequence[FunctionTool], LLMatcher | None, ToolFormat | None]:
+        """Tools to tell the model of, what its text must keep to, and how it writes calls."""
+        if not body.tools:
+            if body.tool_choice not in (None, "none", "auto"):
+                raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+            return (), self._format(body), None
+        choice = body.tool_choice or "auto"
+        if choice == "none":
+            return body.tools, self._format(body), None
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(
+                400, "a reply calls a tool or keeps to response_format; give one of them", param="response_format",
+                code="invalid_value",
+            )  # fmt: skip
+        form = tool_format(self._dialogue.template)
+        offered = body.tools
+        if isinstance(choice, NamedChoice):
+            offered = [tool for tool in body.tools if tool.function.name == choice.function.name]
+            if not offered:
+                raise ApiError(
+                    400, f"tool_choice names {choice.function.name!r}, which is not among tools", param="tool_choice",
+                    code="invalid_value",
+                )  # fmt: skip
+        several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
+        return body.tools, self._grammars.of_tools(offered, form, forced=choice != "auto", several=several), form
 
     def _drafted(self, body: Ask) -> bool:
         wanted = body.speculation
@@ -164,10 +235,14 @@ class Intake:
             )
         return own is not None
 
-    def _params(self, body: Ask, tokens: list[int], limit: int, logprobs: int | None) -> SamplingParams:
+    def _params(
+        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, matcher: LLMatcher | None
+    ) -> SamplingParams:
         processors: list[Callable[..., Any]] = []
         if body.presence_penalty or body.frequency_penalty:
             processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(tokens)))
+        if matcher is not None:
+            processors.append(Constraint(matcher.deep_copy(), len(tokens)))
         return SamplingParams(
             max_new_tokens=limit,
             temperature=1.0 if body.temperature is None else body.temperature,

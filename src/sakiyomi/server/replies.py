@@ -15,6 +15,7 @@ from typing import Any
 
 from sakiyomi.outputs import Stats, TokenTrace
 from sakiyomi.server.tokens import TokenNames
+from sakiyomi.server.tools import ToolReader
 from sakiyomi.server.worker import Event, Job
 from sakiyomi.text import TextStream
 
@@ -31,12 +32,14 @@ class Piece:
     text: str = ""
     tokens: list[TokenTrace] = field(default_factory=list)
     finish_reason: str | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, other: Piece) -> None:
         """Go on with the next one."""
         self.text += other.text
         self.tokens += other.tokens
+        self.calls += other.calls
         self.trace += other.trace
         self.finish_reason = other.finish_reason
 
@@ -53,11 +56,16 @@ class Sample:
     def __init__(self, job: Job, names: TokenNames, tokenizer: Any) -> None:
         self._job, self._names = job, names
         self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
+        self._tools = ToolReader(job.tools) if job.tools is not None else None
 
     def read(self, event: Event) -> Piece:
         """One step."""
         step = event.step
         piece = Piece(self._job.index, step.text, list(step.trace), step.finish_reason)
+        if self._tools is not None:
+            piece.text, piece.calls = self._tools.push(step.text, step.finish_reason is not None)
+            if step.finish_reason == "stop" and self._tools.calls:
+                piece.finish_reason = "tool_calls"
         if self._texts is not None:
             piece.trace = [self._origins(event, self._texts)]
         return piece
@@ -173,10 +181,16 @@ class ChatStyle(Style):
         delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
         if piece.text:
             delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = piece.calls
         return {"delta": delta}
 
     def _body(self, piece: Piece) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in piece.calls]
+            message |= {"content": piece.text or None, "tool_calls": calls}
+        return {"message": message}
 
     def _chances(self, piece: Piece) -> dict[str, Any]:
         return {

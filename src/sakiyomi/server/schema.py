@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = [
     "Ask",
@@ -20,9 +20,16 @@ __all__ = [
     "Speculation",
 ]
 
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+def _whole(value: Any) -> Any:
+    """To JSON 2.0 is a whole number like 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Seed = Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[Whole, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
 Stop = str | Annotated[list[str], Field(max_length=16)]
 
 
@@ -45,9 +52,9 @@ class Speculation(Strict):
     """
 
     drafter: str = "auto"
-    gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto", "heuristic"] = "auto"
+    gamma: Annotated[Whole, Field(ge=1, le=256)] | Literal["auto", "heuristic"] = "auto"
     tree: Literal["auto", "chain", "best-first", "dynamic", "static"] = "auto"
-    nodes: Annotated[int, Field(ge=1, le=1024)] | Literal["auto", "heuristic"] = "auto"
+    nodes: Annotated[Whole, Field(ge=1, le=1024)] | Literal["auto", "heuristic"] = "auto"
 
 
 class JsonSchema(Strict):
@@ -74,7 +81,7 @@ class Ask(Strict):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     seed: Seed | None = None
@@ -85,7 +92,7 @@ class Ask(Strict):
     user: str | None = Field(None, description="Goes to the log, and nowhere else.")
     response_format: ResponseFormat | None = None
     # Ours, named as in other servers where they have them.
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
+    top_k: Annotated[Whole, Field(ge=0, le=2**31 - 1)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
@@ -107,7 +114,7 @@ class CompletionRequest(Ask):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
     )
     max_tokens: Count | None = 16
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = False
 
 
@@ -183,7 +190,7 @@ class ChatRequest(Ask):
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
-    parallel_tool_calls: Literal[False] | None = Field(None, description="A reply calls one function at most.")
+    parallel_tool_calls: bool | None = True

@@ -25,6 +25,7 @@ from sakiyomi.server.shelf import Shelf
 if TYPE_CHECKING:
     from sakiyomi.generate import Engine
     from sakiyomi.server.metrics import Metrics
+    from sakiyomi.server.tools import ToolFormat
 
 __all__ = ["Call", "Event", "Job", "Worker"]
 
@@ -49,6 +50,7 @@ class Job:
         request: the engine's, once it has it.
         call: that it belongs to.
         over: it was cancelled.
+        tools: how calls are written in its text; None: there are none.
     """
 
     prompt: list[int]
@@ -64,6 +66,7 @@ class Job:
     request: Request | None = None
     call: Call | None = None
     over: bool = False
+    tools: ToolFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
