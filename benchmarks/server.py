@@ -4,9 +4,9 @@
     python benchmarks/server.py --streams 32 --peer    # beside transformers serve, turn by turn
     python benchmarks/server.py --only overhead
 
-Servers are processes of their own on this machine, clients are threads of this one; run it alone on the machine. Laps go
-A B A B, the first of each is not counted; the figures are medians. Greedy float32 throughout; how many of the texts are
-equal is said. The last line is one JSON object.
+Servers are processes of their own on this machine, clients are threads of this one; run it alone on the machine. Laps
+go A B A B, the first of each is not counted; the figures are medians. Greedy float32 throughout; how many of the texts
+are equal is said. The last line is one JSON object.
 """
 
 from __future__ import annotations

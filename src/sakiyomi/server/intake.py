@@ -71,12 +71,14 @@ class Intake:
         prompt: Any = body.prompt
         single = isinstance(prompt, str) or isinstance(prompt[0], int)
         prompts = [prompt] if single else prompt
+        self._check_count(len(prompts) * (body.n or 1))
         jobs: list[Job] = []
         for i, text in enumerate(prompts):
             tokens = self._tokens(text, "prompt")
             limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
             jobs += self._jobs(body, tokens, limit, body.logprobs, i, self._format(body))
-        self._check_count(jobs)
+        for index, job in enumerate(jobs):
+            job.index = index
         return jobs
 
     def chat(self, body: ChatRequest) -> list[Job]:
@@ -90,6 +92,7 @@ class Intake:
             raise ApiError(400, "max_tokens is the old name of max_completion_tokens; give one", param="max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        self._check_count(body.n or 1)
         messages = [_plain(message, i) for i, message in enumerate(body.messages)]
         tools, matcher, form = self._tools(body)
         described = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -97,9 +100,8 @@ class Intake:
         asked = body.max_completion_tokens or body.max_tokens
         limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
-        for job in jobs:
-            job.tools = form
-        self._check_count(jobs)
+        for index, job in enumerate(jobs):
+            job.index, job.tools = index, form
         return jobs
 
     # ------------------------------------------------------------ parts
@@ -120,14 +122,12 @@ class Intake:
                 code="unsupported_value",
             )
 
-    def _check_count(self, jobs: Sequence[Job]) -> None:
-        if len(jobs) > self._config.max_n:
+    def _check_count(self, count: int) -> None:
+        if count > self._config.max_n:
             raise ApiError(
-                400, f"{len(jobs)} samples in one request; this server gives {self._config.max_n} at most", param="n",
+                400, f"{count} samples in one request; this server gives {self._config.max_n} at most", param="n",
                 code="invalid_value",
             )  # fmt: skip
-        for index, job in enumerate(jobs):
-            job.index = index
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
         try:
