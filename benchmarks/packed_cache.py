@@ -1,4 +1,4 @@
-"""Caches in 8, 4 and 2 bits: what they cost a model's predictions, and what a decoding pass costs over long caches.
+"""Caches in 8 to 2 bits: what they cost a model's predictions, and what a decoding pass costs over long caches.
 
     python benchmarks/packed_cache.py quality --text ../shared/data/text/children_books_valid.jsonl.gz
     python benchmarks/packed_cache.py speed --tokens 1024 --tokens 8192
@@ -22,13 +22,14 @@ from torch import Tensor
 
 from sakiyomi import LLM
 from sakiyomi.bench.models import random_llama
-from sakiyomi.cache.packed_pairs import Packing
+from sakiyomi.cache.packed_pairs import GROUP
 from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.model import PackedModel
+from sakiyomi.policies import read_cache
 
 WINDOW, CHUNK, FIRST = 1024, 64, 256
-CACHES = ("full", "quant-8", "quant-4", "quant-2")
+CACHES = ("full", "quant-8", "quant-4", "quant-2", "kvquant-4", "kvquant-3", "kvquant-2")
 
 
 def read(llm: LLM, tokens: list[int]) -> Tensor:
@@ -46,6 +47,16 @@ def read(llm: LLM, tokens: list[int]) -> Tensor:
     model.keeping.end(slot)
     model.cache.release(slot)
     return torch.cat(rows)
+
+
+def stored_bits(llm: LLM) -> float:
+    """Bits of a number of packed columns, with what is stored beside them for each; without what is fitted once."""
+    packed = llm.target.cache.packed
+    if packed is None:
+        return 8.0 * llm.target.dtype.itemsize
+    groups = 64  # what is stored once for a text counts little
+    numbers = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in packed.shapes) * GROUP * groups
+    return 8 * (packed.bytes(1, groups * GROUP) - packed.bytes(0, groups * GROUP)) / numbers
 
 
 def quality(text: str, windows: int, caches: list[str], budget: int | None) -> dict[str, Any]:
@@ -80,6 +91,7 @@ def quality(text: str, windows: int, caches: list[str], budget: int | None) -> d
             "perplexity": round(float(torch.tensor(loss / count).exp()), 4),
             "top1_as_full": round(same / count, 5),
             "kl_nats": round(divergence / count, 6),
+            "bits": round(stored_bits(llms[name]), 3),
         }
         print(f"{name:24} {lines[name]}")
     return {"text": text, "predictions": count, "caches": lines}
@@ -109,9 +121,9 @@ def speed(lengths: list[int], dtype: torch.dtype, heads: int, laps: int) -> dict
         for tokens in lengths:
             packed: dict[str, tuple[PackedModel, int]] = {}
             for name in CACHES:
-                bits = None if name == "full" else int(name[-1])
-                keeping = None if bits is None else Keeping(None, None, 512, packing=Packing(bits))
-                made = PackedModel(model, max_slots=1, compile=False, keeping=keeping)
+                packing = read_cache(name).packing
+                keeping = None if packing is None else Keeping(None, None, 512, packing=packing)
+                made = PackedModel(model, max_slots=1, compile=False, keeping=keeping, text=range(256))
                 packed[name] = made, filled(made, tokens)
             spent: dict[tuple[str, int], list[float]] = {}
             for _ in range(laps + 1):
@@ -136,7 +148,7 @@ def main() -> None:
     parser.add_argument("what", choices=("quality", "speed"))
     parser.add_argument("--text", help="a gzipped file of JSON lines with a field text")
     parser.add_argument("--windows", type=int, default=20)
-    parser.add_argument("--cache", action="append", help="beside full; by default 8, 4 and 2 bits")
+    parser.add_argument("--cache", action="append", help="beside full; by default all that there are")
     parser.add_argument("--kv-budget", type=int, default=256)
     parser.add_argument("--tokens", type=int, action="append", help="in the cache; by default 1024 to 8192")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")

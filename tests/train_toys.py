@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from architectures import widen
 from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.config import DraftConfig, TargetConfig
 from sakiyomi.train.llama import new_llama, save_model
@@ -82,6 +83,25 @@ def tiny_gpt2(folder: Path) -> Path:
     GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
     tokenizer.save_pretrained(folder / "gpt2")
     return folder / "gpt2"
+
+
+def question_file(path: Path, count: int = 40, seed: int = 0, **more: str) -> Path:
+    """Stories, a question about each, and its answer."""
+    lines = []
+    for i, text in enumerate(stories(count, seed)):
+        name = NAMES[i % len(NAMES)]
+        lines.append(json.dumps({"prompt": f"{text} Who went home?", "answer": f" {name} went home."} | more) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def wide_target(folder: Path) -> Path:
+    """A tiny target whose attention looks at some tokens more than at others, as a trained one's does."""
+    path = tiny_target(folder)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    widen(model)
+    model.save_pretrained(path)
+    return path
 
 
 def losses(out: str) -> list[float]:

@@ -25,6 +25,7 @@ from sakiyomi.errors import (
 if TYPE_CHECKING:
     from sakiyomi import theory
     from sakiyomi.audio import Audio
+    from sakiyomi.dropin import custom_generate
     from sakiyomi.generate import Engine
     from sakiyomi.llm import LLM
     from sakiyomi.outputs import Generation, Stats, Step, TokenTrace
@@ -53,6 +54,7 @@ __all__ = [
     "UnsupportedError",
     "Verdict",
     "__version__",
+    "custom_generate",
     "embedded",
     "theory",
 ]
@@ -61,6 +63,7 @@ __all__ = [
 _HOME = {
     "LLM": "sakiyomi.llm",
     "Audio": "sakiyomi.audio",
+    "custom_generate": "sakiyomi.dropin",
     "Engine": "sakiyomi.generate",
     "SamplingParams": "sakiyomi.params",
     "Generation": "sakiyomi.outputs",

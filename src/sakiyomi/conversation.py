@@ -33,8 +33,8 @@ class Conversation:
     from the conversation that was longest idle, whose next prompt is then computed as a whole.
     """
 
-    def __init__(self, engine: Engine, prefix: Prefix | None = None) -> None:
-        self._engine, self._place = engine, Place(prefix=prefix)
+    def __init__(self, engine: Engine, prefix: Prefix | None = None, *, beginning: bool = False) -> None:
+        self._engine, self._place = engine, Place(prefix=prefix, beginning=beginning)
         self._request: Request | None = None
 
     @property

@@ -14,7 +14,7 @@ __all__ = ["EMBEDDED", "HEADS", "embedded", "folder_of", "is_embedded_name"]
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
-HEADS = ("tales-medusa", "tales-retaining", "retriever-retaining")
+HEADS = ("tales-medusa", "tales-retaining", "retriever-retaining", "retriever-retaining-query")
 """Names of heads that belong to one of them."""
 
 _ROOT = Path(__file__).resolve().parent / "models"

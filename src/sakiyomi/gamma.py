@@ -203,10 +203,18 @@ class AutoSize:
 
     Args:
         trees: whether the drafter may branch.
+        depth: length of the chains, where it was tuned; None: the largest predicted speed-up decides.
     """
 
-    def __init__(self, trees: bool = False, start: float = 0.75, weight: float = 4.0, memory: float = 0.97) -> None:
-        self._trees, self._start, self._memory, self._weight = trees, start, memory, weight
+    def __init__(
+        self,
+        trees: bool = False,
+        depth: int | None = None,
+        start: float = 0.75,
+        weight: float = 4.0,
+        memory: float = 0.97,
+    ) -> None:
+        self._trees, self._fixed, self._start, self._memory, self._weight = trees, depth, start, memory, weight
         self._kept: list[float] = []
         self._tried: list[float] = []
         self._gain = Gain()
@@ -260,6 +268,8 @@ class AutoSize:
 
     def _depth(self, now: Costs) -> int:
         """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
+        if self._fixed is not None:
+            return self._fixed
         plain = now.score(now.batch)
         depth, _ = marginal_gamma(
             self.alphas(),
@@ -327,10 +337,10 @@ def _dial(value: int | str) -> int | Heuristic | None:
     return Heuristic() if value == "heuristic" else None
 
 
-def make_policy(params: SamplingParams) -> SizePolicy:
-    """The policy that ``gamma``, ``nodes`` and ``tree`` name; values were checked there."""
+def make_policy(params: SamplingParams, depth: int | None = None) -> SizePolicy:
+    """The policy that ``gamma``, ``nodes`` and ``tree`` name; values were checked there. ``depth``: a tuned one."""
     if params.choices:
         return FixedSize(max(map(len, params.choices)), len(params.choices), chain=False)
     if params.gamma == "auto" and params.tree in ("auto", "chain") and params.nodes == "auto":
-        return AutoSize(trees=params.builder != "chain")
+        return AutoSize(params.builder != "chain", depth)
     return FixedSize(_dial(params.gamma), _dial(params.nodes), chain=params.builder == "chain")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
 from sakiyomi.gamma import NO_DRAFT, make_policy
-from sakiyomi.intake import Intake, TextIntake
+from sakiyomi.intake import Asked, Intake, TextIntake
 from sakiyomi.keeping import surprise, surprise_within
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.memory import no_memory
@@ -59,6 +60,8 @@ class Engine:
         exact: prompts are computed alone, so that a request's numbers do not depend on its company.
         strict: a drafter that raises or proposes nonsense ends the request; else the request goes on without it.
         settle: called when no request runs: the time to take something faster into use.
+        depth: length of the chains that are drafted where a request leaves gamma, tree and nodes to "auto"; None: what
+            pays is weighed anew in every round.
     """
 
     def __init__(
@@ -74,12 +77,13 @@ class Engine:
         exact: bool = False,
         strict: bool = False,
         settle: Callable[[], None] = lambda: None,
+        depth: int | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
         self._intake = intake or TextIntake(tokenizer, target.vocab_size, max_context)
-        self._settle = settle
+        self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._places = Places(target.cache, target.keeping, drafter, chunk_size, exact)
@@ -118,26 +122,32 @@ class Engine:
         outbox: deque[Step] | None = None,
         place: Place | None = None,
         drafted: bool = True,
+        keep_logits: bool = False,
     ) -> Request:
         """Queue a request and give its state, which stays readable when it is over.
 
         Args:
-            prompt: text, or token ids, which are used as they are; what else the intake takes.
-            params: None for the defaults.
+            prompt: text, or token ids, which are used as they are; what else the intake takes; or what it would make
+                of it, which is not checked.
+            params: None for the defaults, or where the prompt has its own.
             key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
             rounds_trace: keep every round's tree.
             live: text is wanted with every step, not only with the last one.
             outbox: gets the request's steps too.
             place: of the conversation that it belongs to: what an earlier request left there is not computed again.
             drafted: False: nothing is read ahead for it, whatever the others do.
+            keep_logits: keep the target's raw logits of every new token.
 
         Raises:
             InputError: the prompt is empty, has unknown tokens or is too long, an option cannot be met, or the
                 conversation has a request under way.
             MemoryLimitError: its keys and values would not fit.
         """
-        asked = self._intake(prompt, as_params(params))
+        asked = prompt if isinstance(prompt, Asked) else self._intake(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
+        depth = self._depth if params.gamma == params.tree == params.nodes == "auto" else None
+        if depth is not None:
+            params = replace(params, tree="chain")
         verifier = self._drafting.verifier(params)
         rule = verifier.rule
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -150,10 +160,11 @@ class Engine:
             len(tokens),
             Sampler(params, self.target.vocab_size),
             verifier,
-            make_policy(params) if drafted else NO_DRAFT,
+            make_policy(params, depth) if drafted else NO_DRAFT,
             TextStream(self.tokenizer, params.stop),
             last,
             keep_rounds=rounds_trace,
+            keep_logits=keep_logits,
             live=live or bool(params.stop),
             outbox=outbox,
             place=place,
@@ -429,7 +440,10 @@ class Engine:
             request.stats.prefill_seconds += spent
         hidden = self.target.hidden
         for i, (request, segment) in enumerate(pairs):
+            assert request.slot is not None
             request.cached += len(segment.tokens)
+            if request.place is None or not request.place.beginning:
+                request.cached = self.target.keeping.go_on(request.slot, request.prompt_tokens, request.cached)
             if not request.prefilled:
                 self._settle_cache(request)
                 self._running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones

@@ -18,9 +18,10 @@ from torch import Tensor
 from sakiyomi.cache.notes import Notes
 from sakiyomi.cache.packed_pairs import GROUP, PackedPairs, Packing
 from sakiyomi.cache.slots import LayerShape, SlotCache
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.kernels.rotary import make_turn
-from sakiyomi.memory import available_bytes
+from sakiyomi.kernels.sparse import Sparse
+from sakiyomi.memory import available_bytes, readable
 from sakiyomi.policies import Policy, View, read_budget
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ class Everything:
 
     wants_surprise = False
     notes: Notes | None = None
+    sparse: Sparse | None = None
     far_bytes = 0
+    again = 0
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
@@ -74,6 +77,10 @@ class Everything:
 
     def settle(self, slot: int, prompt: int, length: int) -> None:
         """Drop nothing."""
+
+    def go_on(self, slot: int, prompt: int, length: int) -> int:
+        """Where reading goes on, a chunk of a prompt having been read up to `length`: there."""
+        return length
 
     def learn(self, slot: int, surprise: Sequence[float]) -> None:
         """Nobody asks."""
@@ -136,12 +143,14 @@ class _Held:
         scores: (n,) what the policy said of them.
         since: the last border.
         surprise: -log p of every token since then.
+        asked: length of the prompt whose last tokens have chosen what they are to read.
     """
 
     places: list[list[Tensor]]
     scores: list[list[Tensor]]
     since: int = 0
     surprise: list[float] = field(default_factory=list)
+    asked: int = 0
 
 
 class Keeping:
@@ -157,22 +166,30 @@ class Keeping:
             with what comes between two borders. None without a policy.
         chunk: most tokens of a prompt between two borders.
         packing: how pairs are packed; None: they are not.
+        sparse: says which of them rows of prompts look at; None: at all.
 
     Attributes:
         wants_surprise: -log p of every token is wanted.
         noted: the policy, if rows of passes leave something behind for it.
         reassigned: whether positions move together.
         notes: what rows leave behind; None: nothing.
+        again: most tokens of a prompt that are read a second time, see ``go_on``.
 
     Raises:
-        InputError: the budget is neither, or the policy is not for packed keys.
+        InputError: the budget is neither, or the policy is not for packed keys, or these not for one.
     """
 
     def __init__(
-        self, policy: Policy | None, budget: int | str | None, chunk: int, *, packing: Packing | None = None
+        self,
+        policy: Policy | None,
+        budget: int | str | None,
+        chunk: int,
+        *,
+        packing: Packing | None = None,
+        sparse: Sparse | None = None,
     ) -> None:
-        self.policy, self.chunk, self.packing = policy, chunk, packing
-        self.every = (policy or Policy).every
+        self.policy, self.chunk, self.packing, self.sparse = policy, chunk, packing, sparse
+        self.every, self.again = (policy or Policy).every, (policy or Policy).again
         self._asked = read_budget(budget) if budget is not None else (ENDLESS, False)
         self.budget = 0
         self.wants_surprise = policy is not None and policy.surprise_wanted
@@ -189,11 +206,21 @@ class Keeping:
                 f"{policy.name} with packed keys: it has other pairs read at every border, as they are in main memory; "
                 "leave the quantization out, or name another policy"
             )
+        if policy is not None and packing is not None and not packing.with_policies:
+            raise InputError(
+                f"{policy.name} with kvquant: its keys are turned back by their place in the text, so none may be "
+                "dropped before them; use quant-4, or leave one of both out"
+            )
+        if policy is not None and policy.merger is not None and (self._recalls or packing is not None):
+            why = f"{policy.name}: nothing is dropped that could be merged"
+            if packing is not None:
+                why = "packed keys: mixtures would be rounded at every border"
+            raise InputError(f"lococo with {why}; leave one of them out")
         self.slack = max(chunk, self.every + WIDEST)
         self._slots: dict[int, _Held] = {}
 
-    def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]]:
-        """Columns that each layer's heads ever have at once, see ``SlotCache``.
+    def limits(self, shapes: Sequence[LayerShape], itemsize: int) -> list[list[int]] | None:
+        """Columns that each layer's heads ever have at once, see ``SlotCache``; None: any number, as they are.
 
         Args:
             shapes: of the layers.
@@ -201,7 +228,10 @@ class Keeping:
 
         Raises:
             InputError: the budget is smaller than what stays in any case.
+            MemoryLimitError: it is larger than the memory that there is.
         """
+        if self.policy is None and self.packing is None:
+            return None
         beside = self.slack + (self.packing.residual + GROUP - 1 if self.packing is not None else 0)
         if self.policy is None:
             return [[beside] * shape.heads for shape in shapes]
@@ -213,17 +243,38 @@ class Keeping:
             packed = self.packing.group_bytes(shapes)
             self.budget = self.packing.residual + (self.budget - beside * pair) // packed * GROUP
         self._budgets = self.policy.budgets(self.budget, [shape.heads for shape in shapes])
+        merged = self.policy.merger.merged if self.policy.merger is not None else 0
         low = min(map(min, self._budgets))
-        if low <= (least := self.policy.least_of(low)):
+        if low <= (least := self.policy.least_of(low) + merged):
             raise InputError(
                 f"kv_budget={self._asked[0]}{' bytes' * in_bytes}: that leaves {max(low, 0)} pairs to a head beside "
-                f"{beside} for what comes between two borders, and {self.policy.name} keeps {least} in any case; "
+                f"{beside} for what comes between two borders, and {self.policy.name} keeps {least} in any case"
+                f"{f', {merged} merged ones among them' if merged else ''}; "
                 "give a larger budget, or a smaller chunk_size, or lower what it keeps"
             )
+        self._check_memory(pair, self.packing.group_bytes(shapes) / GROUP if self.packing else pair, beside, shapes)
         endless = self.policy.where == "prompt"
         if self.packing is not None:
             return [[beside if endless else min(beside, own + self.slack) for own in layer] for layer in self._budgets]
         return [[ENDLESS if endless else own + self.slack for own in layer] for layer in self._budgets]
+
+    def _check_memory(self, pair: int, stays: float, beside: int, shapes: Sequence[LayerShape]) -> None:
+        """Refuse a budget that no request could ever use.
+
+        Args:
+            pair: bytes of a token's keys and values.
+            stays: the same where they stay.
+            beside: tokens between two borders.
+            shapes: of the layers.
+        """
+        device = str(shapes[0].device)
+        need, there = stays * self.budget + pair * beside, available_bytes(device)
+        if need > there:
+            raise MemoryLimitError(
+                f"kv_budget={self._asked[0]}{' bytes' * self._asked[1]}: {readable(need)} for the keys and values of "
+                f"one request, where {readable(there)} are available on {device}; about "
+                f"{max(0, int((there - pair * beside) / stays)):,} pairs of a head fit: give a smaller budget"
+            )
 
     def packed(self, shapes: Sequence[LayerShape], places: int) -> PackedPairs | None:
         """Where packed columns lie, after ``limits``; a layer's heads have room for the largest of its budgets.
@@ -235,7 +286,8 @@ class Keeping:
         if self.packing is None:
             return None
         endless = self.policy is None or self.policy.where == "prompt"
-        return PackedPairs(shapes, self.packing, places, None if endless else [max(layer) for layer in self._budgets])
+        limits = None if endless else [max(layer) for layer in self._budgets]
+        return self.packing.storage(shapes, places, limits)
 
     def attach(self, model: PackedModel) -> None:
         """Serve this model, whose cache has the ``limits``.
@@ -261,7 +313,11 @@ class Keeping:
             self._all = SlotCache(shapes, dtype=cache.dtype, max_slots=cache.max_slots, available=available_bytes)
         if self.policy is not None:
             self.policy.prepare(model)
+            if self.policy.merger is not None:
+                self.policy.merger.prepare(model)
         self._turn = make_turn(model) if self.reassigned else None
+        if cache.packed is not None:
+            cache.packed.fit(model)
 
     # ------------------------------------------------------------ one slot
 
@@ -330,6 +386,22 @@ class Keeping:
             return min(since + self.chunk, prompt)
         return since + self.every - (since - prompt) % self.every
 
+    def go_on(self, slot: int, prompt: int, length: int) -> int:
+        """Where reading goes on, a chunk of a prompt having been read up to `length`.
+
+        Where pairs are recalled, the rows at a prompt's end were read with pairs that others had chosen, and what is
+        asked is known only now: they choose, are forgotten, and are read once more.
+        """
+        held = self._slots[slot]
+        least = min(map(min, self._budgets)) if self.again else 0
+        if not self.again or length < prompt or held.asked == prompt or length <= least:
+            return length
+        assert self.policy is not None
+        held.asked = prompt
+        end = max(held.since, length - min(self.again, self.policy.last_of(least)))
+        self._settle(slot, prompt, length, end)
+        return end
+
     def learn(self, slot: int, surprise: Sequence[float]) -> None:
         """Take -log p of the next tokens, where the policy wants to know."""
         self._slots[slot].surprise += surprise
@@ -361,34 +433,47 @@ class Keeping:
             self._cache.pack(slot, length)
             self._slots[slot].since = length
             return
+        self._settle(slot, prompt, length, length)
+
+    def _settle(self, slot: int, prompt: int, length: int, end: int) -> None:
+        """Choose among the pairs of `length` tokens, and go on from place `end`: what lies behind it always stays, and
+        is forgotten here.
+        """
+        assert self.policy is not None
         held, kept, dropping = self._slots[slot], [], False
-        fresh = length - held.since
+        fresh, behind = end - held.since, length - end
         self._store(slot, held.since, length)
         old = [self._stored(slot, layer, length) for layer in range(self._layers)] if self._turn is not None else []
         for layer in range(self._layers):
             columns: list[Tensor] = []
             for view in self._views(slot, layer, prompt, length):
                 scores = self.policy.score(view).float()
-                stay = self._chosen(view, scores)
-                dropping = dropping or stay.shape[1] < scores.shape[1]
+                best = self.policy.best(view, scores, self._cache.shapes[layer].window)
+                if best is None:
+                    stay = torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
+                else:
+                    dropping, stay = True, best.sort(1).values
+                    if self.policy.merger is not None and not self._cache.shapes[layer].window:
+                        scores = self.policy.merger.merge(view, scores, best)
+                stay = stay[:, : stay.shape[1] - behind]
                 columns += stay
-                places = view.places
+                places, scores = view.places[:, : scores.shape[1] - behind], scores[:, : scores.shape[1] - behind]
                 if self._all is None:  # what is dropped is forgotten, too
                     places, scores = places.gather(1, stay), scores.gather(1, stay)
                 held.places[layer][view.heads], held.scores[layer][view.heads] = places, scores
             kept.append(columns)
         if not dropping:
-            self._cache.pack(slot, length)
+            self._cache.pack(slot, end)
         elif self._all is not None:
-            self._cache.excerpt(slot, length, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
+            self._cache.excerpt(slot, end, self._all, slot, [torch.stack(of_layer) for of_layer in kept])
         else:
-            self._cache.drop(slot, length, kept)
+            self._cache.drop(slot, end, kept)
         if dropping and self._turn is not None:
-            self._move(slot, length, kept, old)
-        held.since = length
+            self._move(slot, end, kept, old)
+        held.since = end
         del held.surprise[:fresh]
         if self.notes is not None:
-            self.notes.begin(slot, length)
+            self.notes.begin(slot, end)
 
     def _store(self, slot: int, since: int, length: int) -> None:
         """Where pairs are recalled: the new ones too are in main memory from now on, at their own positions."""
@@ -404,20 +489,6 @@ class Keeping:
                     keys = self._turn(layer, keys, by.to(keys.device).expand(keys.shape[:2]))
                 self._all.keys[layer][slot, part.heads, since:length] = keys
                 self._all.values[layer][slot, part.heads, since:length] = part.values[:, own]
-
-    def _chosen(self, view: View, scores: Tensor) -> Tensor:
-        """Columns that stay of the heads of a view, (h, n) ascending."""
-        assert self.policy is not None
-        drops = self.policy.where == "both" or view.length <= view.prompt
-        if scores.shape[1] <= view.budget or not drops:
-            return torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1)
-        if self._cache.shapes[view.layer].window:
-            # Such a layer sees its last tokens alone; and they must lie side by side, since its kernels count the
-            # window in columns.
-            ranked = view.places
-        else:
-            ranked = self.policy.rank(view, scores).masked_fill(self.policy.held(view), torch.inf)
-        return ranked.topk(view.budget, 1).indices.sort(1).values
 
     def _views(self, slot: int, layer: int, prompt: int, length: int) -> list[View]:
         assert self.policy is not None

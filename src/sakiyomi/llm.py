@@ -21,7 +21,7 @@ from sakiyomi.intake import Asked, Intake
 from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
-from sakiyomi.memory import readable, returned_when_freed
+from sakiyomi.memory import parse_bytes, readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
@@ -30,6 +30,7 @@ from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
 from sakiyomi.request import Place
+from sakiyomi.tuning.profile import find_profile
 
 __all__ = ["LLM"]
 
@@ -48,11 +49,16 @@ class LLM:
             contexts), "early-exit:<layers>" (its own first layers), "oracle" or
             "oracle:<rate>" (the known answer, to measure what a draft could bring), drafts from text
             ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
-            ``tales-draft`` for ``tales``.
+            what ``sakiyomi tune`` found for this target on this machine (``profile``), else ``tales-draft`` for
+            ``tales``.
         cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
             ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
-            the last tokens; ``"quant-4[residual=64]"``); or both, as ``"h2o+quant-4"``.
+            the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4", "kvquant-3",
+            "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy drops is merged into
+            some of what stays. "minference", alone or joined to those, has prompts read in part, while all that would
+            stay stays.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
+        kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
@@ -73,6 +79,9 @@ class LLM:
         allow_pickle: open pickle weights.
         trust_remote_code: run code that comes with a model.
 
+    Attributes:
+        profile: what was tuned, where draft "auto" follows it; None: nothing was, or another draft was asked for.
+
     Raises:
         InputError, LoadError, UnsupportedError, MemoryLimitError: see ``errors``.
     """
@@ -84,6 +93,7 @@ class LLM:
         *,
         cache: str = "full",
         kv_budget: int | str | None = None,
+        kv_memory: int | str | None = None,
         chunk_size: int | None = None,
         dtype: str = "auto",
         device: str = "auto",
@@ -97,6 +107,11 @@ class LLM:
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
+        if kv_memory is not None:
+            if kv_budget is not None:
+                raise InputError(f"kv_memory={kv_memory!r} and kv_budget={kv_budget!r} say the same; give one of them")
+            parse_bytes(str(kv_memory), "kv_memory")
+            kv_budget = f"{kv_memory}b" if str(kv_memory).isdigit() else kv_memory
         self._cache = cache, kv_budget
         keeping = _keeping(cache, kv_budget, chunk_size or CHUNK)
         if quantize not in (None, *QUANTIZATIONS):
@@ -122,7 +137,8 @@ class LLM:
         watched = keeping is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
         self.target = self._pack_target(loaded, quantize, keeping=keeping, watched=watched)
         self._models = [self.target]
-        around = Surroundings(
+        self.profile = find_profile(self.target, self.tokenizer) if drafters == ["auto"] else None
+        self._around = Surroundings(
             loaded,
             self.target.vocab_size,
             self._load_beside,
@@ -132,10 +148,8 @@ class LLM:
             self._answer,
             allow_pickle,
         )
-        self.draft: Drafter | None = make_drafter(drafters, around, strict=strict)
-        given = getattr(self.draft, "model", None)  # a drafter that the caller made has its graphs waited for too
-        if isinstance(given, PackedModel) and given not in self._models:
-            self._models.append(given)
+        self._strict = strict
+        self.draft = self.drafter(self.profile.draft if self.profile is not None else drafters)
         self.vocab_size = self.target.vocab_size
         own = self.target.max_context
         if max_context is not None and max_context > own:
@@ -152,6 +166,7 @@ class LLM:
             exact=exact,
             strict=strict,
             settle=self._settle,
+            depth=self.profile.depth if self.profile is not None else None,
         )
 
     # ------------------------------------------------------------ generation
@@ -252,7 +267,7 @@ class LLM:
             MemoryLimitError: it does not fit.
         """
         said = text if isinstance(text, str) else ""
-        with self.conversation() as conversation:
+        with Conversation(self.engine, beginning=True) as conversation:
             ids = self._ids(text, begin=True)
             conversation.generate(ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
             return conversation.snapshot(said, self.recipe())
@@ -306,6 +321,24 @@ class LLM:
 
     # ------------------------------------------------------------ models
 
+    def drafter(self, draft: str | Drafter | Sequence[str | Drafter]) -> Drafter | None:
+        """A drafter beside this target, for an engine of one's own; the LLM keeps the one that it has.
+
+        Args:
+            draft: as of ``LLM``.
+
+        Returns:
+            None for "none".
+
+        Raises:
+            InputError, LoadError, UnsupportedError: its model or file cannot be used beside this target.
+        """
+        made = make_drafter(parse_drafters(draft), self._around, strict=self._strict)
+        given = getattr(made, "model", None)  # a drafter that the caller made has its graphs waited for too
+        if isinstance(given, PackedModel) and given not in self._models:
+            self._models.append(given)
+        return made
+
     def compiled(self) -> bool:
         """Whether a request that begins now runs on compiled graphs."""
         return all(model.compiled() for model in self._models)
@@ -351,12 +384,14 @@ class LLM:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
             quantize = None
         size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
+        keeping: Keeping | None = how.get("keeping")
+        wants_text = quantize or (keeping is not None and keeping.packing is not None and keeping.packing.fitted)
         with returned_when_freed(), progress(f"rounding {loaded.name} ({readable(size)}) to {quantize}", size=size):
             packed = PackedModel(
                 loaded.model,
                 owned=loaded.owned,
                 quantize=quantize,
-                text=judging_text(loaded.model, loaded.tokenizer) if quantize else (),
+                text=judging_text(loaded.model, loaded.tokenizer) if wants_text else (),
                 prepared=loaded.prepared,
                 **{**self._pack_options, **how},
             )
@@ -410,14 +445,15 @@ class LLM:
 
 
 def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping | None:
-    """What keeps the cache within the budget, or packs it; None: nothing does."""
-    policy, packing = read_cache(cache)
+    """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
+    policy, packing, sparse = read_cache(cache)
     if policy is None:
         if budget is not None:
             raise InputError(
                 f"kv_budget={budget!r} with cache={cache!r}, which keeps everything; name a policy, or leave it out"
             )
-        return Keeping(None, None, chunk_size, packing=packing) if packing is not None else None
+        full = packing is None and sparse is None
+        return None if full else Keeping(None, None, chunk_size, packing=packing, sparse=sparse)
     if budget is None:
-        raise InputError(f"cache={cache!r} without a budget; give kv_budget, in pairs of a head or bytes as '2GiB'")
-    return Keeping(policy, budget, chunk_size, packing=packing)
+        raise InputError(f"cache={cache!r} without a budget; give kv_budget, pairs of a head, or kv_memory as '2GiB'")
+    return Keeping(policy, budget, chunk_size, packing=packing, sparse=sparse)

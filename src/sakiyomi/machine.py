@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sakiyomi.llm import LLM
     from sakiyomi.model import PackedModel
 
-__all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds"]
+__all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds", "processor"]
 
 ROWS = (1, 4, 8, 16)
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8", "asimddp", "bf16", "i8mm")
@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": _version("transformers"),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": processor(),
         "processor_features": [flag for flag in _FLAGS if flag in _flags()],
         "cores": _cores(),
         "threads": torch.get_num_threads(),
@@ -51,7 +51,7 @@ def conditions(**more: Any) -> dict[str, Any]:
     """The few facts that belong beside every measurement, and more of them."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     found = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "load_average": load,
@@ -181,7 +181,8 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name, as the system tells it."""
     for key in ("model name", "Model"):
         for line in _cpuinfo():
             if line.startswith(key):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sakiyomi.errors import MemoryLimitError
+from sakiyomi.errors import InputError, MemoryLimitError
 
 __all__ = [
     "available_bytes",
     "no_memory",
+    "parse_bytes",
     "peak_bytes",
     "readable",
     "require_bytes",
@@ -22,6 +24,7 @@ __all__ = [
 ]
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUP = Path("/proc/self/cgroup")
 
@@ -135,6 +138,23 @@ def readable(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def parse_bytes(text: str, name: str = "the size") -> int:
+    """Bytes as people write them: 500000000, 500MB, 2GiB.
+
+    Args:
+        text: of the number.
+        name: of what was given, for the message.
+
+    Raises:
+        InputError: it is no such text.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or not float(found[1]):
+        raise InputError(f"{name}={text!r} is no number of bytes; expected one such as 500000000, 500MB or 2GiB")
+    return int(float(found[1]) * unit)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from sakiyomi.errors import UnsupportedError
 from sakiyomi.keeping import ENDLESS, Everything, Keeping, Watched
 from sakiyomi.kernels import attention, observe
 from sakiyomi.kernels.build import native_at_hand
-from sakiyomi.kernels.dense import Dense
+from sakiyomi.kernels.dense import Dense, take_over
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.graphs import Graphs, State
 from sakiyomi.kernels.native import NativeModel, PackedLinear
@@ -102,7 +102,7 @@ class PackedModel:
         first_sizes: row counts whose graphs are compiled first.
         quantize: "int8" or "int4" rounds weights to so many bits, and rows to 8, where a layer bears it; None leaves
             them.
-        text: token ids on which the rounding is judged.
+        text: token ids on which the rounding is judged, and the levels of a packed cache are fitted.
         prepared: what is known of a model whose layers are packed already; nothing is rounded then.
         keeping: keeps the cache within a budget; None: all pairs stay.
         watched: where all pairs stay, the queries of each slot's last row are kept beside them.
@@ -161,7 +161,7 @@ class PackedModel:
         self._prepared, self._quantize = prepared, quantize
         self.rounding: RoundingReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
-        self._text = list(text) if quantize else []
+        self.text = list(text)
         self.lock = threading.RLock()
         self._reassigned = keeping is not None and keeping.reassigned
         self.forward_seconds = 0.0
@@ -190,7 +190,7 @@ class PackedModel:
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
         accelerated = accelerated and self._encoder is None and keeping is None and not watched
         if keeping is not None:  # what is tried out below is read at once
-            keeping.slack = max(keeping.slack, len(self._text), TRIAL if exact else 0)
+            keeping.slack = max(keeping.slack, len(self.text) if quantize else 0, TRIAL if exact else 0)
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
@@ -223,6 +223,7 @@ class PackedModel:
         # A capture costs no compiler's seconds: there larger batches have their own as well.
         self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else SIZES
         self._proven = False
+        self._prompts: Dense | None = None  # what is tried out below sees everything
         if quantize:
             self._judge_rounding()
         if exact:
@@ -230,6 +231,7 @@ class PackedModel:
         if keeping is not None:
             keeping.attach(self)
             self.keeping = keeping
+            self._prompts = Dense(self.cache, sparse=keeping.sparse) if keeping.sparse is not None else None
             if keeping.reassigned:
                 self.max_context = ENDLESS
 
@@ -451,7 +453,7 @@ class PackedModel:
     def _bear_rounding(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
         self._model.set_attn_implementation("eager")
-        errors, self._before = layer_errors(self._model, torch.tensor([self._text]), {kind, "int8"})
+        errors, self._before = layer_errors(self._model, torch.tensor([self.text]), {kind, "int8"})
         return choose_bits(kind, errors, self._model.get_output_embeddings())
 
     def _judge_rounding(self) -> None:
@@ -460,13 +462,13 @@ class PackedModel:
                 f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self._model).__name__}, "
                 "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
             )
-        with self.cache.lent(len(self._text)) as slot:
-            after = self.score([Segment(slot, 0, self._text, prompt=True)])
+        with self.cache.lent(len(self.text)) as slot:
+            after = self.score([Segment(slot, 0, self.text, prompt=True)])
         agreement, divergence = compare(self._before, after)
         layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, PackedLinear)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         self.rounding = RoundingReport(
-            str(self._quantize), len(layers) - len(kept), kept, agreement, divergence, len(self._text)
+            str(self._quantize), len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         )
         del self._before
 
@@ -646,6 +648,10 @@ class PackedModel:
         size = self._size(rows)
         return self._seconds.get((size, size in (self.ready if graphs is None else graphs)))
 
+    def padded(self, rows: int) -> int:
+        """Rows that a decoding pass over so many really has: passes come in few sizes."""
+        return self._size(rows)
+
     def _size(self, rows: int) -> int:
         most = self.sizes[-1]
         return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most
@@ -659,9 +665,12 @@ class PackedModel:
         with self.lock:
             ids, positions = self._inputs(plan, size)
             self.state.begin(plan, size)
+            prompts = self._prompts if plan.prompts else None
+            take_over(prompts, plan, size)
             observe.listen(self.keeping.notes, plan)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
-            graph = self.graphs.get(size) if self.graphs is not None and keep is None else None
+            on_graph = keep is None and prompts is None
+            graph = self.graphs.get(size) if self.graphs is not None and on_graph else None
             allowed = keep is None and (graphs is None or size in graphs)
             captured = self._captured if allowed and self._capturable(plan, size) else None
             began = time.perf_counter()
@@ -690,7 +699,7 @@ class PackedModel:
             for watcher in self.watchers:
                 watcher(plan, spent)
             if not self._proven and plan.rows:
-                self._prove()
+                self._prove(prompts or self.state)
             return logits
 
     def _capturable(self, plan: Plan, size: int) -> bool:
@@ -731,9 +740,9 @@ class PackedModel:
         ).logits
         return logits[0]
 
-    def _prove(self) -> None:
+    def _prove(self, state: State) -> None:
         """After the first pass: every layer must have come to our cache, or the logits are not to be trusted."""
-        calls, layers = self.state.calls(), self._layers
+        calls, layers = state.calls(), self._layers
         if calls != layers:
             raise UnsupportedError(
                 f"{type(self._model).__name__}: {calls} of {layers} attention layers reached the cache; "

@@ -54,10 +54,13 @@ class OwnReferee(Referee):
                 behind = step is not None and at >= len(prompt)
                 far = len(ids) if step is None else at + step if behind else len(prompt)
                 end = min(len(ids), far, keeping.border(slot, len(prompt)))
-                rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=not behind)]).clone())
+                # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
+                prompt_rows = at < len(prompt) or (not behind and keeping.sparse is None)
+                rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
                 if keeping.wants_surprise:
                     keeping.learn(slot, surprise_within(rows[-1], ids, at, end))
-                at = end
+                at = end if behind else keeping.go_on(slot, len(prompt), end)
+                rows[-1] = rows[-1][: len(rows[-1]) - (end - at)]
                 keeping.settle(slot, len(prompt), at)
             keeping.end(slot)
         return torch.cat(rows)[len(prompt) - 1 :].float()

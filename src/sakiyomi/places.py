@@ -81,9 +81,11 @@ class Places:
         """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""
         place, slot, request.slot = request.place, request.slot, None
         if slot is not None and place is not None and request.error is None:
-            # Of a round's path more may be in the cache than was committed: a stop cut it.
-            place.held = request.tokens[: request.cached]
-            place.whole = min(request.cached, request.prompt_tokens) // self._chunk_size * self._chunk_size
+            # Of a round's path more may be in the cache than was committed: a stop cut it. The last token counts as
+            # not read even so, as where nothing was drafted: what is read next begins at the same place.
+            place.held = request.tokens[:-1][: request.cached]
+            read_once = max(0, request.prompt_tokens - self._keeping.again)
+            place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
             place.slot, place.context = slot, request.context
             self._kept.append(place)
             return

@@ -113,7 +113,8 @@ class Prefix:
         for layer, counts in enumerate(self.pairs):
             for head in range(len(counts)):
                 if cache.packed is not None:
-                    cache.packed.put(layer, slot, head, [self.tensors[f"packed.{i}.{layer}.{head}"] for i in range(4)])
+                    kinds = range(len(cache.packed.stores))
+                    cache.packed.put(layer, slot, head, [self.tensors[f"packed.{i}.{layer}.{head}"] for i in kinds])
                 for kind, stores in (("keys", cache.keys), ("values", cache.values)):
                     store = stores[layer][slot].view(-1, stores[layer].shape[-1])
                     tensor = self.tensors[f"{kind}.{layer}.{head}"]

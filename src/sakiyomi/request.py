@@ -40,6 +40,7 @@ class Place:
         whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
         context: of the last request, with the drafter's own memory.
         prefix: what requests go on from where nothing else is held.
+        beginning: what is read here is the beginning of other prompts: nothing is asked at its end.
     """
 
     prefix: Prefix | None = None
@@ -47,6 +48,7 @@ class Place:
     held: list[int] = field(default_factory=list)
     whole: int = 0
     context: Context | None = None
+    beginning: bool = False
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are held."""
@@ -67,6 +69,7 @@ class Request:
         text: turns tokens into text as they come.
         last: most tokens that prompt and output may have together.
         keep_rounds: keep every round's tree.
+        keep_logits: keep the raw logits of every new token, in ``logits``, (V,) float32 each.
         live: text is wanted as it comes, not only at the end.
         outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
         place: of the conversation that it belongs to; takes the slot over when the request is over.
@@ -85,6 +88,7 @@ class Request:
     text: TextStream
     last: int
     keep_rounds: bool = False
+    keep_logits: bool = False
     live: bool = True
     outbox: deque[Step] | None = None
     place: Place | None = None
@@ -97,6 +101,7 @@ class Request:
     stats: Stats = field(default_factory=Stats)
     trace: list[TokenTrace] = field(default_factory=list)
     rounds: list[RoundTrace] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -140,6 +145,9 @@ class Request:
         tokens = tokens[:used]
         entries = self._entries(draft, verdict, rows, used)
         self._count(draft, verdict, used)
+        if self.keep_logits:  # copies: the next pass may write to the same place
+            places = [0, *(node + 1 for node in verdict.path)][:used]
+            self.logits.extend(rows.raw[place].to(torch.float32, copy=True) for place in places)
         self.tokens.extend(tokens)
         self.trace.extend(entries)
         if self.keep_rounds and self.stats.rounds:

@@ -6,7 +6,9 @@ The oracle of what attention sees is transformers with keys and values that are 
 from __future__ import annotations
 
 import copy
+import itertools
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.cache.leveled_pairs import LeveledPacking
+from sakiyomi.cache.packed_pairs import PackedPairs
 from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.model import PackedModel
 from sakiyomi.retaining.formats import write_heads
@@ -37,7 +42,7 @@ OWN = ("falcon",)
 
 
 def options(spec: str) -> dict[str, Any]:
-    budget = None if spec.startswith("quant") else BUDGET
+    budget = None if spec.startswith(("quant", "kvquant")) else BUDGET
     return {"cache": spec, "kv_budget": budget, "chunk_size": CHUNK, "compile": False}
 
 
@@ -65,16 +70,23 @@ def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[l
 
 
 @pytest.mark.parametrize("skill", [Branching, Fading])
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_reading_ahead_changes_nothing(bits: int, skill: Any) -> None:
+@pytest.mark.parametrize("kind", ["quant-8", "quant-4", "quant-2", "kvquant-4", "kvquant-3", "kvquant-2"])
+def test_reading_ahead_changes_nothing(kind: str, skill: Any) -> None:
     """Trees and chains in a batch of unequal lengths, against each prompt alone."""
-    spec = f"quant-{bits}{SMALL}"
+    spec = kind + SMALL
     assert drafted("llama", spec, skill, 5) == plain("llama", spec)
 
 
 @pytest.mark.parametrize("name", [name for name in (*CONFIGS, "gemma", "mixtral", "deepseek_v3") if name not in OWN])
 def test_every_architecture(name: str) -> None:
     spec = f"quant-4{SMALL}"
+    assert drafted(name, spec, Branching, 3) == plain(name, spec)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "mistral", "glm", "llama3-rope"])
+def test_keys_turned_back(name: str) -> None:
+    """Partial rotations, neighbours as pairs, sliding windows, frequencies of their own."""
+    spec = f"kvquant-3{SMALL}"
     assert drafted(name, spec, Branching, 3) == plain(name, spec)
 
 
@@ -90,7 +102,7 @@ def heads_of(name: str) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "snapkv[window=16]", "streaming", "pyramidkv[window=8,beta=4]"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv[window=16]", "streaming", "pyramidkv[window=8,pyramid=4]"])
 def test_reading_ahead_with_a_budget(policy: str) -> None:
     spec = f"{policy}+quant-4{SMALL}"
     assert drafted("llama", spec, Branching, 4) == plain("llama", spec)
@@ -103,7 +115,7 @@ def test_reading_ahead_with_retaining_heads(name: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("more", [{"exact": True}, {"compile": True}], ids=str)
-@pytest.mark.parametrize("spec", [f"quant-4{SMALL}", f"h2o+quant-4{SMALL}"])
+@pytest.mark.parametrize("spec", [f"quant-4{SMALL}", f"h2o+quant-4{SMALL}", f"kvquant-4{SMALL}"])
 def test_graphs_and_exact_passes(spec: str, more: dict[str, Any]) -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", **(options(spec) | more))
     alone = [llm.generate([tokens], params())[0] for tokens in PROMPTS]
@@ -122,11 +134,12 @@ def test_exact_numbers_do_not_depend_on_drafts() -> None:
         assert [(x.token_id, x.target_prob) for x in a.trace] == [(x.token_id, x.target_prob) for x in b.trace]
 
 
-def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("spec", [f"h2o+quant-4{SMALL}", f"kvquant-3{SMALL}"])
+def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
     monkeypatch.setattr(PackedModel, "_packable", lambda self: False)
-    llm = LLM((model_of("llama"), TOKENIZER), "none", **options(f"h2o+quant-4{SMALL}"))
+    llm = LLM((model_of("llama"), TOKENIZER), "none", **options(spec))
     assert isinstance(llm.target.state, Dense)
-    assert [out.token_ids for out in llm.generate(PROMPTS, params())] == plain("llama", f"h2o+quant-4{SMALL}")
+    assert [out.token_ids for out in llm.generate(PROMPTS, params())] == plain("llama", spec)
 
 
 # ---------------------------------------------------------------- what attention sees
@@ -143,7 +156,25 @@ def rounded(numbers: Tensor, bits: int, axis: int) -> Tensor:
     return torch.cat(found, axis)
 
 
-def attention_of(bits: int, borders: list[int]) -> Any:
+Rounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Keys and values, (heads, n, dim), of a layer's first columns as they are after packing."""
+
+
+def evenly(bits: int) -> Rounding:
+    return lambda layer, keys, values: (rounded(keys, bits, 1), rounded(values, bits, 2))
+
+
+def at_levels(packed: PackedPairs) -> Rounding:
+    """By what was fitted to the model; test_leveled_pairs.py has it number by number."""
+
+    def rounding(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        heads = slice(0, len(keys))
+        return packed.decode(layer, heads, packed.encode(layer, heads, keys, values, 0))
+
+    return rounding
+
+
+def attention_of(rounding: Rounding, borders: list[int]) -> Any:
     """Attention for transformers: rows between two borders see rounded keys and values before the tail of the first."""
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
@@ -154,7 +185,7 @@ def attention_of(bits: int, borders: list[int]) -> Any:
             old = max(0, first - 16) // 32 * 32
             keys, values = key[0, :, :last].clone(), value[0, :, :last].clone()
             if old:
-                keys[:, :old], values[:, :old] = rounded(keys[:, :old], bits, 1), rounded(values[:, :old], bits, 2)
+                keys[:, :old], values[:, :old] = rounding(module.layer_idx, keys[:, :old], values[:, :old])
             scores = query[0, :, first:last] @ keys.repeat_interleave(group, 0).transpose(1, 2) * scaling
             seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -164,16 +195,23 @@ def attention_of(bits: int, borders: list[int]) -> Any:
     return attend
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
-def test_what_attention_sees(name: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(["llama", "gpt2", "olmo2", "granite", "gpt_neox"], ["quant-8", "quant-4", "quant-2"]),
+        *(("llama", "kvquant-2"), ("gpt_neox", "kvquant-4"), ("glm", "kvquant-3")),
+    ],
+)
+def test_what_attention_sees(name: str, kind: str) -> None:
     """The text and its probabilities by transformers, with keys and values rounded in its own attention."""
     length = len(PROMPTS[0])
     borders = [*range(CHUNK, length, CHUNK), length, length + 64]
-    llm = LLM((model_of(name), TOKENIZER), "none", **options(f"quant-{bits}{SMALL}"))
+    llm = LLM((model_of(name), TOKENIZER), "none", **options(kind + SMALL))
     (out,) = llm.generate([PROMPTS[0]], params())
-    model = copy.deepcopy(model_of(name))
-    AttentionInterface.register("rounded", attention_of(bits, borders))
+    model, packed = copy.deepcopy(model_of(name)), llm.target.cache.packed
+    assert packed is not None
+    rounding = at_levels(packed) if kind.startswith("kv") else evenly(packed.bits)
+    AttentionInterface.register("rounded", attention_of(rounding, borders))
     AttentionMaskInterface.register("rounded", lambda *args, **kwargs: None)
     gaps = []
     for attention in ("rounded", "eager"):
@@ -221,6 +259,27 @@ def test_memory() -> None:
     assert sizes[0] == sum(shape.pair_bytes(4) for shape in shapes) * 2048
 
 
+def test_memory_of_levels() -> None:
+    """What is fitted counts too; all of it is there when the cache says so."""
+    llm = LLM((far(), TOKENIZER), "none", **options(f"kvquant-2{SMALL}"), max_batch=1)
+    llm.generate([prompt(1100, 4)], params(max_new_tokens=2))
+    cache = llm.target.cache
+    packed: Any = cache.packed
+    tables = [packed.levels, *packed.channels, packed.rotation.near, packed.rotation.far]
+    stored = [*cache.keys, *cache.values, *tables, *(store for stores in packed.stores for store in stores)]
+    assert cache.bytes == sum(store.nbytes for store in stored)
+    assert int(packed.count[0, 0, 0]) == 1056 and packed.room == 2048
+
+
+def test_a_beginning_goes_on_from_levels(tmp_path: Path) -> None:
+    llm = LLM((model_of("llama"), TOKENIZER), "none", **options(f"kvquant-3{SMALL}"))
+    llm.prefix(PROMPTS[0][:96]).save(tmp_path / "prefix")
+    prefix = llm.load_prefix(tmp_path / "prefix")
+    assert {int(name.split(".")[1]) for name in prefix.tensors if name.startswith("packed.")} == set(range(6))
+    (out,) = llm.generate([PROMPTS[0][96:]], params(), prefix=prefix)
+    assert out.token_ids == plain("llama", f"kvquant-3{SMALL}")[0]
+
+
 def test_a_budget_in_bytes_is_kept() -> None:
     given = options(f"h2o+quant-4{SMALL}") | {"kv_budget": "200KiB", "max_batch": 1}
     llm = LLM((far(), TOKENIZER), "none", **given)
@@ -252,5 +311,14 @@ def test_refusals() -> None:
         LLM(pair, "none", cache="h2o[positions=reassigned]+quant-4", kv_budget=100)
     with pytest.raises(InputError, match=r"infllm with packed keys.*leave the quantization out"):
         LLM(pair, "none", cache="infllm+quant-4", kv_budget=1000)
+    with pytest.raises(InputError, match=r"h2o with kvquant.*turned back.*use quant-4"):
+        LLM(pair, "none", cache="h2o+kvquant-4", kv_budget=100)
+    for name in ("gpt2", "exaone4", "gemma3"):  # no rotation, not in every layer, not the same in every layer
+        with pytest.raises(
+            UnsupportedError, match=r"cache='kvquant-4': keys of .* cannot be turned.*use cache='quant-4'"
+        ):
+            LLM((model_of(name), TOKENIZER), "none", cache="kvquant-4")
+    with pytest.raises(InputError, match=r"levels are fitted on a text"):
+        PackedModel(model_of("llama"), keeping=Keeping(None, None, 64, packing=LeveledPacking(4)))
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")

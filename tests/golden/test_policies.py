@@ -26,8 +26,12 @@ from sakiyomi.audit_report import AuditConfig
 from sakiyomi.cache.notes import Notes
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels.native import NativeModel
+from sakiyomi.merging.convolutions import Convolutions, MergingShape
+from sakiyomi.merging.formats import write_merging
+from sakiyomi.outputs import Generation
 from sakiyomi.policies import POLICIES, View
 from sakiyomi.policies.h2o import H2O
+from sakiyomi.policies.specs import SPARSE
 from sakiyomi.retaining.formats import read_heads, write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.raw import Raw
@@ -41,7 +45,8 @@ PROMPTS = [prompt(70, 1), prompt(5, 2), prompt(39, 3)]
 SMALL = {
     "infllm": "[block=4,sinks=4,local=4,representatives=2]",
     "snapkv": "[window=8,local=0]",
-    "pyramidkv": "[window=4,local=0,beta=4]",
+    "pyramidkv": "[window=4,local=0,pyramid=4]",
+    "minference": "[vertical=4,slash=4,block=4]",
 }
 OWN = ("falcon",)
 """Architectures that keep their own attention."""
@@ -54,11 +59,15 @@ def spec(name: str, **options: object) -> str:
     return f"{name}[{','.join(given)}]"
 
 
+def budget_of(policy: str) -> int | None:
+    """None for one that keeps everything."""
+    return None if policy.partition("[")[0] in SPARSE else BUDGET
+
+
 @cache
 def llm_of(name: str, policy: str, draft: Any = "none", **options: Any) -> LLM:
-    return LLM(
-        (model_of(name), TOKENIZER), draft, cache=policy, kv_budget=BUDGET, chunk_size=CHUNK, compile=False, **options
-    )
+    limits = {"kv_budget": budget_of(policy), "chunk_size": CHUNK}
+    return LLM((model_of(name), TOKENIZER), draft, cache=policy, compile=False, **limits, **options)
 
 
 @cache
@@ -75,14 +84,15 @@ def params(**values: Any) -> SamplingParams:
 def drafted(name: str, policy: str, skill: Any, **values: Any) -> list[list[int]]:
     """The same, all at once, by a drafter that is right now and then."""
     drafter = skill(texts_of(PROMPTS, plain(name, policy)), "sometimes", VOCAB)
-    llm = LLM((model_of(name), TOKENIZER), drafter, cache=policy, kv_budget=BUDGET, chunk_size=CHUNK, compile=False)
+    limits = {"kv_budget": budget_of(policy), "chunk_size": CHUNK}
+    llm = LLM((model_of(name), TOKENIZER), drafter, cache=policy, compile=False, **limits)
     done = llm.generate(PROMPTS, params(**values))
     assert not llm.engine._drafting.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
     return [out.token_ids for out in done]
 
 
-@pytest.mark.parametrize("policy", WITHOUT_FILES)
+@pytest.mark.parametrize("policy", [*WITHOUT_FILES, *SPARSE])
 def test_reading_ahead_changes_nothing(policy: str) -> None:
     """Every policy, trees and a batch of unequal lengths, against each prompt alone."""
     assert drafted("llama", spec(policy), Branching, gamma=5) == plain("llama", spec(policy))
@@ -102,10 +112,48 @@ def heads_of(name: str) -> str:
     return str(folder)
 
 
+@pytest.mark.parametrize("name", ["locret", "infllm"])
+def test_any_policy_may_have_a_pyramid(name: str) -> None:
+    """Budgets fall from layer to layer, a head has 24 on average, and reading ahead changes nothing of that either."""
+    pyramid = spec("infllm", pyramid=4) if name == "infllm" else f"locret:{heads_of('llama')}[local=4,pyramid=4]"
+    assert drafted("llama", pyramid, Branching, gamma=5) == plain("llama", pyramid)
+    target = llm_of("llama", pyramid).target
+    last = len(PROMPTS[2]) + (NEW - 1) // target.keeping.every * target.keeping.every
+    held = [last - int(gone) for gone in target.cache.dropped[0, :, 0]]
+    assert held[0] > held[1] == BUDGET > held[2] and sum(held) == 3 * BUDGET
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "gpt_neox", "gemma2", "granite", "stablelm"])
 def test_reading_ahead_with_retaining_heads(name: str) -> None:
     policy = f"locret:{heads_of(name)}[local=4]"
     assert drafted(name, policy, Branching, gamma=4) == plain(name, policy)
+
+
+@cache
+def merging_of(name: str) -> str:
+    """A folder with convolutions of random weights for this architecture."""
+    shapes = llm_of(name, "recency").target.cache.shapes
+    dims = tuple((layer.key_dim, layer.value_dim) for layer in shapes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = Convolutions(MergingShape(dims, tuple(layer.heads for layer in shapes), 6))
+    folder = Path(tempfile.mkdtemp()) / name
+    write_merging(made, folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("policy", ["h2o", "locret", "h2o where positions move"])
+def test_reading_ahead_where_what_goes_is_merged(policy: str, name: str) -> None:
+    before = {
+        "h2o": spec("h2o"),
+        "locret": f"locret:{heads_of(name)}[local=4]",
+        "h2o where positions move": spec("h2o", positions="reassigned"),
+    }[policy]
+    if name == "gpt2" and "move" in policy:
+        pytest.skip("its positions do not move")
+    merged = f"{before}+lococo:{merging_of(name)}"
+    assert drafted(name, merged, Branching, gamma=4) == plain(name, merged) != plain(name, before)
 
 
 def test_scores_of_heads_are_those_of_the_module() -> None:
@@ -169,9 +217,10 @@ def test_reading_ahead_where_positions_move(policy: str) -> None:
     )
 
 
+@pytest.mark.parametrize("policy", ["h2o", "minference"])
 @pytest.mark.parametrize("name", [name for name in (*CONFIGS, "gemma", "mixtral", "deepseek_v3") if name not in OWN])
-def test_every_architecture(name: str) -> None:
-    assert drafted(name, spec("h2o"), Branching, gamma=3) == plain(name, spec("h2o"))
+def test_every_architecture(name: str, policy: str) -> None:
+    assert drafted(name, spec(policy), Branching, gamma=3) == plain(name, spec(policy))
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "granite", "stablelm"])
@@ -210,8 +259,32 @@ def test_what_stays_is_what_attention_sees(name: str) -> None:
     """Streaming, by transformers with a mask over the whole text: the text and its probabilities."""
     llm = llm_of(name, "streaming[sinks=4,local=4]")
     (out,) = llm.generate([PROMPTS[0]], params())
+    is_of(name, out, seen(len(PROMPTS[0]) + NEW, len(PROMPTS[0])))
+
+
+def seen_in_part(length: int, prompt_tokens: int) -> Tensor:
+    """(length, length) bool: what each row sees of the first 3 columns and the nearest 5 diagonals of blocks of 4 rows,
+    which begin with every chunk; rows behind the prompt see everything.
+    """
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    for chunk in range(0, prompt_tokens, CHUNK):
+        end = min(chunk + CHUNK, prompt_tokens)
+        for block in range(chunk, end, 4):
+            mask[block : min(block + 4, end), 3 : max(3, block - 4)] = False
+    return mask
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "olmo2", "granite", "gpt_neox"])
+def test_what_prompts_look_at_is_what_attention_sees(name: str) -> None:
+    """The same of a pattern that is the same for all texts."""
+    llm = llm_of(name, "minference[pattern=a-shape,vertical=3,slash=5,block=4]")
+    (out,) = llm.generate([PROMPTS[0]], params())
+    is_of(name, out, seen_in_part(len(PROMPTS[0]) + NEW, len(PROMPTS[0])))
+
+
+def is_of(name: str, out: Generation, mask: Tensor) -> None:
+    """Whether transformers writes this text, with these probabilities, where rows see that; and another one else."""
     model, tokens = model_of(name), [*PROMPTS[0], *out.token_ids]
-    mask = seen(len(tokens), len(PROMPTS[0]))
     added = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)[None, None]
     with torch.no_grad():
         logits = model(torch.tensor([tokens]), attention_mask=added).logits[0]
@@ -219,7 +292,7 @@ def test_what_stays_is_what_attention_sees(name: str) -> None:
     assert rows.argmax(-1).tolist() == out.token_ids
     for row, entry in zip(rows, out.trace, strict=True):
         assert float(row.max()) == pytest.approx(entry.target_prob, abs=2e-4)
-    assert greedy(model, PROMPTS[0], NEW) != out.token_ids, "what was dropped did not matter"
+    assert greedy(model, PROMPTS[0], NEW) != out.token_ids, "what was not seen did not matter"
 
 
 def test_expected_attention_is_a_mean_over_queries() -> None:

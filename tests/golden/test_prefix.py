@@ -19,7 +19,7 @@ TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 
 CACHES: dict[str, dict[str, Any]] = {
     "full": {},
     "h2o": {"cache": "h2o[local=4]", "kv_budget": 24, "chunk_size": 16},
-    "pyramidkv": {"cache": "pyramidkv[window=4,local=0,beta=4]", "kv_budget": 24, "chunk_size": 16},
+    "pyramidkv": {"cache": "pyramidkv[window=4,local=0,pyramid=4]", "kv_budget": 24, "chunk_size": 16},
     "packed": {"cache": "quant-4[residual=16]", "chunk_size": 16},
     "h2o, packed": {"cache": "h2o[local=4]+quant-4[residual=8]", "kv_budget": 44, "chunk_size": 16},
     "infllm": {"cache": "infllm[block=4,sinks=4,local=4]", "kv_budget": 24, "chunk_size": 16},

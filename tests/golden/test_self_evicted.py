@@ -58,10 +58,11 @@ def test_turns() -> None:
 
 
 def test_an_excerpt_has_the_best_pages() -> None:
-    """The first page, those whose mean key the query likes best, and the last tokens, ascending."""
-    pages = torch.zeros(1, 20, 4)
-    pages[0, 7, 0] = pages[0, 12, 0] = 3.0
-    (columns,) = _pages(pages, torch.tensor([1.0, 0, 0, 0]), 20 * PAGE + 5, 64, 0).tolist()
+    """The first page, those with a key that the query may like best, and the last tokens, ascending."""
+    pages = torch.zeros(1, 20, 8)  # the least numbers of keys, then the largest
+    pages[0, 7, 4] = 3.0
+    pages[0, 12, 1] = -3.0
+    (columns,) = _pages(pages, torch.tensor([1.0, -1.0, 0, 0]), 20 * PAGE + 5, 64, 0).tolist()
     assert columns[:48] == [*range(16), *range(7 * 16, 8 * 16), *range(12 * 16, 13 * 16)]
     assert columns[48:] == list(range(20 * PAGE + 5 - 16, 20 * PAGE + 5))
 

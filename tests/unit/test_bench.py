@@ -338,6 +338,14 @@ def test_the_meter_counts_what_passes_hold_and_read(pair: BenchConfig) -> None:
     with Meter(llm.engine) as both:
         llm.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
     assert both.figures()["kv_bytes"] > 6 * llm.target.cache.pair_bytes
+    kept = {"cache": "streaming[local=4]", "kv_budget": 16, "chunk_size": 16}
+    for options, held in ((kept, 16 + 8), (kept | {"cache": "streaming[local=4]+quant-8[residual=32]"}, None)):
+        bounded = Undrafted(LLM(pair.target, "none", compile=False, **options))  # type: ignore[arg-type]
+        with Meter(bounded.engine) as meter:
+            bounded.generate([[5] * 48], SamplingParams(max_new_tokens=9, ignore_eos=True))
+        last = bounded.engine.target.cache.pair_bytes
+        most = 16 + 16  # what stays at a border, and the next chunk
+        assert meter.figures()["kv_bytes"] == most * last if held else meter.figures()["kv_bytes"] < (48 + 8) * last
     own = Undrafted(plain_llm := LLM(pair.target, "none", compile=False), EarlyExit(FirstLayers(plain_llm.target, 1)))
     with Meter(own.engine) as shared:
         own.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
@@ -434,6 +442,25 @@ def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
     assert all(line["equal"] and line["tau"] >= 1 for line in found.lines)
     assert found.lines[0]["draft_share"] == 0
     assert all(0 < line["draft_share"] < 1 for line in found.lines[1:])
+
+
+@pytest.mark.skipif(native() is None, reason="no compiled kernels here")
+def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
+    found = suites.ROWS["evicted"](dataclasses.replace(pair, contexts=(16, 32)), suites.Note())
+    assert [line["context"] for line in found.lines] == [16, 32]
+    assert all(line["equal"] and line["ratio"] > 0 for line in found.lines)
+    assert all(line["acceptance_rate"] == 1 for line in found.lines)  # all pairs are in such an excerpt
+    with pytest.raises(InputError, match=r"contexts has 100000 tokens, and the prompts together have \d+"):
+        suites.ROWS["evicted"](dataclasses.replace(pair, contexts=(100000,)), suites.Note())
+
+
+def test_row_of_the_drop_in(pair: BenchConfig) -> None:
+    """transformers' own loop and ours, one text at a time and all together, write the same."""
+    found = suites.ROWS["dropin"](pair, suites.Note())
+    names = [line["name"] for line in found.lines]
+    assert names[0].startswith("transformers assisted") and "custom_generate" in names
+    assert names[-1].startswith("custom_generate, batch of")
+    assert all(line["equal"] for line in found.lines)
 
 
 def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:

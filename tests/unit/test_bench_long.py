@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.long.books import Passage, compared, followed, passages
-from sakiyomi.bench.long.config import LongConfig, budget_pairs, parse_bytes
+from sakiyomi.bench.long.config import LongConfig, budget_pairs
 from sakiyomi.bench.long.failures import caught
 from sakiyomi.bench.long.fit import longest, slope
 from sakiyomi.bench.long.process import apart
@@ -33,7 +33,7 @@ from sakiyomi.cli import app
 from sakiyomi.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.llm import LLM
 from sakiyomi.longtasks import TASKS
-from sakiyomi.memory import peak_bytes, resident_bytes
+from sakiyomi.memory import parse_bytes, peak_bytes, resident_bytes
 from sakiyomi.params import SamplingParams
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -381,12 +381,14 @@ def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
 
 
 def test_pairs_that_are_kept_elsewhere_are_counted_apart(pair: tuple[Any, Any]) -> None:
-    config = toy_config(systems=("full", "infllm[block=8,sinks=4,local=8]"), budgets=("48",), chunk_size=32)
+    names = ("full", "minference[vertical=8,slash=8,block=8]", "infllm[block=8,sinks=4,local=8]")
+    config = toy_config(systems=names, budgets=("48",), chunk_size=32)
     row, memory = run(dataclasses.replace(config, lengths=("128", "400")), target=pair)
-    _, full, _, recalled = row.lines
-    assert recalled["state"] == "", row.notes
+    _, full, _, in_part, _, recalled = row.lines
+    assert recalled["state"] == in_part["state"] == "", row.notes
+    assert in_part["kv_bytes"] == full["kv_bytes"] and memory.lines[1]["class"] == "full"
     assert recalled["far_bytes"] >= full["kv_bytes"] // 2 and "far_bytes" not in full
-    assert memory.lines[1]["class"] == "reduced" and memory.lines[1]["on_paper"] == 1.0
+    assert memory.lines[2]["class"] == "reduced" and memory.lines[2]["on_paper"] == 1.0
 
 
 def test_a_context_beyond_the_positions_is_refused(pair: tuple[Any, Any]) -> None:

@@ -567,6 +567,9 @@ def test_prompts_that_cannot_be_meant(prompts: Any, message: str) -> None:
     [
         {"cache": "h2o"},
         {"kv_budget": 100},
+        {"kv_memory": "much", "cache": "h2o"},
+        {"kv_memory": "1GiB"},
+        {"kv_memory": "1GiB", "kv_budget": 100, "cache": "h2o"},
         {"quantize": "int3"},
         {"quantize": True},
         {"compile": "maybe"},

@@ -18,6 +18,7 @@ from sakiyomi.tree import DRAFT_KINDS
 from sakiyomi.verifiers.base import Rule
 
 ROOT = Path(__file__).resolve().parents[2]
+TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "add-a-drafter.md").read_text(encoding="utf-8")
 
 
@@ -45,6 +46,15 @@ def test_the_guides_code_runs() -> None:
     body = code.partition("class Echo:\n")[2].partition("\nllm =")[0]
     assert len([line for line in body.splitlines() if line.strip()]) <= 10
     assert 0.0 <= float(run("-c", code)) <= 1.0
+
+
+def test_generate_of_transformers() -> None:
+    shown = run(str(ROOT / "examples" / "transformers_generate.py"), "--quick")
+    assert shown.splitlines()[-1] == "greedy, the same tokens as transformers alone: True"
+    (code,) = re.findall(r"^```python\n(.*?)^```", TRANSFORMERS, re.DOTALL | re.MULTILINE)
+    eager = code.replace("=sakiyomi.custom_generate", "=sakiyomi.custom_generate.using(compile=False)")
+    assert eager != code  # graphs would be compiled for two texts
+    assert run("-c", eager).startswith("['Once upon a time")
 
 
 def test_the_guide_knows_all_kinds_rules_and_files() -> None:

@@ -1,4 +1,7 @@
-"""Packed keys and values: what rounding does to them, what they take, and attention that reads them as they are."""
+"""Packed keys and values: what rounding does to them, what they take, and attention that reads them as they are.
+
+Those with levels fitted to a model are in test_leveled_pairs.py, but for attention, which is here for all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sakiyomi.cache.leveled_pairs import LeveledPacking, LeveledPairs
 from sakiyomi.cache.packed_pairs import (
     BITS,
     GROUP,
@@ -28,6 +32,7 @@ from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.policies import read_cache
+from turning import fit
 
 native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -109,9 +114,9 @@ def test_bytes(bits: int) -> None:
     assert packed is not None
     cache.reserve(0, 600)
     packed.take(packed.larger(1, 8192), 1, 8192)
-    stores = (*packed.key_codes, *packed.key_scales, *packed.value_codes, *packed.value_scales)
+    stored = sum(store.nbytes for stores in packed.stores for store in stores)
     beside = 2 * 4 * 607 * 128 * 2
-    assert sum(store.nbytes for store in stores) == cache.bytes - beside == 2 * 4 * 8192 * 128 * (bits + 1) // 8
+    assert stored == cache.bytes - beside == 2 * 4 * 8192 * 128 * (bits + 1) // 8
     assert sum(store.nbytes for store in (*cache.keys, *cache.values)) == beside
 
 
@@ -228,7 +233,7 @@ class Case:
     """One layer in one pass; every head of a slot may have dropped and packed another number."""
 
     shape: LayerShape
-    bits: int
+    packing: Packing
     group: int
     segments: tuple[Segment, ...]
     scaling: float
@@ -249,6 +254,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     dims = st.sampled_from([8, 13, 16, 32, 40, 64, 72, 80, 128])
+    packing = draw(st.sampled_from([kind(bits, 0) for kind in (Packing, LeveledPacking) for bits in kind.choices]))
     heads = draw(st.integers(1, 3))
     segments, counts = [], {}
     even = draw(st.booleans())
@@ -259,12 +265,12 @@ def cases(draw: st.DrawFn) -> Case:
         length = draw(st.integers(0, 200))
         segments.append(Segment(slot, length, [0] * count, None if prompt else parents, prompt=prompt))
         for head in range(heads):
-            dropped = draw(st.integers(0, length))
+            dropped = draw(st.integers(0, length)) if packing.with_policies else 0
             packed = draw(st.integers(0, (length - dropped) // 32)) * 32
             counts[slot, head] = counts[slot, 0] if even and head else (packed, dropped)
     return Case(
         LayerShape(heads, draw(dims), draw(dims)),
-        draw(st.sampled_from(BITS)),
+        packing,
         draw(st.integers(1, 4)),
         tuple(segments),
         draw(st.sampled_from([1.0, 0.3])),
@@ -275,9 +281,18 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+def storage(shape: LayerShape, packing: Packing) -> PackedPairs:
+    """Of one layer, fitted to noise."""
+    packed = packing.storage([shape], 3)
+    if packing.fitted:
+        assert isinstance(packed, LeveledPairs)
+        fit(packed, random(shape.heads, 256, shape.key_dim), random(shape.heads, 256, shape.value_dim))
+    return packed
+
+
 def filled(case: Case, dtype: torch.dtype, native: NativeModel | None) -> SlotCache:
     """A cache full of noise, with so many columns packed and dropped."""
-    packed = PackedPairs([case.shape], Packing(case.bits, 0), 3)
+    packed = storage(case.shape, case.packing)
     heads = case.shape.heads
     cache = SlotCache(
         [case.shape],
@@ -392,11 +407,13 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
 
 
 def test_specs() -> None:
-    assert read_cache("full") == (None, None)
-    assert read_cache("quant-8") == (None, Packing(8, 64))
-    assert read_cache("quant-2[residual=96]") == (None, Packing(2, 96))
+    assert read_cache("full") == (None, None, None)
+    assert read_cache("quant-8") == (None, Packing(8, 64), None)
+    assert read_cache("quant-2[residual=96]") == (None, Packing(2, 96), None)
+    assert read_cache("kvquant-3[residual=96]") == (None, LeveledPacking(3, 96), None)
+    assert read_cache("kvquant-4") != read_cache("quant-4")
     for spec in ("h2o[sinks=2]+quant-4", "quant-4+h2o[sinks=2]"):
-        policy, packing = read_cache(spec)
+        policy, packing, _ = read_cache(spec)
         assert policy is not None and policy.name == "h2o" and policy.sinks == 2
         assert packing == Packing(4)
 
@@ -406,10 +423,13 @@ def test_specs() -> None:
     [
         ("quant-3", r"'3' bits; expected quant-8, quant-4 or quant-2"),
         ("quant-", r"'' bits"),
-        ("quant-4+quant-8", r"at most one policy and one of quant-8"),
+        ("kvquant-8", r"'8' bits; expected kvquant-4, kvquant-3 or kvquant-2"),
+        ("kvquant-4[bits=2]", r"kvquant-4\[residual=64"),
+        ("kvquant-4+quant-4", r"at most one policy"),
+        ("quant-4+quant-8", r"at most one policy .* one of quant-8"),
         ("h2o+quant-4+snapkv", r"at most one policy"),
         ("full+quant-4", r"at most one policy"),
-        ("h2o+snapkv", r"one of each as h2o\+quant-4"),
+        ("h2o+snapkv", r"at most one policy.* as h2o\+quant-4"),
         ("quant-4[bits=2]", r"residual=64"),
         ("quant-4[residual=-1]", r"residual=64"),
         ("quant", r"quant-8, quant-4"),

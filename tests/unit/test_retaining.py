@@ -27,6 +27,7 @@ from sakiyomi.retaining.formats import fingerprint, read_heads, write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, default_width
 from sakiyomi.retaining.labels import attention_heard, kv_heads_of, largest_chances, largest_logits
 from sakiyomi.retaining.raw import Raw, find_projections
+from sakiyomi.train.heads_loss import heads_loss
 from toys import tiny_llama, tiny_tokenizer
 
 OWN_ATTENTION = ("falcon", "falcon-multi-query", "falcon-multi-head")
@@ -277,7 +278,7 @@ def test_labels_are_the_maxima_of_the_whole_matrix(name: str, monkeypatch: pytes
     expected, logits = heard_by_eager(model, ids)
     found: dict[int, Tensor] = {}
 
-    def heard(layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> None:
+    def heard(layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float, window: int) -> None:
         found[layer] = largest_logits(queries[:, tokens:], keys[:, :tokens], scaling, softcap)
 
     with attention_heard(model, heard), torch.no_grad():
@@ -298,7 +299,7 @@ def test_a_soft_cap_and_windows_by_rows_give_the_models_own_logits(monkeypatch: 
     caps: list[float] = []
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
-        with attention_heard(model, lambda layer, q, k, scaling, softcap: caps.append(softcap)):
+        with attention_heard(model, lambda layer, q, k, scaling, softcap, window: caps.append(softcap)):
             found = model(input_ids=ids, use_cache=False).logits
     assert caps == [2.0] * 3
     assert torch.allclose(found, expected, atol=2e-4, rtol=1e-3)
@@ -316,6 +317,32 @@ def test_chances_are_the_maxima_of_the_softmax(monkeypatch: pytest.MonkeyPatch) 
     matrix = matrix.masked_fill(torch.ones(17, 17).triu(1).bool(), -torch.inf).log_softmax(2)
     expected = matrix.view(2, 2, 17, 17)[:, :, 10:, :10].amax((1, 2))
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+def test_tokens_outside_a_layers_window_have_no_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both labels against the whole matrix; windows as a model's layers have them, and nothing is learnt there."""
+    monkeypatch.setattr(labels, "ROWS", 3)
+    monkeypatch.setattr(labels, "COLUMNS", 4)
+    torch.manual_seed(0)
+    queries, keys, tokens, window = torch.randn(4, 17, 8), torch.randn(2, 17, 8), 10, 6
+    matrix = 0.3 * torch.einsum("gqd,gkd->gqk", queries, keys.repeat_interleave(2, 0))
+    rows, columns = torch.arange(17)[:, None], torch.arange(17)
+    matrix = matrix.masked_fill((columns > rows) | (columns <= rows - window), -torch.inf)
+    own = queries[:, tokens:]
+    found = (
+        largest_logits(own, keys[:, :tokens], 0.3, window=window),
+        largest_chances(own, keys, tokens, 0.3, window=window),
+    )
+    for each, right in zip(found, (matrix, matrix.log_softmax(2)), strict=True):
+        torch.testing.assert_close(each, right.view(2, 2, 17, 17)[:, :, tokens:, :tokens].amax((1, 2)))
+        assert each[:, :5].isneginf().all() and each[:, 5:].isfinite().all()
+    scores = torch.zeros(tokens, 2, requires_grad=True)
+    heads_loss(scores, found[0].T, 1.0, 0.0, 1.0).backward()
+    assert scores.grad is not None and not scores.grad[:5].any() and scores.grad[5:].all()
+    windows: dict[int, int] = {}
+    with attention_heard(model_of("gemma2"), lambda layer, *told: windows.update({layer: told[-1]})), torch.no_grad():
+        model_of("gemma2")(input_ids=torch.tensor([prompt(9)]), use_cache=False)
+    assert 0 in windows.values() and max(windows.values()) > 0
 
 
 @pytest.mark.parametrize("name", OWN_ATTENTION)

@@ -19,6 +19,7 @@ from sakiyomi.train.checkpoint import load_checkpoint
 from sakiyomi.train.config import (
     DraftConfig,
     EditsConfig,
+    LococoConfig,
     NgramConfig,
     RetainingConfig,
     TargetConfig,
@@ -50,6 +51,7 @@ def flags(config: object, *, leave_out: tuple[str, ...] = ()) -> list[str]:
         ("target", TargetConfig),
         ("draft", DraftConfig),
         ("retaining", RetainingConfig),
+        ("lococo", LococoConfig),
         ("ngram", NgramConfig),
         ("edits", EditsConfig),
         ("tones", TonesConfig),

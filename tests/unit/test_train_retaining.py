@@ -19,7 +19,7 @@ import transformers as hf
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from architectures import ALL, make, model_of, prompt, widen
+from architectures import ALL, make, model_of, prompt
 from sakiyomi import InputError, LoadError, UnsupportedError, embedded
 from sakiyomi.longtasks import Example
 from sakiyomi.retaining.formats import read_heads
@@ -33,17 +33,7 @@ from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, sh
 from sakiyomi.train.retaining import train_retaining
 from sakiyomi.train.schedule import Schedule
 from toys import tiny_tokenizer
-from train_toys import NAMES, losses, stop_at, stories, tiny_gpt2, tiny_target
-
-
-def question_file(path: Path, count: int = 40, seed: int = 0, **more: str) -> Path:
-    """Stories, a question about each, and its answer."""
-    lines = []
-    for i, text in enumerate(stories(count, seed)):
-        name = NAMES[i % len(NAMES)]
-        lines.append(json.dumps({"prompt": f"{text} Who went home?", "answer": f" {name} went home."} | more) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
-    return path
+from train_toys import losses, question_file, stop_at, tiny_gpt2, tiny_target, wide_target
 
 
 def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingConfig:
@@ -62,15 +52,6 @@ def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingCon
         "device": "cpu",
     }
     return RetainingConfig(**(settings | changes))
-
-
-def wide_target(folder: Path) -> Path:
-    """A tiny target whose attention looks at some tokens more than at others, as a trained one's does."""
-    path = tiny_target(folder)
-    model = hf.AutoModelForCausalLM.from_pretrained(path)
-    widen(model)
-    model.save_pretrained(path)
-    return path
 
 
 # ---------------------------------------------------------------- a run
@@ -456,7 +437,9 @@ def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert summary["held_out"]["echo"]["rows"] == 3
     assert read_heads(summary["model"]).recipe["tasks"] == "echo@2"
     more = {"data": (), "valid": (), "out": str(tmp_path / "other")}
-    assert train_retaining(retaining_config(tmp_path, target, tasks="echo", **more))["held_out"].keys() == {"echo"}
+    alone = train_retaining(retaining_config(tmp_path, target, tasks="echo", **more))
+    assert alone["held_out"].keys() == {"echo"}
+    assert "## Data\n\n- task `echo`" in (Path(alone["model"]) / "README.md").read_text(encoding="utf-8")
     for tasks, words in (("echo,passkey", "no task is called 'passkey'"), ("echo@x", "two numbers")):
         with pytest.raises(InputError, match=words):
             train_retaining(retaining_config(tmp_path, target, tasks=tasks, out=str(tmp_path / "more")))

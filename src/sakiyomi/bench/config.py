@@ -19,16 +19,17 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
-            offload, exact, compiling, peers, medusa, typical; and grounded if it is named, for a pair of `train
-            edits` or `train tones`.
+            dropin, offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted, and grounded
+            for a pair of `train edits` or `train tones`.
         target: embedded name, folder or hub id; rows of the random model do not use it.
-        draft: auto (tales-draft, for tales alone), or model:FOLDER.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
-        quantize: int8 or int4 rounds the weights of our own target to so many bits; row bookkeeping does not use it,
-            rows passes and peers measure all. Our text then is compared with our own plain text, not with others'.
+        quantize: int8 or int4 rounds the weights of our own target to so many bits; rows bookkeeping and dropin do not
+            use it, rows passes and peers measure all. Our text then is compared with our own plain text, not with
+            others'.
         gamma: draft tokens a round, the same for every contender.
         repeats: laps that count; one more is run before them.
         max_new_tokens: new tokens of each text.
@@ -36,6 +37,7 @@ class BenchConfig:
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
         count: prompts that are used at most.
+        contexts: tokens of the contexts in row evicted (again for each), of the prompts joined.
         batch_sizes: requests at once in the row sweep (again for each), up to what memory takes.
         quality: held-out text; of rows about a pair the perplexity of each contender's weights on its beginning is
             shown. Where prompts carry a reference or an answer, so is the share of texts that begin with it.
@@ -57,6 +59,7 @@ class BenchConfig:
     prompt_tokens: int = 64
     prompts: str | None = None
     count: int = 8
+    contexts: tuple[int, ...] = (1024, 2048, 4096, 8192)
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     quality: str | None = None
     peers: bool = True
@@ -68,8 +71,9 @@ class BenchConfig:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize is {self.quantize!r}; expected {' or '.join(QUANTIZATIONS)}, or nothing")
-        if min(self.batch_sizes, default=0) < 1:
-            raise InputError(f"batch_sizes is {self.batch_sizes}; expected one size of at least 1, or more")
+        for name in ("batch_sizes", "contexts"):
+            if min(sizes := getattr(self, name), default=0) < 1:
+                raise InputError(f"{name} is {sizes}; expected one size of at least 1, or more")
 
     def texts(self) -> list[str]:
         """The prompts.
@@ -87,8 +91,11 @@ class BenchConfig:
         """
         return [None] * len(self.texts()) if self.prompts is None else read_references(self.prompts, self.count)
 
-    def check_pair(self) -> None:
+    def check_pair(self, *, alone: bool = False) -> None:
         """Refuse at once what a row about a pair would refuse after others have run.
+
+        Args:
+            alone: no row needs a draft model.
 
         Raises:
             InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
@@ -99,7 +106,7 @@ class BenchConfig:
 
         parse_dtype(self.dtype)
         parse_device(self.device)
-        for name in (self.target, self.draft_model):
+        for name in (self.target,) if alone else (self.target, self.draft_model):
             if is_packed(Path(name).expanduser()):
                 raise UnsupportedError(
                     f"{name!r} is a packed copy, which cannot be measured beside others; pass the model's own folder, "

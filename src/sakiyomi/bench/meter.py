@@ -10,6 +10,7 @@ from sakiyomi.machine import bandwidth
 from sakiyomi.outputs import Stats
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.slots import SlotCache
     from sakiyomi.generate import Engine
     from sakiyomi.kernels.plan import Plan
 
@@ -41,7 +42,7 @@ class Meter:
     def __init__(self, engine: Engine) -> None:
         self._target = engine.target
         draft = getattr(engine.drafter, "model", None)
-        self._counts = {model: _Passes() for model in (engine.target, draft) if model is not None}
+        self._counts = {model: _Passes(model.cache) for model in (engine.target, draft) if model is not None}
 
     def __enter__(self) -> Meter:
         for model, passes in self._counts.items():
@@ -61,28 +62,31 @@ class Meter:
         """
         held: dict[int, int] = {}  # by cache: the target's first layers have none of their own
         for model, seen in self._counts.items():
-            held[id(model.cache)] = max(held.get(id(model.cache), 0), model.cache.pair_bytes * seen.most)
+            held[id(model.cache)] = max(held.get(id(model.cache), 0), seen.most)
         found = {"kv_bytes": float(sum(held.values()))}
         passes, weights = self._counts[self._target], self._target.weight_bytes
         if weights is not None and passes.seconds:
-            read = passes.count * weights + passes.pairs * self._target.cache.pair_bytes
-            found["bandwidth_share"] = read / passes.seconds / _ceiling(str(self._target.device))
+            found["bandwidth_share"] = (
+                (passes.count * weights + passes.read) / passes.seconds / _ceiling(str(self._target.device))
+            )
         return found
 
 
 class _Passes:
-    """Of one model: decoding passes, their seconds, KV pairs that they read, and the most pairs of any pass."""
+    """Of one model: decoding passes, their seconds, bytes of keys and values that they read; the most of any pass."""
 
-    def __init__(self) -> None:
-        self.count = self.pairs = self.most = 0
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+        self.count = self.read = self.most = 0
         self.seconds = 0.0
 
     def add(self, plan: Plan, seconds: float) -> None:
-        pairs = sum(part.length + len(part.tokens) for part in plan.parts)
-        self.most = max(self.most, pairs)
+        # What a budget has dropped is not there, and what is packed is small: the cache knows.
+        held = sum(self._cache.held_bytes(part.slot, part.length + len(part.tokens)) for part in plan.parts)
+        self.most = max(self.most, held)
         # A prompt's pass computes more than it reads, and an empty one was only timed.
         if plan.parts and not any(part.prompt for part in plan.parts):
-            self.count, self.pairs, self.seconds = self.count + 1, self.pairs + pairs, self.seconds + seconds
+            self.count, self.read, self.seconds = self.count + 1, self.read + held, self.seconds + seconds
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
             if lap:
                 found += times
     lines = [
-        _line(name, cached, {rows: seconds[name, cached, rows] for rows in ROWS}, target, speed)
+        _line(name, slots[name], cached, {rows: seconds[name, cached, rows] for rows in ROWS}, target, speed)
         for name, target in targets.items()
         for cached in CACHED
     ]
@@ -95,13 +95,13 @@ def _seconds(target: PackedModel, segment: Segment) -> float:
 
 
 def _line(
-    name: str, cached: int, seconds: dict[int, Sequence[float]], target: PackedModel, speed: float
+    name: str, slot: int, cached: int, seconds: dict[int, Sequence[float]], target: PackedModel, speed: float
 ) -> dict[str, Any]:
     """Medians and lowest by row count; bytes that a pass reads, and what they take at so many bytes a second."""
     line: dict[str, Any] = {"name": name, "cached": cached}
     for rows, found in seconds.items():
         line |= {f"ms_{rows}": 1000 * statistics.median(found), f"low_ms_{rows}": 1000 * min(found)}
-    weights, pairs = target.weight_bytes or 0, cached * target.cache.pair_bytes
+    weights, pairs = target.weight_bytes or 0, target.cache.held_bytes(slot, cached)
     return line | {
         "ratio_8_to_1": line["ms_8"] / line["ms_1"],
         "weight_bytes": weights,

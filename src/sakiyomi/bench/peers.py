@@ -23,26 +23,29 @@ class Transformers:
     Args:
         model: a transformers causal language model.
         assistant: a draft model of the same tokenizer; None: plain.
-        gamma: draft tokens a round, constant, with no confidence threshold: what our ``gamma=<number>`` is.
+        gamma: draft tokens a round, constant, with no confidence threshold: what our ``gamma=<number>`` is; None: what
+            transformers does by itself.
         stop: end tokens; the model's own if not given.
         lookup: instead of a draft model: draft tokens are what followed the last tokens where they stood before.
         tokenizers: of the target and of the draft model, where they are not the same.
+        loop: a decoding loop in the place of transformers' own (``custom_generate``).
     """
 
     def __init__(
         self,
         model: Any,
         assistant: Any | None = None,
-        gamma: int = 4,
+        gamma: int | None = 4,
         stop: Sequence[int] | None = None,
         *,
         lookup: bool = False,
         tokenizers: tuple[Any, Any] | None = None,
+        loop: Any = None,
     ) -> None:
         self.model, self.assistant, self.gamma, self.lookup = model, assistant, gamma, lookup
-        self._tokenizers: dict[str, Any] = {}
+        self._more: dict[str, Any] = {} if loop is None else {"custom_generate": loop}
         if tokenizers is not None:
-            self._tokenizers = {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
+            self._more |= {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
         self.stop = list(stop_tokens(model) if stop is None else stop)
         # An offloaded model is nowhere between its passes.
         self._device = torch.device("cpu") if model.device.type == "meta" else model.device
@@ -52,28 +55,39 @@ class Transformers:
 
         Of ``params`` length, temperature, top_k, top_p, seed, ignore_eos and logits_processors are read.
         """
-        ids = torch.tensor([list(prompt)], device=self._device)
+        return self.generate_batch([prompt], params)[0]
+
+    def generate_batch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
+        """The same of several prompts at once, padded on the left; alone transformers reads ahead for one only."""
+        longest = max(map(len, prompts))
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        ids = torch.tensor(padded, device=self._device)
         with ExitStack() as stack:
             own = self._config(self.model, params)
             own.prompt_lookup_num_tokens = self.gamma if self.lookup else None
             stack.enter_context(generation_settings(self.model, own))
-            extra: dict[str, Any] = {}
+            extra: dict[str, Any] = dict(self._more)
             if params.logits_processors:
                 from transformers import LogitsProcessorList
 
                 extra["logits_processor"] = LogitsProcessorList(params.logits_processors)
             if self.assistant is not None:
                 config = self._config(self.assistant, params)
-                config.num_assistant_tokens = self.gamma
-                config.num_assistant_tokens_schedule = "constant"
-                config.assistant_confidence_threshold = 0.0
+                if self.gamma is not None:
+                    config.num_assistant_tokens = self.gamma
+                    config.num_assistant_tokens_schedule = "constant"
+                    config.assistant_confidence_threshold = 0.0
                 stack.enter_context(generation_settings(self.assistant, config))
-                extra = {"assistant_model": self.assistant, **self._tokenizers}
+                extra["assistant_model"] = self.assistant
             if not params.greedy:
                 torch.manual_seed(params.seed or 0)
             with torch.no_grad():
-                done = self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **extra)
-        return [int(token) for token in done[0, ids.shape[1] :]]
+                done = self.model.generate(
+                    input_ids=ids, attention_mask=torch.tensor(mask, device=self._device), **extra
+                )
+        ends = () if params.ignore_eos else self.stop
+        return [_until_end(row, ends) for row in done[:, longest:].tolist()]
 
     def _config(self, model: Any, params: SamplingParams) -> Any:
         """Settings that do what ``params`` says and nothing else: penalties of the model's own are left out."""
@@ -91,6 +105,11 @@ class Transformers:
             config.top_k = params.top_k
             config.top_p = params.top_p
         return config
+
+
+def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Without the padding behind an end token."""
+    return tokens[: next((i for i, token in enumerate(tokens, start=1) if token in ends), len(tokens))]
 
 
 def _now(model: Any) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from sakiyomi.bench.report import Row, condition_line
 from sakiyomi.errors import InputError, LoadError, UnsupportedError
 
-__all__ = ["check", "draw"]
+__all__ = ["check", "draw", "save"]
 
 SUFFIXES = (".png", ".svg")
 # Dark enough to be read when the picture is shown small; the baseline steps back.
@@ -63,11 +63,20 @@ def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> bool:
         part.suptitle(f"{row.name}: {row.title}", fontsize=11)
         painter(part, row)
         part.supxlabel(_small(row.conditions), **FOOT)
+    save(figure, path)
+    return True
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a figure.
+
+    Raises:
+        LoadError: the file cannot be written.
+    """
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:
         raise LoadError(f"cannot write {path}: {error}; choose another --plot") from None
-    return True
 
 
 def _painter(row: Row) -> Callable[[Any, Row], None] | None:

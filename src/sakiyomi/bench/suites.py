@@ -11,6 +11,8 @@ from sakiyomi.bench.compiling import compiling
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.contest import peers
 from sakiyomi.bench.cross import cross
+from sakiyomi.bench.dropin import dropin
+from sakiyomi.bench.evicted import evicted
 from sakiyomi.bench.exactness import exact
 from sakiyomi.bench.grounded import grounded
 from sakiyomi.bench.lookup import lookup
@@ -53,6 +55,8 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "peers": peers,
     "cross": cross,
     "selfdraft": selfdraft,
+    "evicted": evicted,
+    "dropin": dropin,
     "medusa": medusa,
     "typical": typical,
     "grounded": grounded,
@@ -63,6 +67,9 @@ TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "com
 
 RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
 """Rows that make their own models."""
+
+ALONE = {"selfdraft", "evicted"}
+"""Rows of a target without a draft model."""
 
 
 def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
@@ -75,8 +82,8 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
     # Row cross needs a further model, which only who knows of it can name, row grounded another kind of pair, and the
-    # rows of heads some that belong to the target.
-    absent = {"grounded"} | ({"cross"} if config.cross is None else set())
+    # rows of heads some that belong to the target; row evicted takes long texts.
+    absent = {"grounded", "evicted"} | ({"cross"} if config.cross is None else set())
     absent |= {"medusa", "typical"} if config.heads is None and config.target != "tales" else set()
     wanted = config.rows or tuple(name for name in ROWS if name not in absent)
     if "compiling" in config.rows and not config.compile:
@@ -84,7 +91,7 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     if "peers" in config.rows and not config.peers:
         raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
     if set(wanted) - RANDOM:
-        config.check_pair()
+        config.check_pair(alone=set(wanted) <= RANDOM | ALONE)
     if {"medusa", "typical"} & set(wanted):
         config.medusa_heads  # noqa: B018
 

@@ -3,13 +3,15 @@
 After KIVI (arXiv 2402.02750): channels of keys differ much in size and tokens little, so 32 tokens of one channel share
 a scale; of values 32 channels of one token do. Both are asymmetric, number = low + code * step. A head's packed columns
 come first, then those in full precision, see ``slots.py``; this knows neither tokens nor when columns are packed.
+``leveled_pairs.py`` packs in another way, in the same storage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +19,44 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import LayerShape
+    from sakiyomi.model import PackedModel
 
-__all__ = ["BITS", "GROUP", "PackedPairs", "Packing", "pack", "pack_keys", "pack_values", "unpack"]
+__all__ = ["BITS", "GROUP", "PackedPairs", "Packing", "Sizes", "pack", "pack_keys", "pack_values", "unpack"]
 
 BITS = (8, 4, 2)
 GROUP = 32  # numbers that share a scale
 LARGEST = 65504.0  # of float16
 
 
-@dataclass(frozen=True, slots=True)
+Sizes = list[tuple[tuple[int, ...], torch.dtype]]
+"""Of one slot's stores in a layer: heads, groups or columns, and what each takes."""
+
+
+@dataclass(frozen=True)
 class Packing:
     """How a cache is packed.
 
     Attributes:
         bits: of a number, 8, 4 or 2.
         residual: tokens, the last ones at a border, that stay in full precision.
+        choices: bits that there are.
+        with_policies: whether it goes with a policy that drops pairs.
+        fitted: whether it is fitted to a model, on a text.
     """
 
     bits: int
     residual: int = 64
+    choices: ClassVar[tuple[int, ...]] = BITS
+    with_policies: ClassVar[bool] = True
+    fitted: ClassVar[bool] = False
+
+    def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> PackedPairs:
+        """Where columns are packed in this way, see ``PackedPairs``."""
+        return PackedPairs(shapes, self, places, limits)
 
     def group_bytes(self, shapes: Sequence[LayerShape]) -> int:
         """Bytes of 32 packed columns of all these layers."""
-        total = 0
-        for shape in shapes:
-            keys = shape.key_dim * (4 * self.bits + 4)
-            values = value_bytes(shape.value_dim, self.bits) + -(-shape.value_dim // GROUP) * 4
-            total += shape.heads * (keys + GROUP * values)
-        return total
+        return self.storage(shapes, 1).bytes(1, GROUP)
 
     @classmethod
     def residual_of(cls, options: str | None) -> int | None:
@@ -75,18 +87,34 @@ def pack(numbers: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     step = ((wide.amax(-1) - low.float()) / most).clamp(0, LARGEST).half()
     steps = step.float()[..., None]
     codes = ((wide - low.float()[..., None]) / torch.where(steps == 0, 1.0, steps)).round_().clamp_(0, most)
-    planes = codes.to(torch.uint8).unflatten(-1, (8 // bits, -1)).unbind(-2)
-    packed = planes[0]
-    for i, plane in enumerate(planes[1:], 1):
-        packed = packed | plane << i * bits
-    return packed, torch.stack([step, low], -1)
+    return pack_codes(codes.to(torch.uint8), bits), torch.stack([step, low], -1)
 
 
 def unpack(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     """What ``pack`` has packed, (..., n) float32."""
-    planes = [(codes >> i * bits) & (2**bits - 1) for i in range(8 // bits)]
     step, low = scales.float()[..., None].unbind(-2)
-    return low + torch.cat(planes, -1) * step
+    return low + unpack_codes(codes, bits) * step
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes, uint8 (..., n), n a multiple of 8, in the bytes that ``pack`` says; of 3 bits the lower two come first, as
+    2 bits would, and behind them the third, as 1 would.
+    """
+    if bits == 3:
+        return torch.cat([pack_codes(codes & 3, 2), pack_codes(codes >> 2, 1)], -1)
+    planes = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
+    packed: Tensor = planes[0]
+    for i, plane in enumerate(planes[1:], 1):
+        packed = packed | plane << i * bits
+    return packed
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """What ``pack_codes`` has packed, uint8 (..., n)."""
+    if bits == 3:
+        low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
+        return unpack_codes(low, 2) | unpack_codes(high, 1) << 2
+    return torch.cat([(packed >> i * bits) & (2**bits - 1) for i in range(8 // bits)], -1)
 
 
 def pack_keys(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -151,8 +179,7 @@ class PackedPairs:
     Attributes:
         count: (places, layers, heads of the largest layer) int32 on the CPU: packed columns of a slot's heads.
         room: columns that the largest layers have room for.
-        key_codes, key_scales, value_codes, value_scales: by layer, as ``pack_keys`` and ``pack_values`` give them, with
-            slots in front.
+        stores: of each kind, by layer, what ``sizes`` says, with slots in front; the third has a row for each column.
     """
 
     def __init__(
@@ -162,10 +189,46 @@ class PackedPairs:
         self._limits = None if limits is None else [packing.columns(limit) for limit in limits]
         self.count = torch.zeros(places, len(self.shapes), max(shape.heads for shape in shapes), dtype=torch.int32)
         self.room = self.slots = 0
-        self.key_codes: list[Tensor] = []
-        self.key_scales: list[Tensor] = []
-        self.value_codes: list[Tensor] = []
-        self.value_scales: list[Tensor] = []
+        self.stores: list[list[Tensor]] = [[] for _ in self.sizes(self.shapes[0], 0)]
+
+    def sizes(self, shape: LayerShape, columns: int) -> Sizes:
+        """Of the stores that so many columns of a layer take: key codes and scales, value codes and scales, as
+        ``pack_keys`` and ``pack_values`` give them.
+        """
+        keys, values = (shape.heads, columns // GROUP, shape.key_dim), (shape.heads, columns)
+        return [
+            ((*keys, 4 * self.bits), torch.uint8),
+            ((*keys, 2), torch.float16),
+            ((*values, value_bytes(shape.value_dim, self.bits)), torch.uint8),
+            ((*values, -(-shape.value_dim // GROUP), 2), torch.float16),
+        ]
+
+    def fit(self, model: PackedModel) -> None:
+        """Make ready for this model: nothing has to be known of it."""
+
+    def encode(self, layer: int, heads: slice, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:
+        """Columns (heads, n, dim) as they are stored, n a multiple of 32.
+
+        Args:
+            layer, heads: whose.
+            keys, values: as attention reads them.
+            first: place of the first one.
+        """
+        return [*pack_keys(keys, self.bits), *pack_values(values, self.bits)]
+
+    def decode(self, layer: int, heads: slice, held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values, float32 (heads, n, dim), of what ``encode`` gave for a text's first n columns."""
+        keys, key_scales, values, value_scales = held
+        dim = self.shapes[layer].value_dim
+        return unpack_keys(keys, key_scales, self.bits), unpack_values(values, value_scales, dim, self.bits)
+
+    def uniform(self, layer: int) -> list[Tensor | None]:
+        """For the kernels: key codes and scales, value codes and scales."""
+        return [store[layer] for store in self.stores]
+
+    def leveled(self, layer: int) -> tuple[list[Tensor], list[int]]:
+        """For the kernels, where codes stand for levels: what the first ones of ``sk_leveled`` are, and its numbers."""
+        return [], []
 
     def rooms(self, room: int) -> list[int]:
         """Columns of each layer, where the largest have so many."""
@@ -173,8 +236,8 @@ class PackedPairs:
 
     def bytes(self, slots: int, room: int) -> int:
         """Bytes of so large a storage."""
-        each = zip(self.shapes, self.rooms(room), strict=True)
-        return slots * sum(self.packing.group_bytes([shape]) * (columns // GROUP) for shape, columns in each)
+        each = [self.sizes(*layer) for layer in zip(self.shapes, self.rooms(room), strict=True)]
+        return slots * sum(math.prod(size) * dtype.itemsize for sizes in each for size, dtype in sizes)
 
     def wanted(self, columns: int) -> int:
         """How many packed columns a text of so many columns may come to."""
@@ -183,17 +246,10 @@ class PackedPairs:
 
     def larger(self, slots: int, room: int) -> list[list[Tensor]]:
         """New tensors of this size with what the present ones hold; ``take`` puts them in their place."""
-        fresh: list[list[Tensor]] = [[], [], [], []]
+        fresh: list[list[Tensor]] = [[] for _ in self.stores]
         for layer, (shape, columns) in enumerate(zip(self.shapes, self.rooms(room), strict=True)):
-            keys, values = (slots, shape.heads, columns // GROUP, shape.key_dim), (slots, shape.heads, columns)
-            sizes = (
-                ((*keys, 4 * self.bits), torch.uint8),
-                ((*keys, 2), torch.float16),
-                ((*values, value_bytes(shape.value_dim, self.bits)), torch.uint8),
-                ((*values, -(-shape.value_dim // GROUP), 2), torch.float16),
-            )
-            for new, old, (size, dtype) in zip(fresh, self._stores, sizes, strict=True):
-                store = torch.zeros(size, dtype=dtype, device=shape.device)
+            for new, old, (size, dtype) in zip(fresh, self.stores, self.sizes(shape, columns), strict=True):
+                store = torch.zeros((slots, *size), dtype=dtype, device=shape.device)
                 if old:
                     store[: self.slots, :, : old[layer].shape[2]] = old[layer]
                 new.append(store)
@@ -201,27 +257,22 @@ class PackedPairs:
 
     def take(self, fresh: list[list[Tensor]], slots: int, room: int) -> None:
         """Store in these tensors from now on."""
-        self.key_codes, self.key_scales, self.value_codes, self.value_scales = fresh
-        self.slots, self.room = slots, room
+        self.stores, self.slots, self.room = fresh, slots, room
 
-    @property
-    def _stores(self) -> tuple[list[Tensor], ...]:
-        return self.key_codes, self.key_scales, self.value_codes, self.value_scales
+    def _held(self, layer: int, slot: int, heads: slice | int, first: int, last: int) -> list[Tensor]:
+        """Views of what heads of a slot hold of columns [first, last), multiples of 32."""
+        own = [store[layer][slot, heads] for store in self.stores]
+        begins, ends = ([size[1] for size, _ in self.sizes(self.shapes[layer], columns)] for columns in (first, last))
+        axis = 1 if isinstance(heads, slice) else 0
+        return [store.narrow(axis, begin, end - begin) for store, begin, end in zip(own, begins, ends, strict=True)]
 
     def read(self, layer: int, slot: int, heads: slice, count: int) -> tuple[Tensor, Tensor]:
         """The first `count` columns of a slot's heads, keys and values, (heads, count, dim) float32."""
-        groups = count // GROUP
-        codes, scales, value_codes, value_scales = (store[layer][slot, heads] for store in self._stores)
-        return (
-            unpack_keys(codes[:, :groups], scales[:, :groups], self.bits),
-            unpack_values(value_codes[:, :count], value_scales[:, :count], self.shapes[layer].value_dim, self.bits),
-        )
+        return self.decode(layer, heads, self._held(layer, slot, heads, 0, count))
 
     def get(self, layer: int, slot: int, head: int) -> list[Tensor]:
-        """What one head of a slot holds: key codes and scales, value codes and scales."""
-        count = int(self.count[slot, layer, head])
-        sizes = (count // GROUP, count // GROUP, count, count)
-        return [store[layer][slot, head, :size] for store, size in zip(self._stores, sizes, strict=True)]
+        """What one head of a slot holds, of each kind of store."""
+        return self._held(layer, slot, head, 0, int(self.count[slot, layer, head]))
 
     def put(self, layer: int, slot: int, head: int, held: Sequence[Tensor]) -> None:
         """Have a head of a slot, of which the count is right, hold this, as ``get`` gave it."""
@@ -230,12 +281,14 @@ class PackedPairs:
 
     def append(self, layer: int, slot: int, heads: slice, keys: Tensor, values: Tensor) -> None:
         """Pack these columns behind those that are there, (heads, n, dim), n a multiple of 32."""
-        first, more = int(self.count[slot, layer, heads.start]), keys.shape[1]
-        groups = slice(first // GROUP, (first + more) // GROUP)
-        codes, scales, value_codes, value_scales = (store[layer][slot, heads] for store in self._stores)
-        codes[:, groups], scales[:, groups] = pack_keys(keys, self.bits)
-        value_codes[:, first : first + more], value_scales[:, first : first + more] = pack_values(values, self.bits)
-        self.count[slot, layer, heads] = first + more
+        first, last = (
+            int(self.count[slot, layer, heads.start]),
+            int(self.count[slot, layer, heads.start]) + keys.shape[1],
+        )
+        held = self._held(layer, slot, heads, first, last)
+        for store, new in zip(held, self.encode(layer, heads, keys, values, first), strict=True):
+            store.copy_(new)
+        self.count[slot, layer, heads] = last
 
     def rewrite(self, layer: int, slot: int, heads: slice, columns: Tensor, keys: Tensor, values: Tensor) -> None:
         """Hold other columns from now on.
@@ -255,7 +308,7 @@ class PackedPairs:
         self.count[slot, layer, heads] = count
         if not count:
             return
-        codes, scales, value_codes, value_scales = (store[layer][slot, heads] for store in self._stores)
+        codes, scales, value_codes, value_scales = (store[layer][slot, heads] for store in self.stores)
         columns = columns.to(codes.device)
         packed = zip((codes, scales), pack_keys(keys, self.bits), strict=True)
         of_values = zip((value_codes, value_scales), pack_values(values, self.bits), strict=True)

@@ -134,6 +134,21 @@ class SlotCache:
         beside = self.packed.bytes(slots, packed) if self.packed is not None else 0
         return slots * numbers * self.dtype.itemsize + beside
 
+    def held_bytes(self, slot: int, length: int) -> int:
+        """Bytes of the keys and values that a slot holds of a text of so many tokens, dropped ones included: what a
+        pass over it reads.
+        """
+        if self.dropped is None:
+            return self.pair_bytes * length
+        total = 0
+        for layer, shape in enumerate(self.shapes):
+            pair = shape.pair_bytes(self.dtype.itemsize) // shape.heads
+            total += pair * (shape.heads * length - int(self.dropped[slot, layer, : shape.heads].sum()))
+            if self.packed is not None:
+                groups = int(self.packed.count[slot, layer, : shape.heads].sum()) // GROUP
+                total += groups * self.packed.packing.group_bytes([shape]) // shape.heads
+        return total
+
     def _rooms(self, room: int) -> list[list[int]]:
         """Columns of each layer's heads, where the largest have so many."""
         if self.limits is None:
@@ -261,7 +276,9 @@ class SlotCache:
         slots, room = max(self.slots, requests), max(self.room, FIRST_ROOM, -(-(columns + self.spare) // STEP) * STEP)
         beside = max(self.packed.room, packed) if self.packed is not None else 0
         if (need := self._bytes(slots, room, beside)) > left:
-            pair = self.pair_bytes if self.packed is None else max(1, self.packed.bytes(1, GROUP) // GROUP)
+            pair = self.pair_bytes
+            if self.packed is not None:
+                pair = max(1, (self.packed.bytes(1, 2 * GROUP) - self.packed.bytes(1, GROUP)) // GROUP)
             raise MemoryLimitError(
                 f"the KV cache needs {need:,} bytes for {slots} requests of {room + beside} tokens, {left:,} are "
                 f"available; about {left // (pair * slots)} tokens a request fit: shorten the prompt or lower "
@@ -307,6 +324,10 @@ class SlotCache:
         self.keys, self.values, self.starts = keys, values, starts
         self.slots, self.room, self._untold = slots, room, True
         self.gather = None  # it knows the former tensors
+
+    def renew(self) -> None:
+        """Have pointers renewed before the next pass: what is packed is read in another way from now on."""
+        self._untold = True
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of the pass that wrote columns `length`, `length + 1`, ... keep these rows, in this order, and drop the rest.
@@ -433,16 +454,20 @@ class SlotCache:
             length: tokens of the text.
             source: of equal shapes, of which nothing was dropped.
             other: the slot there.
-            columns: of each layer (heads, n) int64, ascending.
+            columns: of each layer (heads, n) int64, ascending; n may differ by layer.
         """
         assert self.dropped is not None, "a cache without limits drops nothing"
-        count = columns[0].shape[1]
         for layer, chosen in enumerate(columns):
+            count = chosen.shape[1]
             for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
                 store = theirs[layer][other]
-                index = chosen.to(store.device)[..., None].expand(-1, -1, store.shape[2])
-                mine[layer][slot, :, :count] = store.gather(1, index)
-        self.dropped[slot] = self._least[slot] = self._absent[slot] = length - count
+                heads, room, dim = store.shape
+                # Whole rows are copied at once; gather would go number by number.
+                rows = chosen.to(store.device) + torch.arange(heads, device=store.device)[:, None] * room
+                found = store.reshape(-1, dim).index_select(0, rows.flatten())
+                mine[layer][slot, :, :count] = found.view(heads, count, dim)
+            self.dropped[slot, layer] = length - count
+        self._count_absent(slot)
 
     def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
         """Take the pairs of places [first, last) from another cache, see ``excerpt``."""

@@ -33,13 +33,14 @@ class ModelOptions:
 
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
-        draft: drafter: auto (tales-draft for tales, else none), none, model:FOLDER (an embedded name or a hub id
-            works as well), prompt-lookup, suffix or ngram (from the text itself; suffix:FILE remembers earlier texts,
-            ngram:FILE is trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its first layers), oracle:RATE
-            (the known answer, to measure what a draft could bring); several are joined by +.
-        cache: cache policy (h2o), bits of its numbers (quant-8, quant-4, quant-2), or both (h2o+quant-4); full keeps
-            everything as it is.
+        draft: drafter: auto (what tune has found, else tales-draft for tales, else none), none, model:FOLDER (an
+            embedded name or a hub id works as well), prompt-lookup, suffix or ngram (from the text itself; suffix:FILE
+            remembers earlier texts, ngram:FILE is trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its
+            first layers), oracle:RATE (the known answer, to measure what a draft could bring); several are joined by +.
+        cache: cache policy (h2o), bits of its numbers (quant-8, quant-4, quant-2; kvquant-4, kvquant-3, kvquant-2 at
+            levels fitted to the model), or both (h2o+quant-4); full keeps everything as it is.
         kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
+        kv_memory: bytes (2GiB) of one request's keys and values, in the place of kv_budget.
         chunk_size: tokens of a prompt that are read at once.
         dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
@@ -61,6 +62,7 @@ class ModelOptions:
     draft: str = "auto"
     cache: str = "full"
     kv_budget: str | None = None
+    kv_memory: str | None = None
     chunk_size: int | None = None
     dtype: str = "auto"
     device: str = "auto"
@@ -109,7 +111,14 @@ def load(model: ModelOptions) -> LLM:
         llm = model.load()
     if llm.target.rounding is not None:
         note(str(llm.target.rounding))
-    if model.draft == "auto" and llm.draft is None:
+    if llm.profile is not None:
+        found = llm.profile
+        note(
+            "sakiyomi tune has found that reading ahead does not pay here: writing without a draft"
+            if llm.draft is None
+            else f"draft {found.draft}, gamma {found.gamma}, as sakiyomi tune has found"
+        )
+    elif model.draft == "auto" and llm.draft is None:
         note(
             f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
         )
@@ -339,6 +348,7 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "Sequence[str | Sequence[int]]": (list[str], tuple),
     "tuple[str, ...]": (list[str], tuple),
     "tuple[int, ...]": (list[int], tuple),
+    "tuple[float, ...]": (list[float], tuple),
     "Mapping[int, float] | None": (list[str], _biases),
 }
 _EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}

@@ -17,6 +17,7 @@ from sakiyomi.train.config import (
     DistillDataConfig,
     DraftConfig,
     EditsConfig,
+    LococoConfig,
     MedusaConfig,
     NgramConfig,
     RetainingConfig,
@@ -107,6 +108,11 @@ _command(
     "retaining",
     RetainingConfig,
     "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",
+)
+_command(
+    "lococo",
+    LococoConfig,
+    "Train convolutions (LoCoCo) on a target that merge what a small cache drops.",
 )
 _command(
     "distill-data",

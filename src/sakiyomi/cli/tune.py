@@ -1,18 +1,19 @@
-"""``sakiyomi tune``: sizes that are fastest on this machine."""
+"""``sakiyomi tune``: the drafter and the sizes that are fastest on this machine."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.medusa.tuned import TuneConfig
+from sakiyomi.tuning.config import PairConfig
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    own = typer.Typer(
-        help="Find the sizes of drafts that are fastest on this machine.", no_args_is_help=True, rich_markup_mode=None
-    )
+    own = typer.Typer(rich_markup_mode=None)
     command(
         own,
         "medusa",
@@ -23,11 +24,102 @@ def register(app: typer.Typer) -> None:
         "measured passes. The result is kept beside the heads, and used from then on.",
     )(medusa)
 
-    @own.callback()
-    def _group() -> None:
-        """A callback keeps `tune` a group of commands even while it has one."""
-
+    command(
+        own,
+        None,
+        PairConfig,
+        JsonOption,
+        help="Find the drafter and gamma that are fastest for a target on this machine.\n\nEvery drafter that is "
+        "there, and those that are given, writes a few texts: how often each place of its drafts is right, and what "
+        "draft, pass and the rest of a round take, predict the speed of every length; the best few are run on other "
+        "prompts. What is fastest is kept, and used by draft auto from then on; it may be not to speculate.",
+    )(pair)
     app.add_typer(own, name="tune")
+
+
+def pair(config: PairConfig, output: JsonOption) -> None:
+    """Run the command without a name of its own."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
+
+    with progress("loading") as status:
+        from sakiyomi.tuning.search import tune
+
+        quiet()
+        found = tune(config, status.update)
+    console = stdout()
+    table([_drafter(row) for row in found["drafters"] if "refused" not in row], title="drafters, at chains of 8")
+    for row in found["drafters"]:
+        if "refused" in row:
+            console.out(f"{row['draft']}: {row['refused']}", highlight=False)
+    console.out()
+    table(_configurations(found), title="configurations, tokens/s behind the prompt")
+    for line in _summary(found):
+        console.out(line, highlight=False)
+    if output.json:
+        emit_json(found)
+
+
+def _drafter(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "draft": row["draft"],
+        "drafts": row["hit"],
+        "alpha": row["alpha"],
+        "by place": " ".join(f"{alpha:.2f}" for alpha in row["alphas"][:4]),
+        "by rank": " ".join(f"{share:.2f}" for share in row["by_rank"][:3]) or None,
+        "step ms": row["draft_ms"] or None,
+        "c": row["c"] or None,
+        "other ms": row["overhead_ms"],
+    }
+
+
+def _configurations(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was run, and of each drafter that was not its best prediction; JSON has all."""
+    shown, seen = [], set()
+    for row in found["table"]:
+        if "measured_speedup" in row or row["draft"] not in seen:
+            shown.append(
+                {
+                    "draft": row["draft"],
+                    "gamma": None if row["draft"] == "none" else str(row["gamma"]),
+                    "tau": row["predicted_tau"],
+                    "predicted": row["predicted_tokens_per_second"],
+                    "speed-up": row["predicted_speedup"],
+                    "measured": row.get("measured_tokens_per_second"),
+                    "speed-up, measured": row.get("measured_speedup"),
+                    "off by": f"{row['error']:+.0%}" if "error" in row else None,
+                    "": "<- best" if row == found["best"] else None,
+                }
+            )
+        seen.add(row["draft"])
+    return shown
+
+
+def _summary(found: dict[str, Any]) -> list[str]:
+    best, facts, errors = found["best"], found["conditions"], found["errors"]
+    low, high = found["A/A"]
+    curve = ", ".join(f"{rows} {ratio:.2f}" for rows, ratio in found["v"].items())
+    lines = [
+        f"a plain round takes {found['plain_ms']:.2f} ms; passes by rows, in passes of one row: {curve}",
+        f"two runs of plain decoding: {low:.2f} to {high:.2f} times one another (A/A)",
+    ]
+    if errors:
+        lines.append(
+            f"predicted against measured speed-up of {errors['of']}: off by {errors['median']:.1%} (median), "
+            f"{errors['worst']:.1%} at worst"
+        )
+    if best["draft"] == "none":
+        lines.append("do not speculate: plain decoding is fastest here")
+    else:
+        lines.append(
+            f"best: --draft {best['draft']} --gamma {best['gamma']}, {best['measured_speedup']:.2f} times plain"
+        )
+    lines.append(
+        f"{found['equal']} of {found['texts']} texts are equal"
+        + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)")
+    )
+    lines.append(f"it took {facts['seconds']:.0f} s")
+    lines.append(f"kept in {found['file']}; draft auto uses it" if found["file"] else "nothing was kept (no-save)")
+    return lines
 
 
 def medusa(config: TuneConfig, output: JsonOption) -> None:

@@ -2,9 +2,10 @@
 
 What a long context costs is reading its keys and values; most of what attention sees lies in few of them. The draft is
 the target itself on those few, and the target on all of them checks it, so that the text is the target's own. The
-excerpt is drawn anew every few rounds by the queries of the last token that was checked: pages of neighbours by the
-mean of their keys (as TriForce draws them, Sun et al. 2024, arXiv 2404.11912), the first page and the last tokens
-always.
+excerpt is drawn anew every few rounds by the queries of the last token that was checked (as in TriForce, Sun et al.
+2024, arXiv 2404.11912): pages of neighbours by how large a product with one of their keys can be, from the least and
+largest number in each place of them (Quest, Tang et al. 2024, arXiv 2406.10774), the first page and the last tokens
+always. The mean of a page's keys would not find the one key of a page that answers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["SelfEvicted"]
 
 BUDGET = 1024  # pairs of a head
 PAGE = 16
-AGAIN = 8  # rounds
+AGAIN = 2  # rounds on one excerpt, beside the first
 ROOM = 320  # columns behind an excerpt: what comes until the next one is drawn, and a tree
 
 
@@ -44,7 +45,7 @@ class _Seat:
         base: tokens of the text when it was drawn; 0: it was not yet.
         held: tokens that it is up to date with.
         rounds: since it was drawn.
-        pages: of each layer the mean keys of the pages so far, (heads, pages, dim).
+        pages: of each layer the least and the largest numbers of each page's keys, (heads, pages, 2 x dim).
         reading: the tree that was read last.
     """
 
@@ -134,32 +135,35 @@ class SelfEvicted(LevelDrafter):
                 continue
             keys = cache.keys[layer][slot]
             if len(seat.pages) <= layer:
-                seat.pages.append(keys.new_zeros(shape.heads, 0, shape.key_dim))
+                seat.pages.append(keys.new_zeros(shape.heads, 0, 2 * shape.key_dim))
             known, whole = seat.pages[layer].shape[1], length // PAGE
             if whole > known:
-                fresh = keys[:, known * PAGE : whole * PAGE].unflatten(1, (-1, PAGE)).mean(2)
+                fresh = keys[:, known * PAGE : whole * PAGE].unflatten(1, (-1, PAGE))
+                fresh = torch.cat([fresh.amin(2), fresh.amax(2)], -1)
                 seat.pages[layer] = torch.cat([seat.pages[layer], fresh], 1)
             chosen.append(_pages(seat.pages[layer], queries[layer], length, self._budget, shape.window))
         return chosen
 
 
 def _pages(pages: Tensor, query: Tensor, length: int, budget: int, window: int) -> Tensor:
-    """Columns of the best pages by the mean of their keys: (heads, budget), ascending; the last quarter are the last.
+    """Columns of the best pages: (heads, budget), ascending; the last quarter are the last of the text.
 
     Args:
-        pages: (heads, pages, dim).
+        pages: (heads, pages, 2 x dim), least and largest numbers of their keys.
         query: (query heads x dim), scaled.
         length: of the text.
         budget: columns.
         window: of a layer that sees its last tokens alone; 0: it sees all.
     """
-    heads, _, dim = pages.shape
+    heads, dim = len(pages), pages.shape[2] // 2
     if window:
         return torch.arange(length - budget, length, device=pages.device).expand(heads, -1)
     take = (budget - budget // 4) // PAGE
     recent = budget - take * PAGE
     candidates = pages[:, : (length - recent) // PAGE].float()
-    scores = (query.view(heads, -1, dim).float() @ candidates.transpose(1, 2)).softmax(-1).sum(1)
+    query = query.view(heads, -1, dim).float()
+    bound = torch.cat([query.clamp(max=0), query.clamp(min=0)], -1)
+    scores = (bound @ candidates.transpose(1, 2)).softmax(-1).sum(1)
     scores[:, 0] = torch.inf
     best = scores.topk(take, 1).indices.sort(1).values
     old = (best[..., None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten(1)

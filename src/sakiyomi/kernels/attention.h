@@ -29,6 +29,7 @@ struct Layer {
   int64_t dropped_stride = 0;
   // Columns before those, and how many there are of each head, as `dropped`.
   Packed packed;
+  Leveled leveled;
   const int32_t* packed_count = nullptr;
 
   int64_t first_row(int64_t slot, int64_t head) const { return slot * starts[heads] + starts[head]; }
@@ -96,7 +97,7 @@ inline typename Lane<T>::type lane_at(const T* from, int64_t d, int64_t dim) {
 template <typename T>
 struct Scratch {
   std::vector<typename Lane<T>::type> q, block;
-  std::vector<float> scores, y, weight, own, steps, values;
+  std::vector<float> scores, y, weight, own, steps, tile, values;
 };
 
 #if defined(__has_builtin)
@@ -263,13 +264,14 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
       score<count(), L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride, to_stride);
     });
   };
-  const int64_t packed_first = packed ? (seg.slot * layer.heads + head) * layer.packed.room : 0;
-  auto score_packed = [&](auto bits) {
-    s.steps.resize(2 * kd);
+  auto with_packed = [&](auto read) {  // the packed columns in order, by their number of bits
+    with_bits(layer.packed.bits, [&](auto bits) {
+      read(PackedHead<bits()>(layer.packed, layer.leveled, seg.slot * layer.heads + head, head, kd, vd, s.steps, s.tile));
+    });
+  };
+  auto score_packed = [&](auto columns) {
     for (int64_t j = 0; j < packed; j += 16) {
-      const int64_t group = (packed_first + j) / packed_group * kd;
-      if (j % packed_group == 0) from_halves(layer.packed.key_scales + 2 * group, 2 * kd, s.steps.data());
-      unpack_turned<bits()>(layer.packed.keys + group * 4 * bits(), s.steps.data(), j / 16 % 2, kd, s.block.data());
+      columns.keys(j, s.block.data());
       score_block(s.scores.data() + j, stride);
     }
   };
@@ -281,7 +283,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
       score_block(to + (j - first), to_stride);
     }
   };
-  if (packed) with_bits(layer.packed.bits, score_packed);
+  if (packed) with_packed(score_packed);
   score_columns(packed, length, s.scores.data() + packed, stride);
   score_columns(length, length + tree, s.own.data(), own_stride);
   int64_t lowest = length;  // the first key that any row sees
@@ -301,14 +303,10 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     s.weight[r] = 1.0f / soften(score, begin, end, left, softcap);
     lowest = std::min(lowest, begin);
   }
-  if (packed) with_bits(layer.packed.bits, [&](auto bits) {
+  if (packed) with_packed([&](auto columns) {
     s.values.resize(packed_group * vd + 16);
-    const int64_t bytes = value_bytes(vd, bits()), numbers = 2 * value_groups(vd);
-    s.steps.resize(packed_group * numbers);
     for (int64_t j = lowest / packed_group * packed_group; j < packed; j += packed_group) {
-      from_halves(layer.packed.value_scales + (packed_first + j) * numbers, packed_group * numbers, s.steps.data());
-      for (int64_t t = 0; t < packed_group; ++t)
-        unpack_value<bits()>(layer.packed.values + (packed_first + j + t) * bytes, s.steps.data() + t * numbers, vd, s.values.data() + t * vd);
+      columns.values(j, s.values.data());
       in_groups<8>(rows, [&](auto some, int64_t r) {
         add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, s.values.data(), packed_group, vd);
       });

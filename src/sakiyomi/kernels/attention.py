@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.errors import UnsupportedError
-from sakiyomi.kernels import device, observe  # noqa: F401  (its operator is registered)
+from sakiyomi.kernels import dense, device, observe  # noqa: F401  (their operators are registered)
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
 UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")
@@ -78,7 +78,10 @@ def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
-        out = attend()(query, key, value, layer, scale, softcap, window)
+        # What is compiled are passes that write text, which nothing takes over.
+        apart = not torch.compiler.is_compiling() and dense.taken_over()
+        operator = torch.ops.sakiyomi.attend if apart else attend()
+        out = operator(query, key, value, layer, scale, softcap, window)
         note: Note | None = getattr(module, NOTE, None)
         if note is not None:
             out = torch.ops.sakiyomi.observe(out, note(layer, query, scale), layer)

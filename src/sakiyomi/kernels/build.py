@@ -32,6 +32,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int], None),
     "sk_dropped": ([_int64, _pointer, _int64], None),
     "sk_packed": ([_int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _int64], None),
+    "sk_leveled": ([_int64, _int64, *[_pointer] * 8, _int64, _int64, _int64], None),
     "sk_packed_count": ([_int64, _pointer], None),
     "sk_source": (
         [_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer],

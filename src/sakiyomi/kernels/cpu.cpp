@@ -145,8 +145,8 @@ void attend_prompt(const Layer& layer, const Segment& seg, int64_t first, int64_
     auto unpack = [&]<typename T>(T*) {
       at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t stop) {
         for (int64_t head = begin; head < stop; ++head)
-          unpack_head(layer.packed, seg.slot * layer.heads + first + head, packed, layer.key_dim, layer.value_dim,
-                      (T*)all_keys.mutable_data_ptr() + head * (packed + end) * layer.key_dim,
+          unpack_head(layer.packed, layer.leveled, seg.slot * layer.heads + first + head, first + head, packed, layer.key_dim,
+                      layer.value_dim, (T*)all_keys.mutable_data_ptr() + head * (packed + end) * layer.key_dim,
                       (T*)all_values.mutable_data_ptr() + head * (packed + end) * layer.value_dim);
       });
     };
@@ -347,6 +347,14 @@ void sk_packed(int64_t m, int64_t index, const void* keys, const void* key_scale
                int64_t bits) {
   ((Model*)m)->layers[index].packed = {(const uint8_t*)keys,  (const uint16_t*)key_scales, (const uint8_t*)values, (const uint16_t*)value_scales,
                                        room, bits};
+}
+
+// Where a layer's codes stand for levels, see Leveled, after sk_packed.
+void sk_leveled(int64_t m, int64_t index, const float* levels, const float* channels, const void* key_aside, const void* value_aside,
+                const float* firsts, const int32_t* pairs, const float* near, const float* far, int64_t keys_aside, int64_t values_aside,
+                int64_t count) {
+  ((Model*)m)->layers[index].leveled = {levels, channels, (const uint16_t*)key_aside, (const uint16_t*)value_aside, firsts, pairs,
+                                        near, far, keys_aside, values_aside, count};
 }
 
 // How many columns heads have packed, as sk_dropped, after it.

@@ -3,6 +3,9 @@
 The operator `sakiyomi::attend` reads plan and cache of the pass from outside, so that a compiled graph knows only layer
 numbers. With `by_row` every row is computed alone over its own contiguous path, which makes it
 independent of the other rows (`exact=True` where no compiled kernel is); slower, the same numbers up to rounding.
+
+Where it is said which columns the rows of a prompt look at (`sparse.py`), those passes come here, whichever operator
+has the others (`take_over`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from sakiyomi.cache.slots import Part, SlotCache
 from sakiyomi.cache.sources import SourceCache
 from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.sparse import Chunk, Sparse, attend_some
 
 
 class _Pass(threading.local):
@@ -24,6 +28,7 @@ class _Pass(threading.local):
     dense: Dense
     plan: Plan | None = None
     calls: int = 0
+    over: bool = False
 
     def __init__(self) -> None:
         self.masks: dict[tuple[int, int, int, torch.device], Tensor] = {}
@@ -57,6 +62,7 @@ class Dense:
         by_row: every row is computed alone.
         sources: what cross-attention reads; None: the model has none.
         distances: (heads, n), added to scores by distance, see ``seq2seq.decoder``; None: nothing is.
+        sparse: says what the rows of prompts look at, where nothing is added to scores; None: at everything.
     """
 
     attention = "sakiyomi_torch"
@@ -68,8 +74,10 @@ class Dense:
         by_row: bool = False,
         sources: SourceCache | None = None,
         distances: Tensor | None = None,
+        sparse: Sparse | None = None,
     ) -> None:
         self.cache, self.by_row, self.sources, self.distances = cache, by_row, sources, distances
+        self.sparse = sparse
 
     def begin(self, plan: Plan, size: int) -> None:
         """Say what this thread's next pass looks like; `size` counts filler rows too."""
@@ -80,6 +88,18 @@ class Dense:
     def calls(self) -> int:
         """Attention calls of this thread since `begin`."""
         return _pass.calls
+
+
+def take_over(dense: Dense | None, plan: Plan, size: int) -> None:
+    """Have this thread's next pass computed by this attention instead of the model's own; None: by its own."""
+    _pass.over = dense is not None
+    if dense is not None:
+        dense.begin(plan, size)
+
+
+def taken_over() -> bool:
+    """Whether it is."""
+    return _pass.over
 
 
 def attend_all(
@@ -132,6 +152,8 @@ def _attend_part(
     part.keys[:, first : first + rows] = new_keys
     part.values[:, first : first + rows] = new_values
     keys, values = dense.cache.columns(layer, slot, part, first + rows)
+    if dense.sparse is not None and not alone:
+        return attend_some(dense.sparse, Chunk(queries, keys, scaling, softcap, window), values)
     gone = part.dropped - part.packed
     length -= gone
     if not (dense.by_row and alone):

@@ -199,14 +199,17 @@ class NativeModel:
         else:
             self._library.sk_dropped(self.number, dropped.data_ptr(), dropped.shape[2])
         packed = cache.packed
-        if packed is None or not packed.key_codes:
+        if packed is None or not packed.stores[0]:
             self._library.sk_packed_count(self.number, None)
         else:
-            for i, stores in enumerate(
-                zip(packed.key_codes, packed.key_scales, packed.value_codes, packed.value_scales, strict=True)
-            ):
-                room = stores[2].shape[2]
-                self._library.sk_packed(self.number, i, *(store.data_ptr() for store in stores), room, packed.bits)
+            for i in range(len(cache.shapes)):
+                stores = packed.uniform(i)
+                self._library.sk_packed(
+                    self.number, i, *map(_pointer, stores), packed.rooms(packed.room)[i], packed.bits
+                )
+                tables, counts = packed.leveled(i)
+                if tables:
+                    self._library.sk_leveled(self.number, i, *map(_pointer, tables), *counts)
             self._library.sk_packed_count(self.number, packed.count.data_ptr())
         cache.gather = self._keep
 
@@ -241,6 +244,10 @@ class NativeModel:
 def _numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     """As the kernels take them."""
     return (ctypes.c_int64 * len(values))(*values)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None else None
 
 
 def can_pack(shape: Sequence[int], dtype: torch.dtype, bits: int = 16) -> bool:

@@ -20,7 +20,7 @@ from sakiyomi.errors import InputError, LoadError, MemoryLimitError, Unsupported
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
 from sakiyomi.loading.accelerated import read_rounded
-from sakiyomi.loading.checkpoint import HEADS_FILE, RETAINING_FILE, Checkpoint, read_checkpoint
+from sakiyomi.loading.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE, Checkpoint, read_checkpoint
 from sakiyomi.loading.families import auto_class, check_supported, has_encoder, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
 from sakiyomi.loading.gguf import read_gguf
@@ -372,6 +372,8 @@ def _local_folder(name: str) -> Path | None:
             raise InputError(f"{name!r} holds Medusa heads and no model; pass them as draft='medusa:{name}'")
         if (path / RETAINING_FILE).is_file() and alone:
             raise InputError(f"{name!r} holds retaining heads and no model; pass them as cache='locret:{name}'")
+        if (path / MERGING_FILE).is_file() and alone:
+            raise InputError(f"{name!r} holds merging convolutions and no model; pass them as cache='lococo:{name}'")
         return path
     if path.is_file():
         raise LoadError(

@@ -45,8 +45,13 @@ class Backbone:
             )
         self.weight: Tensor = weight
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """Hidden states of (B, T) token ids, (B, T, hidden); the head itself is not computed."""
+    def __call__(self, ids: Tensor, **more: Any) -> Tensor:
+        """Hidden states of (B, T) token ids, (B, T, hidden); the head itself is not computed.
+
+        Args:
+            ids: of the tokens.
+            more: further arguments of the model.
+        """
         taken: list[Tensor] = []
 
         def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -56,7 +61,7 @@ class Backbone:
         assert self.head is not None
         hook = self.head.register_forward_pre_hook(stop)
         try:
-            self.model(input_ids=ids, use_cache=False)
+            self.model(input_ids=ids, use_cache=False, **more)
         except _Reached:
             pass
         finally:

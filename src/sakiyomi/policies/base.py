@@ -8,13 +8,15 @@ committed tokens left behind. So a text that is read ahead keeps the same pairs 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
+    from sakiyomi.policies.lococo import LoCoCo
 
 __all__ = ["Policy", "View"]
 
@@ -72,8 +74,11 @@ class Policy:
             question or the instruction without it (arXiv 2605.18053).
         positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every border those
             that are left move together, so that a text may be longer than the positions that the model knows.
+        pyramid: the last layer has so small a part of what the budget leaves beside the pairs that stay in any case,
+            1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
         where: "both": pairs are dropped between the chunks of a prompt and while text is generated; "prompt": not
             behind the prompt.
+        merger: makes the last of the pairs that stay mixtures of what goes; None: what goes is lost.
     """
 
     name: ClassVar[str] = ""
@@ -85,18 +90,23 @@ class Policy:
     """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every border."""
     every: ClassVar[int] = 64
     """Generated tokens from border to border."""
+    again: ClassVar[int] = 0
+    """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
+    on pairs that they have chosen themselves."""
 
     sinks: int = 4
     local: int = 16
     recent: float = 0.0
     ends: float = 0.0
+    pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
+    merger: LoCoCo | None = field(default=None, init=False)
 
     def least_of(self, budget: int) -> int:
         """Pairs of a head that stay in any case; a budget must be larger."""
         end = int(self.ends / 2 * budget)
-        return max(self.sinks, end) + self._last(budget) + end
+        return max(self.sinks, end) + self.last_of(budget) + end
 
     def listen(self, model: PackedModel) -> None:
         """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
@@ -137,13 +147,30 @@ class Policy:
     def held(self, view: View) -> Tensor:
         """Pairs that stay whatever their score, (h, n) bool."""
         end = int(self.ends / 2 * view.budget)
-        first, last = view.places < max(self.sinks, end), view.places >= view.length - self._last(view.budget)
+        first, last = view.places < max(self.sinks, end), view.places >= view.length - self.last_of(view.budget)
         if end:
             last |= (view.places < view.prompt) & (view.places >= view.prompt - end)
         return first | last
 
-    def _last(self, budget: int) -> int:
-        """Last tokens that stay."""
+    def best(self, view: View, scores: Tensor, window: int) -> Tensor | None:
+        """Columns that stay of more than the budget, (h, budget), the best first; None: all stay.
+
+        Args:
+            view: at a border.
+            scores: what `score` gave.
+            window: of the layer, in tokens; 0: none. Such a layer sees its last tokens alone; and they must lie side by
+                side, since its kernels count the window in columns.
+        """
+        drops = self.where == "both" or view.length <= view.prompt
+        if scores.shape[1] <= view.budget or not drops:
+            return None
+        ranked = view.places if window else self.rank(view, scores).masked_fill(self.held(view), torch.inf)
+        # Of pairs that are worth the same the later ones stay: topk does not say which.
+        best = ranked.flip(1).argsort(dim=1, descending=True, stable=True)[:, : view.budget]
+        return ranked.shape[1] - 1 - best
+
+    def last_of(self, budget: int) -> int:
+        """Last tokens that stay in any case."""
         return max(self.local, int(self.recent * budget))
 
     def budgets(self, budget: int, heads: Sequence[int]) -> list[list[int]]:
@@ -153,4 +180,11 @@ class Policy:
             budget: pairs of a head.
             heads: key heads of each layer.
         """
-        return [[budget] * count for count in heads]
+        layers = len(heads)
+        if not self.pyramid or layers == 1:
+            return [[budget] * count for count in heads]
+        least = self.least_of(budget)
+        last = (budget - least) / self.pyramid
+        first = 2 * (budget - least) - last
+        own = [least + round(first - i * (first - last) / (layers - 1)) for i in range(layers)]
+        return [[pairs] * count for pairs, count in zip(own, heads, strict=True)]

@@ -19,11 +19,15 @@ __all__ = ["InfLLM"]
 class InfLLM(Looking):
     """All pairs stay in main memory; attention reads the first ones, the last ones and the best blocks of the others.
 
-    A block's representatives are those of its keys at which the rows of its own chunk looked most; its relevance to
-    what comes is the product of their mean with the mean query since the last border, summed over all heads, so that
-    all heads read the same blocks. Blocks are chosen at borders: after every chunk, and every 16 generated tokens,
-    where the paper chooses at each. Pairs keep their own positions, or with ``positions="reassigned"`` move together;
-    the paper gives all that is far away one distance.
+    A block's representatives are those of its keys at which the rows of its own chunk looked most. Its relevance is the
+    most that one of the last rows, in one head, would look at it among all representatives; all heads of a layer read
+    the same blocks. The paper takes the product of mean query and mean representative, where a question's one row that
+    looks for something far away is lost among those that look at their neighbours (``docs/policies.md``, "Measured").
+
+    Blocks are chosen at borders: after every chunk, and every 16 generated tokens, where the paper chooses at each. So
+    that what is asked at the end of a prompt is answered with the blocks that it asks for, its last 16 tokens choose,
+    and are read again. Pairs keep their own positions, or with ``positions="reassigned"`` move together; the paper
+    gives all that is far away one distance.
 
     Attributes:
         block: tokens of one.
@@ -33,10 +37,11 @@ class InfLLM(Looking):
     name: ClassVar[str] = "infllm"
     recalls: ClassVar[bool] = True
     every: ClassVar[int] = 16
+    again: ClassVar[int] = 16
 
     sinks: int = 16
-    block: int = 32
-    representatives: int = 4
+    block: int = 16
+    representatives: int = 8
     recent: float = 0.25
 
     def least_of(self, budget: int) -> int:
@@ -53,11 +58,15 @@ class InfLLM(Looking):
         """The relevance of each pair's block; what is behind the last whole block is recent."""
         assert view.notes is not None
         heads, n, dim = view.keys.shape
-        blocks = n // self.block
-        best = scores[:, : blocks * self.block].unflatten(1, (blocks, self.block))
-        chosen = best.topk(min(self.representatives, self.block), 2).indices
-        keys = view.keys[:, : blocks * self.block].float().unflatten(1, (blocks, self.block))
-        mean = keys.gather(2, chosen[..., None].expand(-1, -1, -1, dim)).mean(2)
-        query = view.notes.float().mean(0).view(view.all_heads, -1, dim)[view.heads].sum(1)
-        relevance = (mean @ query[..., None]).sum((0, 2)).repeat_interleave(self.block)
-        return F.pad(relevance, (0, n - len(relevance)), value=float(relevance.max())).expand(heads, -1)
+        blocks, several = n // self.block, min(self.representatives, self.block)
+        chosen = scores[:, : blocks * self.block].unflatten(1, (blocks, self.block)).topk(several, 2).indices
+        keys = view.keys[:, : blocks * self.block].unflatten(1, (blocks, self.block))
+        some = keys.gather(2, chosen[..., None].expand(-1, -1, -1, dim)).flatten(1, 2).float()
+        rows = (
+            view.notes[-self.again :]
+            .float()
+            .view(-1, view.all_heads, view.notes.shape[1] // view.all_heads // dim, dim)
+        )
+        looks = (rows[:, view.heads].permute(1, 0, 2, 3).flatten(1, 2) @ some.mT).softmax(2)
+        relevance = looks.unflatten(2, (blocks, several)).sum(3).amax((0, 1)).repeat_interleave(self.block)
+        return F.pad(relevance, (0, n - len(relevance)), value=1.0).expand(heads, -1)

@@ -95,6 +95,12 @@ class Locret(Policy):
         assert view.notes is not None
         return torch.cat([view.former, view.notes[:, view.heads].T.to(view.former)], 1)
 
+    def rank(self, view: View, scores: Tensor) -> Tensor:
+        """As scored, to 11 bits: in the first layer a token is worth the same wherever it stands, but for how its pass
+        rounds, which depends on what is read beside it.
+        """
+        return scores.half()
+
     def held(self, view: View) -> Tensor:
         """Stabilizers, as long as more of the prompt comes."""
         last = self.local if view.final else int(self.stabilizers * view.budget)

@@ -8,9 +8,7 @@ our files, and its files are read here, whatever else is in them.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,10 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.embedded import folder_of
-from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.errors import LoadError, UnsupportedError
 from sakiyomi.fingerprint import tokenizer_digest
 from sakiyomi.loading.checkpoint import RETAINING_FILE as FILE
 from sakiyomi.loading.checkpoint import read_checkpoint, read_header, read_json
+from sakiyomi.loading.trained import differences, write_trained
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, check_heads
 from sakiyomi.retaining.raw import out_features
 
@@ -73,8 +72,7 @@ class HeadsFile:
             UnsupportedError: sizes differ; with both numbers.
         """
         check_heads(self.heads.shape, widths, kv_heads, self.name)
-        given = fingerprint or {}
-        return [part for part in self.fingerprint if part in given and given[part] != self.fingerprint[part]]
+        return differences(self.fingerprint, fingerprint)
 
 
 def fingerprint(model: Any, tokenizer: Any) -> dict[str, str]:
@@ -182,26 +180,11 @@ def write_heads(
         "recipe": dict(recipe or {}),
         "fingerprint": dict(fingerprint or {}),
     }
-    try:
-        text = json.dumps(said, indent=2)
-    except TypeError as error:
-        raise InputError(f"the recipe of the heads is not plain ({error}); expected what JSON holds") from error
     tensors = {}
     for layer in range(shape.layers):
         for part, linear in ((1, heads.first), (2, heads.second)):
             tensors[NAME.format(layer, part)] = linear.get_parameter(f"{layer}.weight").detach().cpu().contiguous()
-    from safetensors.torch import save_file
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".sakiyomi-", dir=folder) as fresh:
-            save_file(tensors, Path(fresh) / FILE)
-            (Path(fresh) / "config.json").write_text(text + "\n", encoding="utf-8")
-            for file in (FILE, "config.json"):
-                (Path(fresh) / file).chmod(0o644)  # made private; heads are there to be read by others
-                (Path(fresh) / file).replace(folder / file)
-    except OSError as error:
-        raise LoadError(f"retaining heads cannot be written to {folder}: {error}") from error
+    write_trained(folder, FILE, tensors, said, "retaining heads")
 
 
 def _one_or_all(values: tuple[int, ...]) -> int | list[int]:

@@ -17,19 +17,33 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sakiyomi.cache.slots import LayerShape
 from sakiyomi.errors import UnsupportedError
 from sakiyomi.kernels.attention import call_arguments
 
-__all__ = ["Heard", "attention_heard", "kv_heads_of", "largest_chances", "largest_logits"]
+__all__ = [
+    "Heard",
+    "attention_by",
+    "attention_heard",
+    "kv_heads_of",
+    "largest_chances",
+    "largest_logits",
+    "layer_shapes",
+]
 
 NAME = "sakiyomi_heard"
 ROWS = 512  # of queries at a time
 COLUMNS = 2048  # of keys at a time
 
-Heard = Callable[[int, Tensor, Tensor, float, float], None]
-"""Told of every layer's attention: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft cap or 0."""
+Heard = Callable[[int, Tensor, Tensor, float, float, int], None]
+"""Told of every layer's attention: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft cap or 0,
+sliding window or 0."""
 
-_heard: Heard | None = None
+Attend = Callable[[int, Tensor, Tensor, Tensor, float, float, int], Tensor]
+"""Computes a layer's attention: layer, queries (1, heads, T, dim), keys and values (1, kv_heads, T, dim), scaling, soft
+cap or 0, sliding window or 0, to (1, heads, T, dim)."""
+
+_attending: Attend | None = None
 
 
 def _logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> Tensor:
@@ -42,30 +56,47 @@ def _logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> Te
     return found.view(kv_heads, group, queries.shape[1], keys.shape[1])
 
 
-def largest_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float = 0.0) -> Tensor:
-    """The recipe's label: running maxima over blocks of rows and of tokens.
+def _near(found: Tensor, begin: int, row: int, window: int) -> Tensor:
+    """Logits (..., rows, columns) of columns from place `begin` on, -inf where the window of their row, the first of
+    which stands at place `row`, does not reach.
+    """
+    if not window:
+        return found
+    rows, columns = (
+        torch.arange(at, at + n, device=found.device) for at, n in zip((row, begin), found.shape[-2:], strict=True)
+    )
+    return found.masked_fill_(columns <= rows[:, None] - window, -torch.inf)
 
-    Sliding windows are left out of account: what a row would look at if it were near enough.
+
+def largest_logits(
+    queries: Tensor, keys: Tensor, scaling: float, softcap: float = 0.0, *, window: int = 0, first: int | None = None
+) -> Tensor:
+    """The recipe's label: running maxima over blocks of rows and of tokens.
 
     Args:
         queries: (heads, rows, dim) of the answer.
         keys: (kv_heads, tokens, dim) of the prompt.
         scaling: of the logits.
         softcap: largest absolute value of a logit; 0: none.
+        window: tokens that a row sees, itself included; 0: all.
+        first: place of the first row; None: behind the tokens.
 
     Returns:
-        (kv_heads, tokens) float32.
+        (kv_heads, tokens) float32; -inf where no row's window reaches.
     """
-    blocks = []
-    for some in keys.split(COLUMNS, 1):
+    first, blocks = keys.shape[1] if first is None else first, []
+    for begin, some in zip(range(0, keys.shape[1], COLUMNS), keys.split(COLUMNS, 1), strict=True):
         best = some.new_full(some.shape[:2], -torch.inf, dtype=torch.float32)
-        for rows in queries.split(ROWS, 1):
-            torch.maximum(best, _logits(rows, some, scaling, softcap).amax((1, 2)), out=best)
+        for start, rows in zip(range(first, first + queries.shape[1], ROWS), queries.split(ROWS, 1), strict=True):
+            found = _near(_logits(rows, some, scaling, softcap), begin, start, window)
+            torch.maximum(best, found.amax((1, 2)), out=best)
         blocks.append(best)
     return torch.cat(blocks, 1)
 
 
-def largest_chances(queries: Tensor, keys: Tensor, tokens: int, scaling: float, softcap: float = 0.0) -> Tensor:
+def largest_chances(
+    queries: Tensor, keys: Tensor, tokens: int, scaling: float, softcap: float = 0.0, *, window: int = 0
+) -> Tensor:
     """The logarithm of the largest attention that a token gets from a row of the answer.
 
     A row's logits are worth what they are beside its other logits: the softmax's denominator goes over all that the
@@ -75,10 +106,10 @@ def largest_chances(queries: Tensor, keys: Tensor, tokens: int, scaling: float, 
         queries: (heads, rows, dim) of the last rows of the text.
         keys: (kv_heads, T, dim) of the whole text.
         tokens: of these belong to the prompt.
-        scaling, softcap: as in `largest_logits`.
+        scaling, softcap, window: as in `largest_logits`.
 
     Returns:
-        (kv_heads, tokens) float32, at most 0.
+        (kv_heads, tokens) float32, at most 0; -inf where no row's window reaches.
     """
     length, first = keys.shape[1], keys.shape[1] - queries.shape[1]
     totals = []
@@ -87,17 +118,19 @@ def largest_chances(queries: Tensor, keys: Tensor, tokens: int, scaling: float, 
         places = torch.arange(first + start, first + start + rows.shape[1], device=keys.device)
         total: Tensor | None = None
         for begin in range(0, length, COLUMNS):
-            found = _logits(rows, keys[:, begin : begin + COLUMNS], scaling, softcap)
+            found = _near(
+                _logits(rows, keys[:, begin : begin + COLUMNS], scaling, softcap), begin, first + start, window
+            )
             later = torch.arange(begin, begin + found.shape[3], device=keys.device) > places[:, None]
             part = found.masked_fill_(later, -torch.inf).logsumexp(3)
             total = part if total is None else torch.logaddexp(total, part)
         assert total is not None
         totals.append(total)
     blocks = []
-    for some in keys[:, :tokens].split(COLUMNS, 1):
+    for begin, some in zip(range(0, tokens, COLUMNS), keys[:, :tokens].split(COLUMNS, 1), strict=True):
         best = some.new_full(some.shape[:2], -torch.inf, dtype=torch.float32)
-        for rows, total in zip(queries.split(ROWS, 1), totals, strict=True):
-            chances = _logits(rows, some, scaling, softcap) - total[..., None]
+        for start, rows, total in zip(range(first, length, ROWS), queries.split(ROWS, 1), totals, strict=True):
+            chances = _near(_logits(rows, some, scaling, softcap), begin, start, window) - total[..., None]
             torch.maximum(best, chances.amax((1, 2)), out=best)
         blocks.append(best)
     return torch.cat(blocks, 1)
@@ -115,17 +148,18 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of one text, which tells of its queries and keys."""
     layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
+    assert _attending is not None
+    return _attending(layer, query, key, value, scale, softcap, window).transpose(1, 2).contiguous(), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, window: int) -> Tensor:
+    """Attention of one text."""
     if softcap or 0 < window < query.shape[2]:
-        out = _by_rows(query, key, value, scale, softcap, window)
-    else:
-        group = query.shape[1] // key.shape[1]  # repeated: with enable_gqa some devices fall back to the whole matrix
-        keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
-        out = F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
-    if _heard is not None:
-        _heard(layer, query[0], key[0], scale, softcap)
-    return out.transpose(1, 2).contiguous(), None
+        return _by_rows(query, key, value, scale, softcap, window)
+    group = query.shape[1] // key.shape[1]  # repeated: with enable_gqa some devices fall back to the whole matrix
+    keys, values = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
+    return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale)
 
 
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, window: int) -> Tensor:
@@ -154,51 +188,78 @@ def _register() -> None:
 
 
 @contextmanager
-def attention_heard(model: Any, heard: Heard) -> Iterator[None]:
-    """Around passes over single texts, (1, T) ids without padding: their attention is told of.
+def attention_by(model: Any, attend: Attend) -> Iterator[None]:
+    """Around passes over single texts, (1, T) ids without padding: their attention is computed so.
 
     Args:
         model: a causal LM; its attention is as it was before afterwards.
-        heard: told of it.
+        attend: computes it.
 
     Raises:
         UnsupportedError: the class keeps its own attention.
     """
-    global _heard
+    global _attending
     _register()
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise _own(model) from error
-    _heard = heard
+    _attending = attend
     try:
         yield
     finally:
-        _heard = None
+        _attending = None
         model.set_attn_implementation(before)
 
 
+@contextmanager
+def attention_heard(model: Any, heard: Heard) -> Iterator[None]:
+    """Around the same passes: their attention is as it would be, and told of.
+
+    Raises:
+        UnsupportedError: see `attention_by`.
+    """
+
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, window: int
+    ) -> Tensor:
+        out = _causal(query, key, value, scale, softcap, window)
+        heard(layer, query[0], key[0], scale, softcap, window)
+        return out
+
+    with attention_by(model, attend):
+        yield
+
+
 @torch.no_grad()
-def kv_heads_of(model: Any) -> tuple[int, ...]:
-    """KV heads of each layer, from a pass over two tokens, which shows that every layer's attention is heard.
+def layer_shapes(model: Any) -> list[LayerShape]:
+    """Heads and sizes of each layer, from a pass over two tokens, which shows that every layer's attention is ours.
 
     Raises:
         UnsupportedError: it is not.
     """
-    found: dict[int, int] = {}
+    found: dict[int, LayerShape] = {}
     calls: list[int] = []
 
-    def heard(layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> None:
-        found[layer] = keys.shape[0]
+    def attend(
+        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, window: int
+    ) -> Tensor:
+        found[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, window)
         calls.append(layer)
+        return _causal(query, key, value, scale, softcap, window)
 
-    with attention_heard(model, heard):
+    with attention_by(model, attend):
         model(input_ids=torch.tensor([[1, 2]], device=model.device), use_cache=False)
     layers = int(model.config.get_text_config().num_hidden_layers)
     if sorted(calls) != list(range(layers)):  # some classes take the name with a log line, and keep what they have
         raise _own(model)
-    return tuple(found[layer] for layer in range(layers))
+    return [found[layer] for layer in range(layers)]
+
+
+def kv_heads_of(model: Any) -> tuple[int, ...]:
+    """KV heads of each layer, see `layer_shapes`."""
+    return tuple(shape.heads for shape in layer_shapes(model))
 
 
 def _own(model: Any) -> UnsupportedError:

@@ -18,7 +18,7 @@ from sakiyomi.params import SamplingParams
 from sakiyomi.seq2seq.defaults import default_processors
 from sakiyomi.seq2seq.families import Family, family_of
 
-__all__ = ["SourceIntake"]
+__all__ = ["SourceIntake", "token_source"]
 
 
 class SourceIntake:
@@ -96,8 +96,7 @@ class SourceIntake:
                 f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; "
                 "shorten it, or give its parts one by one"
             )
-        shared = size == self._vocab_size and getattr(self._config, "share_encoder_decoder_embeddings", True)
-        return Source({"input_ids": torch.tensor([tokens])}, len(tokens), tuple(tokens) if shared else ())
+        return token_source(tokens, self._config, self._vocab_size)
 
     def _sound(self, prompt: Any) -> Source:
         assert self._limit is not None
@@ -196,6 +195,18 @@ class SourceIntake:
         if silent is not None and tokens[-1] != silent:
             tokens.append(silent)
         return [token for token in tokens if token is not None]
+
+
+def token_source(tokens: Sequence[int], config: Any, vocab_size: int) -> Source:
+    """The source of an encoder that reads tokens.
+
+    Args:
+        tokens: of the source.
+        config: of the model.
+        vocab_size: width of its logits.
+    """
+    shared = int(config.vocab_size) == vocab_size and getattr(config, "share_encoder_decoder_embeddings", True)
+    return Source({"input_ids": torch.tensor([list(tokens)])}, len(tokens), tuple(tokens) if shared else ())
 
 
 def _language(language: str, known: dict[str, int]) -> int:

@@ -218,16 +218,18 @@ class TaskRows:
         name: of the task.
         tokenizer: of the target.
         query_aware: the question also stands in front.
+        marked: tokens of further questions, which nobody can know, are given as ~id.
 
     Raises:
         InputError: no task is called so.
     """
 
-    def __init__(self, name: str, tokenizer: Any, query_aware: bool) -> None:
+    def __init__(self, name: str, tokenizer: Any, query_aware: bool, *, marked: bool = False) -> None:
         tasks = importlib.import_module("sakiyomi.longtasks").TASKS
         if name not in tasks:
             raise InputError(f"no task is called {name!r}; available are {', '.join(tasks)}")
         self._task, self._tokenizer, self._query_aware = tasks[name], tokenizer, query_aware
+        self._marked = marked
 
     def make(self, rng: np.random.Generator, length: int) -> Answered:
         """A question whose prompt and answer have `length` tokens at most.
@@ -244,6 +246,9 @@ class TaskRows:
             # if nobody ever asked.
             for question, value in example.others:
                 more = _ids(question + _behind(question, value), self._tokenizer, False)
+                if self._marked:
+                    asked = len(more) - len(_ids(_behind(question, value), self._tokenizer, False))
+                    more = np.concatenate([~more[:asked], more[asked:]])
                 if len(prompt) + len(answer) + len(more) > length:
                     break
                 answer = np.concatenate([answer, more])

@@ -351,8 +351,8 @@ class MedusaConfig(LoopConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetainingConfig(LoopConfig):
-    """Retaining heads (Locret) on a frozen target. The defaults are the paper's."""
+class AnsweredConfig(LoopConfig):
+    """What trains beside a frozen target on prompts with answers, which its cache is kept small for."""
 
     REQUIRED: ClassVar[dict[str, str]] = {"target": "the model whose keys and values are to be kept or dropped"} | (
         LoopConfig.REQUIRED
@@ -370,8 +370,8 @@ class RetainingConfig(LoopConfig):
     )
     valid: tuple[str, ...] = _field(
         (),
-        "Held-out file, NAME=FILE; heads are measured on its prompts. Repeatable; without it some of the training data "
-        "is held back.",
+        "Held-out file, NAME=FILE; its prompts are measured on. Repeatable; without it some of the training data is "
+        "held back.",
     )
     steps: int = _field(3000, "Training budget in steps.", least=1)
     minutes: float = _field(0.0, "Training time in minutes of wall clock; above 0 it replaces `steps`.", least=0)
@@ -395,6 +395,36 @@ class RetainingConfig(LoopConfig):
         10240, "Rows of one step times their most tokens; a multiple of every row length.", least=1
     )
     answer_tokens: int = _field(512, "Most tokens of an answer.", least=1)
+    query_aware: bool = _field(False, "The question also stands in front of the prompt (Locret-Q).")
+    query_tokens: int = _field(
+        100, "Last tokens of a prompt that count as its question, where the data names none.", least=1
+    )
+    lr: float = _field(0.0005, "Peak learning rate.", least=0)
+    beta1: float = _field(0.9, "AdamW's first beta.", least=0, most=0.9999)
+    beta2: float = _field(0.95, "AdamW's second beta.", least=0, most=0.99999)
+    weight_decay: float = _field(0.01, "Weight decay.", least=0)
+    device: str = _field("auto", "Where to train: auto, cpu, cuda or cuda:N.", resume=True)
+    precision: str = _field("bf16", "Precision of the passes: bf16 or no (float32).", resume=True)
+    eval_rows: int = _field(16, "Held-out rows of each file or task.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(bool(self.data or self.tasks), "data", self.data, "a file of prompts with answers, or --tasks")
+        _require(self.precision in ("bf16", "no"), "precision", self.precision, "bf16 or no")
+        _require(
+            self.query_aware or self.query_tokens == type(self).query_tokens,
+            "query_tokens",
+            self.query_tokens,
+            "its default without --query-aware",
+        )
+        if not self.minutes and not self.tokens:
+            object.__setattr__(self, "tokens", self.steps * self.step_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetainingConfig(AnsweredConfig):
+    """Retaining heads (Locret) on a frozen target. The defaults are the paper's."""
+
     width: int = _field(
         0, "Width of the heads' own layer; 0: 1024 for targets of hidden states from 2048 on, 256 for others.", least=0
     )
@@ -407,38 +437,73 @@ class RetainingConfig(LoopConfig):
         "Whose attention: answer, the rows of the answer's tokens (the paper's), or writing, the rows that write them, "
         "one place earlier.",
     )
-    query_aware: bool = _field(False, "The question also stands in front of the prompt (Locret-Q).")
-    query_tokens: int = _field(
-        100, "Last tokens of a prompt that count as its question, where the data names none.", least=1
-    )
     smooth: float = _field(0.0025, "Weight of the squared difference of neighbours' scores in each layer.", least=0)
     huber: float = _field(1.0, "Difference from which on the loss is linear (beta of the smooth L1 loss).", above=0)
-    lr: float = _field(0.0005, "Peak learning rate.", least=0)
-    beta1: float = _field(0.9, "AdamW's first beta.", least=0, most=0.9999)
-    beta2: float = _field(0.95, "AdamW's second beta.", least=0, most=0.99999)
-    weight_decay: float = _field(0.01, "Weight decay.", least=0)
     clip: float = _field(0.5, "Largest absolute value of an entry of the gradient.", above=0)
     compile: bool = _field(
         False, "Compile the heads and their loss with torch.compile where a C++ compiler exists.", resume=True
     )
-    device: str = _field("auto", "Where to train: auto, cpu, cuda or cuda:N.", resume=True)
-    precision: str = _field("bf16", "Precision of the heads' passes: bf16 or no (float32).", resume=True)
-    eval_rows: int = _field(16, "Held-out rows of each file or task.", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(bool(self.data or self.tasks), "data", self.data, "a file of prompts with answers, or --tasks")
         _require(self.labels in ("logits", "chances"), "labels", self.labels, "logits or chances")
         _require(self.queries in ("answer", "writing"), "queries", self.queries, "answer or writing")
-        _require(self.precision in ("bf16", "no"), "precision", self.precision, "bf16 or no")
-        _require(
-            self.query_aware or self.query_tokens == type(self).query_tokens,
-            "query_tokens",
-            self.query_tokens,
-            "its default without --query-aware",
-        )
-        if not self.minutes and not self.tokens:
-            object.__setattr__(self, "tokens", self.steps * self.step_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LococoConfig(AnsweredConfig):
+    """Convolutions (LoCoCo) that merge what a cache within a budget drops, beside a frozen target."""
+
+    steps: int = _field(300, "Training budget in steps; the paper has 200 to 1000.", least=1)
+    warmup_share: float = _field(
+        0.1, "First share of the budget in which the learning rate rises linearly from 0.", least=0, most=1
+    )
+    decay_share: float = _field(
+        0.9, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
+    )
+    row_tokens: tuple[int, ...] = _field(
+        (1024,),
+        "Most tokens of a prompt with its answer; of longer prompts the middle is left out. Step s uses the (s mod "
+        "n)-th; those beyond the target's positions mean its positions.",
+        least=32,
+    )
+    step_tokens: int = _field(
+        4096, "Rows of one step times their most tokens; a multiple of every row length.", least=1
+    )
+    scores: str = _field(
+        "h2o", "What says which pairs stay: a policy as `cache` takes it, such as h2o or locret:HEADS."
+    )
+    kv_budget: int = _field(128, "Pairs of a head that stay at a border, merged ones included.", least=2)
+    merged: int = _field(16, "Of those the merged ones; the paper has an eighth of them.", least=1)
+    chunk_size: int = _field(256, "Tokens of a prompt from border to border.", least=1)
+    kernel: int = _field(21, "Pairs side by side that a weight depends on; odd.", least=1)
+    again: bool = _field(
+        True,
+        "Merge what was merged before into others at the next border, as in the paper; else it stays as long as the "
+        "pair would that it was merged into.",
+    )
+    norm: float = _field(
+        0.5, "Share of other pairs in a merged one before training; the paper has 0.5.", least=0, most=1
+    )
+    text_weight: float = _field(
+        0.0,
+        "Weight of the loss of a prompt's tokens behind its first border, beside that of the answer; with 1 texts are "
+        "learnt as texts.",
+        least=0,
+    )
+    lr: float = _field(0.005, "Peak learning rate.", least=0)
+    weight_decay: float = _field(0.0, "Weight decay.", least=0)
+    precision: str = _field("no", "Precision of the passes: bf16 or no (float32).", resume=True)
+    compile: bool = _field(
+        False, "Compile the loss over the vocabulary with torch.compile where a C++ compiler exists.", resume=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.kernel % 2 == 1, "kernel", self.kernel, "an odd number")
+        _require(self.merged < self.kv_budget, "merged", self.merged, f"less than kv_budget {self.kv_budget}")
+        least = min(self.row_tokens)
+        _require(self.chunk_size < least, "chunk_size", self.chunk_size, f"less than the shortest row, {least}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 
 from sakiyomi.loading.checkpoint import read_json
 from sakiyomi.medusa.heads import MedusaHeads
+from sakiyomi.merging.convolutions import Convolutions
 from sakiyomi.retaining.heads import RetainingHeads
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.llama import save_model
@@ -36,7 +37,7 @@ def save(config: LoopConfig, model: LlamaForCausalLM, tokenizer: PreTrainedToken
 
 def write_card(
     config: LoopConfig,
-    model: PreTrainedModel | MedusaHeads | RetainingHeads,
+    model: PreTrainedModel | MedusaHeads | RetainingHeads | Convolutions,
     progress: Progress,
     measures: dict[str, Any],
     command: str,
@@ -59,7 +60,7 @@ def write_card(
             `memory`, `about`, `overlaps`, `throughput`, and the `unit` of the loss.
     """
     folder = folder or model_folder(config)
-    if isinstance(model, MedusaHeads | RetainingHeads):
+    if isinstance(model, MedusaHeads | RetainingHeads | Convolutions):
         layers = model.shape.layers
     else:
         layers = int(model.config.num_hidden_layers)
@@ -175,6 +176,7 @@ def _data(summary: dict[str, Any]) -> list[str]:
     return [
         *(f"- {note}" for note in summary["notes"]),
         *(f"- `{name}`: read {count:g} times" for name, count in summary["epochs"].items()),
+        *(f"- task `{name}`: prompts made on the way" for name in summary.get("tasks", ())),
     ]
 
 

@@ -65,14 +65,19 @@ def heads_loss(scores: Tensor, labels: Tensor, huber: float, smooth: float, shar
     """Loss of one layer's heads.
 
     Args:
-        scores, labels: (tokens, kv_heads).
+        scores, labels: (tokens, kv_heads); of labels that are -inf nothing is learnt.
         huber: beta of the smooth L1 loss.
         smooth: weight of the mean squared difference of neighbouring tokens' scores.
         share: of the layer's KV heads in all of the model's, so that layers sum to a mean over all.
     """
     scores = scores.float()
     neighbours = F.mse_loss(scores[:-1], scores[1:])
-    return share * F.smooth_l1_loss(scores, labels, beta=huber) + smooth * neighbours
+    return share * F.smooth_l1_loss(scores, _known(labels, scores), beta=huber) + smooth * neighbours
+
+
+def _known(labels: Tensor, scores: Tensor) -> Tensor:
+    """Labels, and the scores themselves where a layer's window reached a token from no row of the answer."""
+    return torch.where(labels.isneginf(), scores.detach(), labels)
 
 
 def overlap(one: Tensor, other: Tensor) -> Tensor:
@@ -150,7 +155,7 @@ class HeadsLoss:
             found[layer] += overlap(labels, scores) / len(rows)
             places = torch.arange(len(labels), device=labels.device, dtype=torch.float32)[:, None].expand_as(labels)
             recent.append(overlap(labels, places).mean())
-            loss.append(F.smooth_l1_loss(scores, labels, beta=self._config.huber))
+            loss.append(F.smooth_l1_loss(scores, _known(labels, scores), beta=self._config.huber))
 
         for ids, prompt in rows:
             self._pass(ids, prompt, compare)
@@ -175,7 +180,7 @@ class HeadsLoss:
     def _note(self, layer: int, qkv: Tensor) -> None:
         self._qkv = qkv
 
-    def _heard(self, layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> None:
+    def _heard(self, layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float, window: int) -> None:
         qkv, prompt = self._qkv, self._prompt
         assert qkv is not None, "a layer projects before it attends"
         if self._config.queries == "writing":  # the row before a token is the one that writes it
@@ -184,9 +189,9 @@ class HeadsLoss:
             first, end = prompt, queries.shape[1]
         rows, seen = queries[:, first:end], keys[:, :end]
         if self._config.labels == "chances":
-            labels = largest_chances(rows, seen, prompt, scaling, softcap)
+            labels = largest_chances(rows, seen, prompt, scaling, softcap, window=window)
         else:
-            labels = largest_logits(rows, seen[:, :prompt], scaling, softcap)
+            labels = largest_logits(rows, seen[:, :prompt], scaling, softcap, window=window, first=first)
         self._each(layer, qkv[:prompt], labels.T)
         self._qkv = None
 

@@ -9,38 +9,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from sakiyomi.errors import InputError
 from sakiyomi.loading.model import parse_device
 from sakiyomi.retaining.formats import fingerprint, write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, default_width
 from sakiyomi.retaining.labels import kv_heads_of
 from sakiyomi.retaining.raw import Raw
-from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered, split_rows
+from sakiyomi.train.answered import Questions, split_rows
 from sakiyomi.train.config import RetainingConfig
-from sakiyomi.train.data import Ids, check_shares, parse_text
+from sakiyomi.train.data import parse_text
 from sakiyomi.train.draft import load_target
-from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import model_folder, write_card
 from sakiyomi.train.heads_loss import TOP, HeadsLoss
-from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.loop import Loop, accelerator, on_device
 from sakiyomi.train.operations import GPU, LLAMA_8B, operations, paper_run, shape_of
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_overlaps
-from sakiyomi.train.preflight import check_run
+from sakiyomi.train.prompts import check_prompts, read_prompts
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.writing import writing
 
 __all__ = ["train_retaining"]
 
 TIMED = 5  # steps that are timed beside plain passes, the first of which warms up
-HELD_OUT = 1_000_003  # in the seeds of held-out tasks, so that no step of a run has them
-Batch = dict[str, Ids]
 
 
 def train_retaining(config: RetainingConfig, command: str = "") -> dict[str, Any]:
@@ -58,53 +52,16 @@ def train_retaining(config: RetainingConfig, command: str = "") -> dict[str, Any
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    files, tasks = [parse_text(spec) for spec in config.data], parse_tasks(config.tasks)
-    valid = parse_valid(config.valid)
-    check_shares("--data and --tasks", [*files, *tasks])
-    check_run(config, [])
+    check_prompts(config)
     device = _device(config)
     target, tokenizer = load_target(config.target)
     nn.Module.to(target, device)
     kv_heads, raw = kv_heads_of(target), Raw(target)
     reporter = Reporter(config.log_seconds)
     text = target.config.get_text_config()
-    positions = int(getattr(text, "max_position_embeddings", 0) or 1 << 30)
-    longest = min(positions, max(config.row_tokens))
-    if longest < max(config.row_tokens):
-        reporter.note(f"the target has {positions} positions: prompts with their answers are at most so long")
-    makers = {str(spec.path): TaskRows(str(spec.path), tokenizer, config.query_aware) for spec in tasks}
-
-    def read(path: Path) -> list[Answered]:
-        most = max(10 * config.eval_rows, config.eval_rows + _most_rows(config))  # of ten one may be held back
-        query_tokens = config.query_tokens if config.query_aware else 0
-        found, passed = read_answered(
-            path, tokenizer, vocabulary(target), query_tokens=query_tokens, length=longest, most=most, seed=config.seed
-        )
-        for reason, count in passed.items():
-            if count:
-                reporter.note(f"{path}: {count} records were passed over: {reason}")
-        return found
-
-    given = {spec.path: read(spec.path) for spec in files}
-    held = {name: read(path)[: config.eval_rows] for name, path in valid.items()}
-    if not valid:
-        held = {path.name: _hold_back(config, path, rows) for path, rows in given.items()}
-    shares = [*files, *tasks]
-    questions = Questions(
-        list(given.values()),
-        list(makers.values()),
-        [spec.stable for spec in shares],
-        [spec.decay for spec in shares],
-        answer_tokens=config.answer_tokens,
-        most=positions,
-        first=tokenizer.bos_token_id,
-        seed=config.seed,
-    )
-    held_out = {
-        name: joined([questions.row(one, max(config.row_tokens)) for one in rows]) for name, rows in held.items()
-    }
-    held_out |= {name: _of_task(config, key, maker, questions) for key, (name, maker) in enumerate(makers.items())}
-    checked = {name: on_device(batch, device) for name, batch in held_out.items()}
+    given = read_prompts(config, target, tokenizer, reporter)
+    questions = given.questions
+    checked = {name: on_device(batch, device) for name, batch in given.held_out.items()}
     torch.manual_seed(config.seed)
     activation = getattr(text, "hidden_act", None) or getattr(text, "activation_function", None) or "silu"
     shape = RetainingShape(raw.widths, kv_heads, config.width or default_width(int(text.hidden_size)), str(activation))
@@ -148,13 +105,14 @@ def train_retaining(config: RetainingConfig, command: str = "") -> dict[str, Any
         progress,
         {name: one.values() for name, one in found.items()},
         command,
-        questions.epochs([spec.path.name for spec in files]),
+        given.epochs(),
         about=_about(config, shape),
         unit="",
         measured_on=f"Of a held-out prompt's tokens, labels and heads each choose {TOP:.0%}, in every layer and KV "
         f"head: `overlap` is the share of the labels' choice that is the heads' too; chance is {TOP:g}, `recent` the "
         "share that the prompt's last tokens have.",
-        held_back=0 if valid else sum(map(len, held.values())),
+        tasks=given.tasks,
+        held_back=given.held_back,
         base=config.target,
         overlaps=overlaps,
         accuracy_curve="overlap.png" if drawn else None,
@@ -166,12 +124,6 @@ def _device(config: RetainingConfig) -> torch.device:
     parse_device(config.device)
     found: torch.device = accelerator(config.device, config.precision).device
     return found
-
-
-def _most_rows(config: RetainingConfig) -> int:
-    """Rows that a run of so many steps can use; a run by the clock is given a thousand steps a minute."""
-    steps = config.tokens // config.step_tokens if config.tokens else 1000 * config.minutes
-    return int(steps * (config.step_tokens // min(config.row_tokens)))
 
 
 def _about(config: RetainingConfig, shape: RetainingShape) -> str:
@@ -203,31 +155,6 @@ def _optimizers(config: RetainingConfig) -> Callable[[nn.Module], list[Optimizer
         return with_peaks([found])
 
     return make
-
-
-def _hold_back(config: RetainingConfig, path: Path, rows: list[Answered]) -> list[Answered]:
-    """Some of a file's prompts, which are no longer trained on.
-
-    Raises:
-        InputError: there are too few.
-    """
-    count = min(config.eval_rows, len(rows) // 10)
-    if not count:
-        raise InputError(
-            f"{path} has {len(rows)} prompts with answers, of which a tenth is to be held back; give ten or more, or "
-            "held-out data with --valid NAME=FILE"
-        )
-    chosen = set(np.random.default_rng((config.seed, len(rows))).choice(len(rows), count, replace=False).tolist())
-    held = [rows[index] for index in sorted(chosen)]
-    rows[:] = [one for index, one in enumerate(rows) if index not in chosen]
-    return held
-
-
-def _of_task(config: RetainingConfig, key: int, maker: TaskRows, questions: Questions) -> Batch:
-    """Held-out rows of a task; they are made before training, so that a length that is too short is found."""
-    length = max(config.row_tokens)
-    rngs = [np.random.default_rng((config.seed, HELD_OUT, key, i)) for i in range(config.eval_rows)]
-    return joined([questions.row(maker.make(rng, questions.length(length)), length) for rng in rngs])
 
 
 # ---------------------------------------------------------------- time

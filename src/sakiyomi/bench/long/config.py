@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from sakiyomi.errors import InputError
+from sakiyomi.memory import parse_bytes
 
-__all__ = ["FORMATS", "LongConfig", "budget_pairs", "parse_bytes"]
+__all__ = ["FORMATS", "LongConfig", "budget_pairs"]
 
 FORMATS = ("leval", "longbench", "infinitebench")
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class LongConfig:
     @property
     def limit_bytes(self) -> int | None:
         """``memory_limit`` as a number."""
-        return None if self.memory_limit is None else parse_bytes(self.memory_limit)
+        return None if self.memory_limit is None else parse_bytes(self.memory_limit, "memory_limit")
 
 
 def split_list(words: Sequence[str]) -> list[str]:
@@ -137,16 +137,3 @@ def budget_pairs(budget: str, length: int) -> int:
         if 0 < share <= 1:
             return max(1, int(share * length))
     raise InputError(f"budget is {budget!r}; expected a number of KV pairs (512) or a share of the context (1/8)")
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes as people write them: 500000000, 500MB, 2GiB.
-
-    Raises:
-        InputError: it is no such text.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None or not float(found[1]):
-        raise InputError(f"{text!r} is no number of bytes; expected one such as 500000000, 500MB or 2GiB")
-    return int(float(found[1]) * unit)

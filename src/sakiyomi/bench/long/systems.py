@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.bench.long.config import budget_pairs
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.params import SamplingParams
-from sakiyomi.policies import POLICIES
+from sakiyomi.policies import read_cache
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
@@ -85,8 +85,7 @@ class System:
     @property
     def name(self) -> str:
         """For tables; of heads the folder's last part."""
-        kind, _, rest = self.spec.partition(":")
-        return self.spec if "/" not in rest else f"{kind}:{rest.rstrip('/').rsplit('/', 1)[-1]}"
+        return re.sub(r"(?<=:)[^+\[]*/(?=[^/+\[])", "", re.sub(r"/+(?=\+|\[|$)", "", self.spec))
 
     @property
     def cache(self) -> str:
@@ -100,13 +99,19 @@ class System:
 
     @property
     def kind(self) -> str:
-        """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded"."""
+        """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded";
+        "unknown" where there is no such system.
+        """
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
+        try:
+            policy, packing, _ = read_cache(self.cache)
+        except InputError:
+            return "unknown"  # its lines say why it is refused
+        if policy is None and packing is None:
+            return "full"
         # What recalls has a budget for what attention reads, and all pairs in main memory.
-        names = [re.split(r"[:\[]", part)[0] for part in self.cache.split("+")]
-        recalls = any(getattr(POLICIES.get(name), "recalls", False) for name in names)
-        return "reduced" if self.budget is None or recalls else "bounded"
+        return "reduced" if policy is None or policy.recalls else "bounded"
 
     def pairs(self, length: int) -> int | None:
         """KV pairs at a context of so many tokens."""

@@ -1,0 +1,80 @@
+"""``sakiyomi plan``: the best gamma and what it brings, from numbers alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.planning import PlanConfig
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "plan",
+        PlanConfig,
+        JsonOption,
+        help="Say what a draft would bring, from numbers alone.\n\nThe best gamma, the speed-up, operations and memory "
+        "traffic for an acceptance alpha and the costs of draft and passes. `sakiyomi tune` measures instead.",
+    )(plan)
+
+
+def plan(config: PlanConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi import planning
+    from sakiyomi.cli.output import emit_json, stdout, table
+
+    if config.plot is not None:
+        from sakiyomi.bench.plot import check
+
+        check(config.plot)
+    found = planning.plan(config)
+    table([_shown(line, found["gamma"]) for line in found["lines"]], title="by gamma, against plain decoding")
+    console = stdout()
+    for line in _summary(found):
+        console.out(line, highlight=False)
+    if config.plot is not None:
+        planning.draw(found, config.plot)
+        console.out(f"the curves are in {config.plot}", highlight=False)
+    if output.json:
+        emit_json(found)
+
+
+def _shown(line: dict[str, Any], best: int) -> dict[str, Any]:
+    shown = {
+        "gamma": line["gamma"],
+        "tokens a pass": line["tokens"],
+        "v": line["v"],
+        "speed-up": line["speedup"],
+        "passes alike": line["flat"],
+        "operations": line["operations"],
+    }
+    if "traffic_bytes" in line:
+        shown["MB a token"] = line["traffic_bytes"] / 1e6
+    return shown | {"": "<- best" if line["gamma"] == best else None}
+
+
+def _summary(found: dict[str, Any]) -> list[str]:
+    lines = [f"c {found['c']:.3g}" + ("" if found["c_hat"] is None else f", c_hat {found['c_hat']:.3g}")]
+    if found["gamma"]:
+        line = found["lines"][found["gamma"]]
+        lines.append(
+            f"best gamma {found['gamma']}: {line['tokens']:.2f} tokens a pass, {found['speedup']:.2f} times plain"
+        )
+        if line["operations"] is not None:
+            lines.append(f"{line['operations']:.2f} times the operations a token")
+        if "traffic_bytes" in line:
+            share = line["traffic_bytes"] / found["lines"][0]["traffic_bytes"]
+            lines.append(f"{share:.2f} times the memory traffic a token")
+        if line is found["lines"][-1]:
+            lines.append("a longer draft may be better still: raise --max-gamma")
+    else:
+        lines.append("do not speculate: no gamma is faster than plain decoding")
+    if found["plain_ms"] is not None:
+        lines.append(
+            f"a plain step takes {found['plain_ms']:.2f} ms; {found['tokens_per_second']:.1f} tokens/s at best"
+        )
+    return lines

@@ -1,0 +1,209 @@
+"""``model.generate(**inputs, custom_generate=sakiyomi.custom_generate, assistant_model=draft)``.
+
+transformers prepares everything (prompts, settings, processors, criteria) and then calls what it was given as
+``custom_generate`` in place of its own loop. This module is that loop: it makes requests of what was prepared, runs
+them on an engine that is kept for the model, and gives back what ``generate`` gives back.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from sakiyomi.dropin import reading
+from sakiyomi.dropin.engines import Assistance, Engines, Ready
+from sakiyomi.dropin.lockstep import Lockstep
+from sakiyomi.errors import InputError
+from sakiyomi.loading import has_encoder
+from sakiyomi.params import SamplingParams
+from sakiyomi.request import Request
+
+__all__ = ["CustomGenerate", "custom_generate"]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What ``using`` takes; the defaults of ``SamplingParams`` and ``LLM``."""
+
+    draft: Any = "none"
+    gamma: int | str = "auto"
+    tree: Any = "auto"
+    nodes: int | str = "auto"
+    acceptance: Any = "auto"
+    compile: str | bool = "auto"
+    exact: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(gamma=self.gamma, tree=self.tree, nodes=self.nodes, acceptance=self.acceptance)
+
+
+class CustomGenerate:
+    """The decoding loop that ``generate`` of transformers is given; see ``docs/transformers.md``.
+
+    The text is what ``generate`` would give: greedy the same tokens, sampled the same distribution.
+    """
+
+    def __init__(self, settings: _Settings | None = None, engines: Engines | None = None) -> None:
+        self._settings = settings or _Settings()
+        self._engines = engines or Engines()
+
+    def using(self, **settings: Any) -> CustomGenerate:
+        """The same with other settings; engines are shared.
+
+        Args:
+            **settings: ``draft`` (text drafts, heads, a Drafter object: as in ``LLM``, besides ``assistant_model``);
+                ``gamma``, ``tree``, ``nodes`` and ``acceptance`` as in ``SamplingParams``; ``compile`` and ``exact`` as
+                in ``LLM``.
+
+        Raises:
+            InputError: there is no such setting, or it has no such value.
+        """
+        known = _Settings.__dataclass_fields__
+        unknown = [name for name in settings if name not in known]
+        if unknown:
+            raise InputError(f"there is no setting {unknown[0]!r}; expected {', '.join(known)}")
+        made = replace(self._settings, **settings)
+        _ = made.params  # checked now, not at the first call
+        return CustomGenerate(made, self._engines)
+
+    def prepare(
+        self, model: Any, assistant_model: Any = None, *, tokenizer: Any = None, assistant_tokenizer: Any = None
+    ) -> None:
+        """Make the engine now and wait until it is fast, which the first calls would do meanwhile.
+
+        Args:
+            model: of whose ``generate`` this will be the loop.
+            assistant_model, tokenizer, assistant_tokenizer: as ``generate`` will be given them.
+
+        Raises:
+            InputError, UnsupportedError: they cannot work.
+        """
+        self._ready(model, assistant_model, tokenizer, assistant_tokenizer).wait()
+
+    def forget(self, model: Any = None) -> None:
+        """Free what is kept for a model, or for all: packed weights and caches. The next call makes it anew."""
+        self._engines.forget(model)
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Called by ``generate``, with what it prepared.
+
+        Returns:
+            Token ids (B, length) with the prompts, or transformers' own output object where
+            ``return_dict_in_generate`` is set.
+
+        Raises:
+            UnsupportedError: an argument that cannot be honoured; it is named.
+            InputError, MemoryLimitError: as ``LLM.generate``.
+        """
+        config, encoder = generation_config, has_encoder(model.config)
+        reading.check_settings(config, model_kwargs, synced_gpus, encoder=encoder)
+        params, processors = reading.sampling(logits_processor, bool(config.do_sample))
+        ready = self._ready(
+            model,
+            assistant_model,
+            tokenizer,
+            assistant_tokenizer,
+            lookup=None if config.prompt_lookup_num_tokens is None else int(config.max_matching_ngram_size or 0),
+            early_exit=config.assistant_early_exit,
+        )
+        target, own = ready.target, self._settings.params
+        limit = reading.length_limit(stopping_criteria, config)
+        gamma = own.gamma
+        if config.prompt_lookup_num_tokens is not None and gamma == "auto" and assistant_model is None:
+            gamma = int(config.prompt_lookup_num_tokens)
+        params = replace(
+            params,
+            max_new_tokens=limit - input_ids.shape[1],
+            # The generator that torch.manual_seed sets: the same seed, the same text.
+            seed=None if params.greedy else int(torch.randint(2**62, ())),
+            stop_token_ids=reading.end_tokens(stopping_criteria),
+            ignore_eos=True,  # the criteria say it all
+            gamma=gamma,
+            tree=own.tree,
+            nodes=own.nodes,
+            acceptance=own.acceptance,
+        )
+        mask = model_kwargs.get("decoder_attention_mask" if encoder else "attention_mask")
+        positions = None if encoder else model_kwargs.get("position_ids")
+        rows = reading.prompts(input_ids, mask, positions, target.vocab_size, target.max_context)
+        sources: list[Any] = [None] * len(rows)
+        if encoder:
+            assert inputs_tensor is not None
+            source_mask = model_kwargs.get("attention_mask")
+            sources = reading.sources(model.config, inputs_tensor, source_mask, len(rows), target.vocab_size)
+        asked = reading.requests(input_ids, rows, params, processors, sources)
+        engine, turn = ready.engine, self._engines.turn
+        requests: list[Request] = []
+
+        def stop(request: Request) -> None:
+            with turn:
+                engine.remove(request.id)
+
+        try:
+            keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+            with turn:
+                for i, each in enumerate(asked):
+                    requests.append(engine.submit(each, key=(i,), live=False, keep_logits=keep))
+            steps = Lockstep(requests, input_ids, logits_processor, stopping_criteria, config, limit, streamer, stop)
+            while not steps.over:
+                with turn:
+                    engine.step()
+                steps.advance()
+        finally:
+            for request in requests:
+                stop(request)
+        return steps.result(encoder=encoder)
+
+    def _ready(self, model: Any, assistant: Any, tokenizer: Any, assistant_tokenizer: Any, **others: Any) -> Ready:
+        own = self._settings
+        # The target's tokenizer alone is for stop strings.
+        read = assistant_tokenizer is not None or ":" in str(own.draft)
+        tokenizers = (tokenizer if read else None, assistant_tokenizer)
+        wanted = Assistance(assistant, tokenizers, draft=own.draft, compile=own.compile, exact=own.exact, **others)
+        return self._engines.find(model, wanted)
+
+
+custom_generate = CustomGenerate()
+
+
+def _hand_over_everything() -> None:
+    """Have ``generate`` give our loop all that it was given.
+
+    For a callable, transformers (seen in 5.23) builds the arguments of the decoding loop anew from the keyword
+    arguments that are left, and assistant_model, tokenizer, assistant_tokenizer and streamer are lost on the way. For
+    our loop they are collected as for its own; all other calls are as they were.
+    """
+    collect = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
+    if collect is None:  # a version that collects them elsewhere
+        return
+
+    @functools.wraps(collect)
+    def collect_all(self: Any, custom_generate: Any, *arguments: Any, **named: Any) -> Any:
+        function = custom_generate.func if isinstance(custom_generate, functools.partial) else custom_generate
+        ours = isinstance(function, CustomGenerate)
+        return collect(self, None if ours else custom_generate, *arguments, **named)
+
+    GenerationMixin._extract_generation_mode_kwargs = collect_all  # type: ignore[method-assign]
+
+
+_hand_over_everything()

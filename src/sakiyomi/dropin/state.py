@@ -1,0 +1,90 @@
+"""Whether a model is still the one that was packed: its user may train it, merge adapters into it, or move it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ModelState"]
+
+SAMPLES = 16
+"""Values of each tensor that are compared."""
+_PLAIN = (bool, int, float, str, type(None))
+_PASSING = {"training", "max_seq_len_cached"}
+"""Attributes that change while a model is used as it is."""
+
+
+class ModelState:
+    """What a model was like: its tensors, some values of each, and what its modules are set to.
+
+    Addresses and version counters tell of assignments and of changes in place. Whoever writes through ``.data``, as
+    merging an adapter does, leaves both as they were: so a few values of each tensor are compared as well. A change
+    through ``.data`` of a few entries alone may pass unseen.
+
+    Args:
+        model: as it is now. It is not kept alive; its tensors are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors, self._modules = _tensor_facts(model), _module_facts(model)
+        self._views = [view for tensor in _tensors(model) if (view := _view(tensor)) is not None]
+        self._values = self._look()
+
+    def changed(self, model: nn.Module) -> str | None:
+        """What is no longer as it was; None: nothing."""
+        if _tensor_facts(model) != self._tensors:
+            return "its weights"
+        if any(not torch.equal(old, new) for old, new in zip(self._values, self._look(), strict=True)):
+            return "values of its weights"
+        return "what its modules are set to" if _module_facts(model) != self._modules else None
+
+    def _look(self) -> list[Tensor]:
+        """The values compared, as bytes: a value that is not a number equals itself."""
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for view in self._views:
+            groups.setdefault((view.dtype, view.device), []).append(view)
+        return [torch.cat(group).view(torch.uint8) for group in groups.values()]
+
+
+def _tensors(model: nn.Module) -> itertools.chain[Tensor]:
+    return itertools.chain(model.parameters(), model.buffers())
+
+
+def _tensor_facts(model: nn.Module) -> list[tuple[Any, ...]]:
+    return [_facts(tensor) for tensor in _tensors(model)]
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.is_meta:  # its values come by hooks
+        return tensor.dtype, tensor.shape
+    if type(tensor) not in (Tensor, nn.Parameter):  # of a library that rounds: it may have no address
+        return (id(tensor),)
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _view(tensor: Tensor) -> Tensor | None:
+    """Some values of a tensor, without a copy; None where they cannot be had so."""
+    dense = tensor.numel() and type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not dense or tensor.is_meta or not tensor.is_contiguous():
+        return None
+    flat = tensor.detach().view(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+
+
+def _module_facts(model: nn.Module) -> list[tuple[Any, ...]]:
+    facts: list[tuple[Any, ...]] = []
+    for module in model.modules():
+        own: list[Any] = [type(module), *module._forward_hooks, *module._forward_pre_hooks]
+        for name, value in vars(module).items():
+            if name not in _PASSING and type(value) in _PLAIN:
+                own.append((name, value))
+            elif type(value) in (dict, list, tuple) and name[:1] != "_" and len(value) < SAMPLES:
+                parts = (*value, *value.values()) if isinstance(value, dict) else tuple(value)
+                if all(type(part) in _PLAIN for part in parts):
+                    own.append((name, parts))
+        facts.append(tuple(own))
+    return facts

@@ -1,0 +1,1 @@
+"""Pairs that a cache drops, merged into a few by trained convolutions."""

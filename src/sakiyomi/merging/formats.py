@@ -1,0 +1,141 @@
+"""Files of merging convolutions: a folder with ``config.json`` and ``convolutions.safetensors``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.loading.checkpoint import MERGING_FILE as FILE
+from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.loading.trained import differences, read_tensors, write_trained
+from sakiyomi.merging.convolutions import Convolutions, MergingShape, check_shape
+
+__all__ = ["FILE", "MergingFile", "read_merging", "write_merging"]
+
+KIND = "merging_convolutions"
+
+
+@dataclass(frozen=True)
+class MergingFile:
+    """Convolutions as they were found.
+
+    Attributes:
+        convolutions: themselves, in the dtype in which they are stored.
+        name: of the folder.
+        base: what their configuration calls the target; None: it does not say.
+        recipe: how they were trained.
+        fingerprint: of the target, see ``retaining.formats.fingerprint``.
+    """
+
+    convolutions: Convolutions
+    name: str
+    base: str | None
+    recipe: dict[str, Any]
+    fingerprint: dict[str, str]
+
+    def check(
+        self, dims: Sequence[tuple[int, int]], kv_heads: Sequence[int], fingerprint: Mapping[str, str] | None = None
+    ) -> list[str]:
+        """Refuse convolutions of another model, see ``check_shape``.
+
+        Args:
+            dims, kv_heads: of each layer of the model.
+            fingerprint: of the model, as far as it is known.
+
+        Returns:
+            What differs between models of the same sizes: "tokenizer", "weights".
+
+        Raises:
+            UnsupportedError: sizes differ; with both numbers.
+        """
+        check_shape(self.convolutions.shape, dims, kv_heads, self.name)
+        return differences(self.fingerprint, fingerprint)
+
+
+def read_merging(name: str | Path) -> MergingFile:
+    """Read convolutions from their folder.
+
+    Raises:
+        LoadError: something is missing, damaged, or no convolutions.
+    """
+    path = Path(name).expanduser()
+    if not (path / FILE).is_file() or not (path / "config.json").is_file():
+        raise LoadError(
+            f"there are no merging convolutions in {str(path)!r} (config.json and {FILE}); give the folder that "
+            "`sakiyomi train lococo` made"
+        )
+    config, tensors = read_json(path / "config.json"), read_tensors(path / FILE)
+    if config.get("kind") != KIND:
+        raise LoadError(
+            f"{path} holds {config.get('kind')!r}, expected {KIND}; give a folder of `sakiyomi train lococo`"
+        )
+    try:
+        dims = tuple((int(key), int(value)) for key, value in config["dims"])
+        heads = tuple(map(int, config["num_key_value_heads"]))
+        shape = MergingShape(dims, heads, int(config["merged"]), int(config["kernel"]), bool(config["again"]))
+        dtype = next(iter(tensors[name].dtype for name in tensors if name.startswith("convolutions.")))
+        convolutions = Convolutions(shape, dtype)
+        convolutions.load_state_dict(tensors)
+    except (KeyError, TypeError, ValueError, StopIteration, RuntimeError, InputError) as error:
+        said = " ".join(str(error).split())
+        raise LoadError(f"{path}: tensors and config.json do not fit together ({said:.200}); get it again") from error
+    base, recipe, digests = (config.get(key) for key in ("base_model_name_or_path", "recipe", "fingerprint"))
+    return MergingFile(
+        convolutions,
+        str(name),
+        base if isinstance(base, str) else None,
+        recipe if isinstance(recipe, dict) else {},
+        digests if isinstance(digests, dict) else {},
+    )
+
+
+def write_merging(
+    convolutions: Convolutions,
+    folder: str | Path,
+    *,
+    base: str | Path | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    fingerprint: Mapping[str, str] | None = None,
+) -> None:
+    """Write convolutions; both files are there whole or not at all.
+
+    Args:
+        convolutions: to be written, in the dtype that they have.
+        folder: is made.
+        base: name of the target.
+        recipe: how they were trained, as plain values.
+        fingerprint: of the target.
+
+    Raises:
+        InputError: the recipe holds what JSON does not.
+        LoadError: nothing can be written there.
+    """
+    shape = convolutions.shape
+    said = {
+        "kind": KIND,
+        "base_model_name_or_path": None if base is None else str(base),
+        "dims": [list(dims) for dims in shape.dims],
+        "num_key_value_heads": list(shape.kv_heads),
+        "merged": shape.merged,
+        "kernel": shape.kernel,
+        "again": shape.again,
+        "recipe": dict(recipe or {}),
+        "fingerprint": dict(fingerprint or {}),
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in convolutions.state_dict().items()}
+    write_trained(Path(folder).expanduser(), FILE, tensors, said, "merging convolutions")
+
+
+def rounded(convolutions: Convolutions) -> Convolutions:
+    """Convolutions in bf16, as they are written; the given ones are rounded too: what is measured is what is used."""
+    found = Convolutions(convolutions.shape, torch.bfloat16)
+    with torch.no_grad():
+        for weight, own in zip(convolutions.parameters(), found.parameters(), strict=True):
+            own.copy_(weight)
+            weight.copy_(own)
+    return found

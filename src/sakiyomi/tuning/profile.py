@@ -1,0 +1,133 @@
+"""What `sakiyomi tune` chose for a target, kept in the cache folder by machine, model, dtype and threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sakiyomi import machine
+from sakiyomi.drafters import parse_drafters
+from sakiyomi.embedded import is_embedded_name
+from sakiyomi.errors import LoadError, SakiyomiError
+from sakiyomi.kernels.build import cache_folder
+from sakiyomi.retaining.formats import fingerprint
+
+if TYPE_CHECKING:
+    from sakiyomi.model import PackedModel
+
+__all__ = ["Profile", "find_profile", "lasting", "profile_path", "read_profile", "write_profile"]
+
+logger = logging.getLogger("sakiyomi")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The fastest configuration of a target on a machine.
+
+    Attributes:
+        draft: spec of its drafter; "none": reading ahead does not pay here.
+        gamma: length of its chains; "auto": a tree of what pays, weighed in every round.
+        speedup: over plain decoding, as it was measured; 1 where nothing pays.
+        conditions: machine, target and settings under which it was found.
+        table: everything that was compared.
+    """
+
+    draft: str
+    gamma: int | str
+    speedup: float
+    conditions: dict[str, Any] = field(default_factory=dict)
+    table: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def depth(self) -> int | None:
+        """Length of the chains, if it is a number."""
+        return self.gamma if isinstance(self.gamma, int) else None
+
+
+def profile_path(target: PackedModel, tokenizer: Any) -> Path:
+    """Where the profile of a target lies, as it runs here: another dtype or number of threads has another one.
+
+    In the folder ``$SAKIYOMI_PROFILES``, else beside the compiled kernels.
+    """
+    device = target.device
+    key = {
+        "processor": machine.processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype),
+        "quantize": None if target.rounding is None else target.rounding.kind,
+        "exact": target.exact,
+        "offloaded": target.offloaded,
+        **fingerprint(target.module, tokenizer),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    own = os.environ.get("SAKIYOMI_PROFILES")
+    return (Path(own) if own else cache_folder() / "profiles") / f"{digest[:32]}.json"
+
+
+def read_profile(path: Path) -> Profile | None:
+    """What is kept there; None: nothing.
+
+    Raises:
+        LoadError: it is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        found = Profile(**json.loads(path.read_text(encoding="utf-8")))
+        parse_drafters(found.draft)
+        if found.gamma != "auto" and not (type(found.gamma) is int and found.gamma > 0):
+            raise ValueError(f"gamma {found.gamma!r}")
+    except (OSError, TypeError, ValueError, SakiyomiError) as error:
+        raise LoadError(f"{path} is damaged ({error}); delete it, or have it made again: sakiyomi tune") from None
+    return found
+
+
+def find_profile(target: PackedModel, tokenizer: Any) -> Profile | None:
+    """The profile of a target; None: there is none, or what it names is gone, which the log says."""
+    path = profile_path(target, tokenizer)
+    found = read_profile(path)
+    if found is None:
+        return None
+    for part in parse_drafters(found.draft):
+        place = Path(str(part).partition(":")[2])
+        if place.is_absolute() and not place.exists():
+            logger.warning("the tuned draft %s is not there any more and not used; run sakiyomi tune again", part)
+            return None
+    return found
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write it, whole or not at all.
+
+    Raises:
+        LoadError: it cannot be written.
+    """
+    fresh = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(dataclasses.asdict(profile), indent=1, default=str) + "\n", encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error.strerror}; set SAKIYOMI_PROFILES to a folder of yours") from None
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def lasting(spec: str) -> str:
+    """A spec that means the same from every folder: paths of what is there become absolute."""
+    parts = []
+    for part in parse_drafters(spec):
+        kind, colon, argument = str(part).partition(":")
+        place = Path(argument).expanduser()
+        if argument and not is_embedded_name(argument) and place.exists():
+            argument = str(place.resolve())
+        parts.append(kind + colon + argument)
+    return "+".join(parts)

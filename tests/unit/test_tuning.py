@@ -1,0 +1,237 @@
+"""`sakiyomi tune`: rounds that are counted again at every length, what is kept, and who uses it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from sakiyomi import LLM, InputError, LoadError, SamplingParams, theory
+from sakiyomi.cli import app
+from sakiyomi.drafters.oracle import Oracle
+from sakiyomi.tree import Draft, Draw, TokenTree
+from sakiyomi.tuning.config import PairConfig
+from sakiyomi.tuning.predict import Curve, RoundCosts, by_chance, by_place, by_rank, places, replay
+from sakiyomi.tuning.profile import Profile, lasting, profile_path, read_profile, write_profile
+from sakiyomi.tuning.search import DEEP, tune
+from sakiyomi.tuning.watch import Heard, Judged, Round, judged, watched
+from train_toys import tiny_target
+
+FREE = RoundCosts(Curve(((1, 1.0),)), Curve(((1, 0.0),)), Curve(((1, 0.0),)))
+
+
+def same(rows: int) -> int:
+    return rows
+
+
+def rounds_of(right: list[bool], gamma: int) -> list[int]:
+    """Depths and tokens of the rounds of a chain that goes wrong where a text says so."""
+    found, place = [], 0
+    while place < len(right):
+        accepted = 0
+        while accepted < gamma and place + accepted < len(right) - 1 and right[place + accepted]:
+            accepted += 1
+        found.append(accepted + 1)
+        place += accepted + 1
+    return found
+
+
+def round_(depth: int, tokens: int, **more: Any) -> Round:
+    given = {"draft": 0.1 * depth, "score": 1.0, "other": 0.05} | more
+    return Round(depth, depth, tokens, **given)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.85])
+def test_other_lengths_are_counted_on_the_same_text(alpha: float) -> None:
+    """Rounds of 8 say what rounds of 1 to 8 would have been: nearly to the token, and as theory expects."""
+    rng = random.Random(7)
+    right = [rng.random() < alpha for _ in range(6000)]
+    seen = [round_(8, tokens) for tokens in rounds_of(right, 8)]
+    text = places(seen, 8)
+    assert len(text) == len(right)
+    for gamma in (1, 2, 3, 5, 8):
+        found = replay([text], gamma, FREE, same, 1.0)
+        assert found.tau == pytest.approx(len(right) / len(rounds_of(right, gamma)), rel=0.03)
+        assert found.tau == pytest.approx(theory.expected_tokens(alpha, gamma), rel=0.06)
+        assert found.speedup == pytest.approx(found.tau)
+    assert by_place(seen)[:3] == pytest.approx([alpha] * 3, abs=0.06)
+
+
+def test_drafters_that_stop_by_themselves() -> None:
+    """A draft of two that was right, then nothing to say, then a draft of four that was wrong at once."""
+    text = places([round_(2, 3), round_(0, 1), round_(4, 1)], 8)
+    assert [(place.run, place.length) for place in text] == [(2, 2), (1, 1), (0, 0), (0, 0), (0, 4)]
+    costs = RoundCosts(Curve(((1, 1.0), (5, 1.4))), Curve(((0, 0.0), (4, 0.4))), Curve(((0, 0.1),)))
+    found = replay([text], 1, costs, same, 1.1)
+    # One of two right; its last token alone; nothing; a wrong one: 4 rounds, two of them with a draft.
+    assert found.tau == pytest.approx(5 / 4)
+    assert found.round_seconds == pytest.approx((2 * (1.1 + 0.1 + 0.1) + 2 * (1.0 + 0.1)) / 4)
+    assert found.speedup == pytest.approx(1.1 * found.tau / found.round_seconds)
+
+
+def test_curves() -> None:
+    readings = [(1, 1.0), (1, 9.0), (1, 1.2), (3, 2.0), (3, 2.0), (3, 2.0), (2, 50.0)]
+    curve = Curve.of(readings)
+    assert curve.points == ((1, 1.2), (3, 2.0)), "medians, and what was read once is left out"
+    assert curve(2) == pytest.approx(1.6)
+    assert curve(5) == pytest.approx(2.8)
+    assert Curve.of([(4, 2.0)])(1) == 2.0
+    shared = {1: 1.0, 8: 1.5}
+    costs = RoundCosts.of([round_(4, 2, score=1.3)] * 3, lambda rows: 4 if rows < 8 else 8, shared)
+    assert costs.score.points == ((1, 1.0), (4, 1.3), (8, 1.5))
+
+
+def test_what_became_of_a_tree() -> None:
+    tree = TokenTree((5, 6, 7, 8), (-1, -1, 1, 1))
+    draws = tuple(Draw(node, "x", None, None, chance) for node, chance in enumerate((0.6, 0.3, 0.2, 0.1)))
+    draft = Draft(tree, "point_mass", draws)
+    assert judged(draft, [6, 8, 9]) == (Judged(2, 1, 0.6), Judged(2, 1, 0.2))
+    assert judged(draft, [9]) == (Judged(2, None, 0.6),)
+    assert judged(Draft.empty(), [9]) == ()
+    rounds = [round_(2, 3, judged=judged(draft, tokens)) for tokens in ([6, 8], [5], [9])]
+    assert by_rank(rounds) == [1 / 4, 2 / 4]
+    assert by_chance(rounds) == [
+        {"from": 0.0, "to": 0.5, "places": 1, "accepted": 0.0},
+        {"from": 0.5, "to": 0.8, "places": 3, "accepted": pytest.approx(1 / 3)},
+    ]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_target(tmp_path_factory.mktemp("tuning"))
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for profiles."""
+    monkeypatch.setenv("SAKIYOMI_PROFILES", str(tmp_path / "profiles"))
+    return tmp_path / "profiles"
+
+
+def load(target: Path, draft: str = "auto", **options: Any) -> LLM:
+    return LLM(str(target), draft, dtype="float32", device="cpu", compile=False, **options)
+
+
+def test_rounds_are_those_of_the_engine(target: Path) -> None:
+    llm = load(target, "oracle")
+    assert isinstance(llm.draft, Oracle)
+    heard = Heard(llm.draft)
+    assert heard.kind == llm.draft.kind
+    llm.engine._drafting.drafter = heard
+    params = SamplingParams(max_new_tokens=13, gamma=3, ignore_eos=True)
+    tokens, rounds = watched(llm.engine, heard, [5, 6, 7], params)
+    assert len(tokens) == 13
+    assert sum(part.tokens for part in rounds) == 12, "the prompt's pass gives the first"
+    assert [part.depth for part in rounds] == [3, 3, 3]
+    assert all(place.rank == 0 for part in rounds for place in part.judged)
+    assert all(part.score > 0 for part in rounds)
+
+
+def test_a_profile_is_followed(target: Path, kept: Path) -> None:
+    plain = load(target, "none")
+    prompt, params = [5, 6, 7, 5, 6, 7], SamplingParams(max_new_tokens=24, ignore_eos=True)
+    expected = plain.generate([prompt], params)[0].token_ids
+    assert load(target).profile is None
+    path = profile_path(plain.target, plain.tokenizer)
+    write_profile(path, Profile("oracle", 3, 1.5))
+    llm = load(target)
+    assert llm.profile == read_profile(path)
+    assert isinstance(llm.draft, Oracle)
+    (done,) = llm.generate([prompt], params, rounds_trace=True)
+    assert done.token_ids == expected
+    assert done.rounds_trace is not None
+    drafted = [traced for traced in done.rounds_trace if traced.tokens]
+    assert drafted
+    assert all(traced.parents == tuple(range(-1, len(traced.tokens) - 1)) for traced in drafted), "chains"
+    assert max(len(traced.tokens) for traced in drafted) == 3
+    (other,) = llm.generate([prompt], SamplingParams(max_new_tokens=24, ignore_eos=True, gamma=5), rounds_trace=True)
+    assert other.rounds_trace is not None
+    assert len(other.rounds_trace[0].tokens) == 5, "what is asked for goes first"
+    # Another draft, dtype or rounding is none of its business.
+    assert load(target, "suffix").profile is None
+    assert LLM(str(target), dtype="bfloat16", device="cpu", compile=False).profile is None
+    write_profile(path, Profile("none", "auto", 1.0))
+    assert load(target).draft is None
+    write_profile(path, Profile(f"model:{kept / 'gone'}", 4, 2.0))
+    assert load(target).profile is None
+    path.write_text('{"draft": "nonsense", "gamma": 3, "speedup": 1}')
+    with pytest.raises(LoadError, match="sakiyomi tune"):
+        load(target)
+
+
+def test_specs_that_last(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(target.parent)
+    assert lasting(f"suffix+model:{target.name}") == f"suffix+model:{target.resolve()}"
+    assert lasting("early-exit:2") == "early-exit:2"
+    assert lasting("model:tales-draft") == "model:tales-draft"
+
+
+def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
+    """Itself as its draft is always right, and no faster; a model of another tokenizer stands in the folder."""
+    drafts = tmp_path / "drafts"
+    drafts.mkdir()
+    (drafts / "small").symlink_to(target)
+    (drafts / "broken").mkdir()
+    (drafts / "broken" / "config.json").write_text("{}")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time Tom\nOne day Mia saw\nThey played with\n")
+    config = PairConfig(
+        target=str(target),
+        drafts=str(drafts),
+        prompts=str(prompts),
+        dtype="float32",
+        device="cpu",
+        max_new_tokens=20,
+        finalists=2,
+        laps=1,
+    )
+    found = tune(config)
+    json.dumps(found)
+    rows = found["table"]
+    own = [row for row in rows if row["draft"] == f"model:{drafts / 'small'}"]
+    assert {row["gamma"] for row in own} == {1, 2, 3, 4, 6, 8, "auto"}
+    for row in own:
+        if row["gamma"] != "auto":
+            assert row["predicted_tau"] == pytest.approx(row["gamma"] + 1, rel=0.3), "always right, but for the end"
+    assert sum("measured_speedup" in row for row in rows) == 3
+    assert [row["predicted_speedup"] for row in rows if row["draft"] == "none"] == [1.0]
+    facts = {row["draft"]: row for row in found["drafters"]}
+    assert facts[f"model:{drafts / 'small'}"]["alphas"] == [1.0] * DEEP
+    assert "refused" in facts[f"model:{drafts / 'broken'}"]
+    assert found["A/A"][0] <= 1.0 <= found["A/A"][1]
+    assert found["equal"] == found["texts"]
+    llm = load(target)
+    assert llm.profile is not None
+    assert (llm.profile.draft, llm.profile.gamma) == (lasting(found["best"]["draft"]), found["best"]["gamma"])
+    assert Path(found["file"]).parent == kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"count": 1}, "count is 1"),
+        ({"laps": 0}, "laps is 0"),
+        ({"draft": ("nonsense",)}, "unknown draft 'nonsense'"),
+        ({"drafts": "/nowhere"}, "no folder"),
+        ({"max_new_tokens": 120}, "do not fit into 128"),
+    ],
+)
+def test_what_cannot_be_tuned(changes: dict[str, Any], words: str, target: Path) -> None:
+    with pytest.raises(InputError, match=words):
+        tune(PairConfig(**({"target": str(target), "dtype": "float32", "device": "cpu"} | changes)))
+
+
+def test_the_command(target: Path, kept: Path) -> None:
+    flags = ["--target", str(target), "--dtype", "float32", "--device", "cpu", "--count", "2", "--max-new-tokens", "8"]
+    done = CliRunner().invoke(app, ["tune", *flags, "--laps", "1", "--finalists", "1", "--no-save", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["file"] is None
+    assert not kept.exists()
+    assert "predicted against measured" in done.stdout
+    misplaced = CliRunner().invoke(app, ["tune", "--laps", "1", "medusa", "x"])
+    assert misplaced.exit_code == 2
