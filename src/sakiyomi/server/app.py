@@ -21,6 +21,7 @@ from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.intake import Intake
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
+from sakiyomi.server.page import page
 from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
 from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest
 from sakiyomi.server.stream import DONE, EventStream, event, gone
@@ -195,6 +196,7 @@ class Server:
             "owned_by": "sakiyomi",
             "max_model_len": self.llm.max_context,
             "drafter": getattr(self.llm.draft, "name", None),
+            "chat_template": self.intake.has_template,
         }
 
 
@@ -207,6 +209,13 @@ def make_app(server: Server) -> FastAPI:
     app.add_middleware(Gate, config=server.config)
     if origins := list(server.config.cors_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+    front = page()
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        """The web page."""
+        return front
 
     @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -104,6 +104,11 @@ class Intake:
             job.index, job.tools = index, form
         return jobs
 
+    @property
+    def has_template(self) -> bool:
+        """Whether messages become a prompt by a chat template; otherwise they are one text that goes on."""
+        return not self._dialogue.plain
+
     # ------------------------------------------------------------ parts
 
     def _check(self, body: Ask) -> None:
