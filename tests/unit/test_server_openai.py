@@ -149,6 +149,7 @@ def test_a_trace_says_where_each_token_came_from(api: OpenAI) -> None:
         accepted = [tree["tokens"][node] for node in tree["path"]]
         assert [*accepted, tree["token"]][: len(part["tokens"])] == [token["token_id"] for token in part["tokens"]]
     assert parts[-1]["stats"]["tokens"] == len(tokens)
+    assert 0 < parts[0]["stats"]["seconds"] < parts[-1]["stats"]["seconds"]
     whole = complete(api, PROMPTS[0], temperature=0, body={"trace": True})
     again = [token for part in whole.choices[0].trace for token in part["tokens"]]
     assert [(t["token_id"], t["status"], t["text"]) for t in again] == [

@@ -87,7 +87,7 @@ class Sample:
             found["round"] = event.tree.to_dict() | {"texts": [self._names(token)[0] for token in event.tree.tokens]}
         if event.stats is not None:
             stats = event.stats
-            found["stats"] = {"tokens": stats.tokens} | _speculation(stats)
+            found["stats"] = {"tokens": stats.tokens, "seconds": stats.seconds} | _speculation(stats)
         return found
 
 

@@ -296,4 +296,5 @@ class Worker:
         if request.over:
             self._seconds += 0.1 * (now - job.arrived - self._seconds)
             self._forget(job)
-        return Event(job, step, tree, replace(request.stats) if job.traced else None)
+        stats = replace(request.stats, seconds=now - request.began) if job.traced else None
+        return Event(job, step, tree, stats)
