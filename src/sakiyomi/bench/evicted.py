@@ -50,15 +50,7 @@ def evicted(config: BenchConfig, note: Note) -> Row:
             standings = race(contenders, repeats=config.repeats, note=partial(_at, note, length))
         lines.append(_line(length, standings))
         notes += [f"{length} tokens: {found.agreement.note}" for found in standings if found.agreement.note]
-    conditions = {
-        "target": config.target,
-        "dtype": str(llm.target.dtype).removeprefix("torch."),
-        "rounding": llm.target.rounding and str(llm.target.rounding),
-        "draft": draft,
-        "gamma": config.gamma,
-        "max_new_tokens": config.max_new_tokens,
-        "laps": config.repeats,
-    }
+    conditions = pair.settings(llm) | {"draft": draft, "laps": config.repeats}
     return Row("evicted", "tokens/s behind the prompt, by its tokens", lines, conditions, notes)
 
 

@@ -174,6 +174,16 @@ class Pair:
         models = {"dtype": self.target.model, "draft_dtype": self.draft.model}
         return {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()}
 
+    def settings(self, llm: LLM) -> dict[str, Any]:
+        """For the conditions of a target that drafts for itself: how an engine holds it, and what it is asked for."""
+        return {
+            "target": self.config.target,
+            "dtype": str(llm.target.dtype).removeprefix("torch."),
+            "rounding": llm.target.rounding and str(llm.target.rounding),
+            "gamma": self.config.gamma,
+            "max_new_tokens": self.config.max_new_tokens,
+        }
+
 
 class NearTies:
     """Accepts outputs that are equal, or that part only where rounding decides (see ``referee``).

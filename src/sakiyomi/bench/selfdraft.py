@@ -36,15 +36,7 @@ def selfdraft(config: BenchConfig, note: Note) -> Row:
     judge = pair.judge(llm)
     contenders = [Contender(name, partial(_lap, way, pair, params), judge) for name, way in ways.items()]
     standings = race(contenders, repeats=config.repeats, note=note)
-    conditions = {
-        "target": config.target,
-        "dtype": str(llm.target.dtype).removeprefix("torch."),
-        "rounding": llm.target.rounding and str(llm.target.rounding),
-        "layers": layers,
-        "gamma": config.gamma,
-        "prompts": len(pair.prompts),
-        "max_new_tokens": config.max_new_tokens,
-    }
+    conditions = pair.settings(llm) | {"layers": layers, "prompts": len(pair.prompts)}
     return of_race("selfdraft", "greedy, a target that drafts for itself, tokens/s", standings, **conditions)
 
 

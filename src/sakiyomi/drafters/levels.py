@@ -163,7 +163,7 @@ class Levels:
 
 
 class LevelDrafter:
-    """Drafts by a model that shares the target's weights; how a tree begins on its cache is up to who derives from it.
+    """Drafts with a model's passes over levels; how a tree begins on its cache is up to who derives from it.
 
     Args:
         model: reads.
@@ -194,9 +194,15 @@ class LevelDrafter:
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
         readings = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
-        self.levels.read([reading for reading in readings if reading is not None])
+        growing = [reading for reading in readings if reading is not None]
+        self.levels.read(growing)
+        for reading in growing:
+            self._done(reading)
         return [Draft.empty() if reading is None else reading.draft() for reading in readings]
 
     def _begin(self, context: Context, gamma: int) -> Reading | None:
         """The request's tree of which nothing was read yet; None: nothing can be drafted."""
         raise NotImplementedError
+
+    def _done(self, reading: Reading) -> None:
+        """Take note of a tree whose rows are written, as it is not when reading it was interrupted."""

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.levels import Levels, kind_of
+from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.errors import MemoryLimitError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from sakiyomi.cache.sources import Source
     from sakiyomi.model import PackedModel
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["ModelDrafter"]
 
@@ -44,7 +42,7 @@ class _Seat:
     source: Source | None = None
 
 
-class ModelDrafter:
+class ModelDrafter(LevelDrafter):
     """Drafts a tree, or a chain, with a small causal LM: a level a pass, all requests at once; see ``Levels``.
 
     Args:
@@ -53,27 +51,11 @@ class ModelDrafter:
         name: names the source in traces.
     """
 
-    kind: DraftKind = "chain"
-
     def __init__(self, model: PackedModel, vocab_size: int, name: str = "model") -> None:
-        self.model, self.name = model, name
+        super().__init__(model, vocab_size)
+        self.name = name
         self.prefill_seconds = 0.0
-        self.levels = Levels(model, vocab_size)
         self._vocab_size = vocab_size
-
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``kind_of``."""
-        return kind_of(params)
-
-    @property
-    def passes(self) -> int:
-        """Passes over levels so far."""
-        return self.levels.passes
-
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds inside the draft's forwards so far, those over prompts included."""
-        return self.model.forward_seconds
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """Take the place of an earlier request of the same conversation over, with the tokens that it holds."""
@@ -103,24 +85,18 @@ class ModelDrafter:
             )
             self.rewind(destination, length)
 
-    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        readings: dict[int, Reading] = {}
-        for context, gamma in zip(contexts, gammas, strict=True):
-            # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
-            if len(context.tokens) < self.model.max_context and self._follow(context):
-                seat: _Seat = context.memory[self.name]
-                found = self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
-                if found is not None:
-                    readings[context.id] = found
-        self.levels.read(list(readings.values()))
-        # Not before: interrupted, it would leave tokens here whose keys were never written.
-        for reading in readings.values():
-            if reading.growth.levels:
-                seat = reading.context.memory[self.name]
-                seat.held.extend(reading.context.tokens[len(seat.held) :])
-                seat.reading = reading
-        return [readings[c.id].draft() if c.id in readings else Draft.empty() for c in contexts]
+    def _begin(self, context: Context, gamma: int) -> Reading | None:
+        # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
+        if len(context.tokens) >= self.model.max_context or not self._follow(context):
+            return None
+        seat: _Seat = context.memory[self.name]
+        return self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
+
+    def _done(self, reading: Reading) -> None:
+        if reading.growth.levels:
+            seat: _Seat = reading.context.memory[self.name]
+            seat.held.extend(reading.context.tokens[len(seat.held) :])
+            seat.reading = reading
 
     # ------------------------------------------------------------ following the text
 
