@@ -32,7 +32,7 @@ ENVIRONMENT = os.environ | {
     "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)]),
     "OMP_NUM_THREADS": "1",
 }
-COMMAND = [sys.executable, "-c", "from sakiyomi.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "sakiyomi"]
 runner = CliRunner()
 
 
