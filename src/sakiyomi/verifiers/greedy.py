@@ -43,6 +43,7 @@ class GreedyVerifier:
     name = "greedy"
     rule: Rule = "greedy"
     lossless = True
+    follows_draft = False
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
