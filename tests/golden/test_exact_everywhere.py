@@ -41,7 +41,7 @@ from sakiyomi.policies.specs import MERGERS, PACKINGS, PLACES, SPARSE
 from sakiyomi.retaining.formats import write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.raw import Raw
-from sakiyomi.verifiers import VERIFIERS
+from sakiyomi.verifiers import VERIFIERS, follows_draft
 from toys import character_tokenizer, save_model
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -88,7 +88,7 @@ def drafts() -> list[Any]:
 
 def rules() -> list[SamplingParams]:
     """Every rule whose text is a function of target and seed."""
-    able = [name for name, rule in VERIFIERS.items() if not rule.follows_draft]
+    able = [name for name, rule in VERIFIERS.items() if not follows_draft(rule)]
     return [replace(SAMPLED, acceptance=name) if name in ("coupled",) else GREEDY for name in able]
 
 
@@ -247,7 +247,7 @@ def test_prefixes_and_conversations(cache: str) -> None:
 def test_rules_that_follow_the_draft_are_refused() -> None:
     """By nature their text is another with every draft: with a seed there is nothing that could be kept."""
     ahead, plain = (LLM(target(torch.float32), draft, **options("full")) for draft in (spelled("model:?"), "none"))
-    following = [name for name, rule in VERIFIERS.items() if rule.follows_draft]
+    following = [name for name, rule in VERIFIERS.items() if follows_draft(rule)]
     assert len(following) == 4
     for name in following:
         seeded = replace(SAMPLED, acceptance=name, max_new_tokens=3)

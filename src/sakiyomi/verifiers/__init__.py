@@ -26,6 +26,7 @@ __all__ = [
     "check_exact",
     "check_fits",
     "choose_verifier",
+    "follows_draft",
     "residual",
 ]
 
@@ -85,6 +86,11 @@ def check_fits(kind: DraftKind, verifier: Verifier) -> None:
     )
 
 
+def follows_draft(verifier: Verifier) -> bool:
+    """Whether a rule's text depends on what was proposed, and not on target and seed alone."""
+    return verifier.rule == "ratio" or not verifier.lossless
+
+
 def check_exact(params: SamplingParams, verifier: Verifier) -> None:
     """Refuse, with ``exact=True``, a rule by which the text depends on what is read ahead.
 
@@ -93,7 +99,7 @@ def check_exact(params: SamplingParams, verifier: Verifier) -> None:
     Raises:
         InputError: with the rule to use instead.
     """
-    if not verifier.follows_draft or (verifier.lossless and params.seed is None):
+    if not follows_draft(verifier) or (verifier.lossless and params.seed is None):
         return
     why = "its text depends on the draft, and not on target and seed alone"
     remedy = "use 'auto' or 'coupled', or give no seed"

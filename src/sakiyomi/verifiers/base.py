@@ -202,11 +202,6 @@ class Verifier(Protocol):
         ...
 
     @property
-    def follows_draft(self) -> bool:
-        """Whether the text depends on what was proposed, beside target and seed: then not with ``exact``."""
-        ...
-
-    @property
     def takes(self) -> frozenset[DraftKind]:
         """Kinds of draft for which that holds."""
         ...

@@ -36,7 +36,6 @@ class BlockVerifier:
     name = "block"
     rule: Rule = "ratio"
     lossless = True
-    follows_draft = True
     takes: frozenset[DraftKind] = frozenset({"chain"})
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:

@@ -21,7 +21,6 @@ class CoupledVerifier:
     name = "coupled"
     rule: Rule = "coupled"
     lossless = True
-    follows_draft = False
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:

@@ -43,7 +43,6 @@ class GreedyVerifier:
     name = "greedy"
     rule: Rule = "greedy"
     lossless = True
-    follows_draft = False
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:

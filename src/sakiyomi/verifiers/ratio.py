@@ -29,7 +29,6 @@ class RatioVerifier:
     name = "ratio"
     rule: Rule = "ratio"
     lossless = True
-    follows_draft = True
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:

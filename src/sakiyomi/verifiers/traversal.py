@@ -60,7 +60,6 @@ class TraversalVerifier:
     name = "traversal"
     rule: Rule = "ratio"
     lossless = True
-    follows_draft = True
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:

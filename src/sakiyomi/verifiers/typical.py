@@ -43,7 +43,6 @@ class TypicalVerifier:
     name = "typical"
     rule: Rule = "greedy"
     lossless = False
-    follows_draft = True
     takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
