@@ -23,7 +23,7 @@ from sakiyomi.drafting import Drafting
 from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
 from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Asked, Intake, TextIntake
-from sakiyomi.keeping import surprise, surprise_within
+from sakiyomi.keeping import surprise
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.memory import no_memory
 from sakiyomi.noise import RequestNoise
@@ -469,7 +469,7 @@ class Engine:
             count = len(segment.tokens)
             assert request.slot is not None
             at = segment.length
-            keeping.learn(request.slot, surprise_within(logits[first : first + count], request.tokens, at, at + count))
+            keeping.learn_prompt(request.slot, logits[first : first + count], request.tokens, at, at + count)
             first += count
             ends.append(first - 1)
         if self.target.hidden is not None:

@@ -27,7 +27,7 @@ from sakiyomi.policies import Policy, View, read_budget
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
 
-__all__ = ["Everything", "Keeping", "Watched", "surprise", "surprise_within"]
+__all__ = ["Everything", "Keeping", "Watched", "surprise"]
 
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
@@ -83,6 +83,9 @@ class Everything:
         return length
 
     def learn(self, slot: int, surprise: Sequence[float]) -> None:
+        """Nobody asks."""
+
+    def learn_prompt(self, slot: int, logits: Tensor, ids: Sequence[int], at: int, end: int) -> None:
         """Nobody asks."""
 
 
@@ -142,7 +145,8 @@ class _Held:
         places: (n,) int64, of the pairs that stayed at the last border.
         scores: (n,) what the policy said of them.
         since: the last border.
-        surprise: -log p of every token since then.
+        surprise: -log p of every token since then, and of the next one once that is known.
+        ahead: (V,) logits of what follows the prompt.
         asked: length of the prompt whose last tokens have chosen what they are to read.
     """
 
@@ -150,6 +154,7 @@ class _Held:
     scores: list[list[Tensor]]
     since: int = 0
     surprise: list[float] = field(default_factory=list)
+    ahead: Tensor | None = None
     asked: int = 0
 
 
@@ -336,9 +341,13 @@ class Keeping:
             self.notes.end(slot)
 
     def roll_back(self, slot: int, length: int) -> bool:
-        """Take a slot's text back to so many tokens; False where that is before its last border."""
+        """Take a slot's text back to so many tokens; False where that is before its last border.
+
+        Where surprise is wanted, the token behind them must be the one that was there: how likely it was, the row
+        before it has said, which is not computed again.
+        """
         held = self._slots[slot]
-        del held.surprise[max(0, length - held.since) :]
+        del held.surprise[max(0, length - held.since) + (length > 0) :]
         return length >= held.since
 
     def snapshot(self, slot: int) -> dict[str, Tensor]:
@@ -350,7 +359,7 @@ class Keeping:
                 known |= {f"{name}.{layer}.{head}": tensor.to("cpu", copy=True) for head, tensor in enumerate(heads)}
         for name, store in self._main_memory():
             known[name] = store[slot, :, : held.since].clone()
-        return known
+        return known if held.ahead is None else known | {"ahead": held.ahead.to("cpu", copy=True)}
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
         """A slot was filled with pairs of which this is known; so many tokens were read."""
@@ -363,7 +372,7 @@ class Keeping:
             self._all.reserve(slot, length)
         for name, store in self._main_memory():
             store[slot, :, :length] = known[name]
-        held.since = length
+        held.since, held.ahead = length, known.get("ahead")
         if self.notes is not None:
             self.notes.begin(slot, length)
 
@@ -405,6 +414,27 @@ class Keeping:
     def learn(self, slot: int, surprise: Sequence[float]) -> None:
         """Take -log p of the next tokens, where the policy wants to know."""
         self._slots[slot].surprise += surprise
+
+    def learn_prompt(self, slot: int, logits: Tensor, ids: Sequence[int], at: int, end: int) -> None:
+        """The same of the tokens that a chunk ids[at:end] of a prompt told about: ids[at + 1 : end + 1].
+
+        Of its first token too, where no chunk before it told: by what a prefix says of its next token, or, at the
+        beginning of the text, as much as the largest of these, since nothing says how likely it is.
+
+        Args:
+            slot: of the request.
+            logits: (end - at, V) of the pass.
+            ids: the prompt.
+            at, end: the chunk.
+        """
+        held = self._slots[slot]
+        following = ids[at + 1 : end + 1]
+        found = surprise(logits[: len(following)], following)
+        if len(held.surprise) == at - held.since:
+            told = held.ahead
+            held.surprise += [max(found, default=0.0)] if told is None else surprise(told[None], ids[at : at + 1])
+        held.surprise += found
+        held.ahead = logits[-1].clone() if end == len(ids) else None
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of a pass's rows keep these, see ``SlotCache.keep``."""
@@ -559,18 +589,3 @@ def surprise(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     """-log p of each token in its row of logits, (rows, V)."""
     chosen = torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None]
     return torch.neg(logits.float().log_softmax(-1).gather(1, chosen)[:, 0]).tolist()
-
-
-def surprise_within(logits: Tensor, ids: Sequence[int], at: int, end: int) -> list[float]:
-    """-log p of the tokens that a pass over ids[at:end], part of a text, told about: ids[at + 1 : end + 1].
-
-    At its beginning also of its first token: as much as the largest of these, since nothing says how likely it is.
-
-    Args:
-        logits: (end - at, V) of the pass.
-        ids: the text.
-        at, end: the part.
-    """
-    following = ids[at + 1 : end + 1]
-    found = surprise(logits[: len(following)], following)
-    return [max(found), *found] if at == 0 and found else found

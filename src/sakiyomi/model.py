@@ -8,11 +8,13 @@ knows no drafts and no sampling.
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense, take_over
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.graphs import Graphs, State
+from sakiyomi.kernels.made import listening
 from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
@@ -48,6 +51,7 @@ logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
 SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
 TRIAL = 80  # tokens of the self-test
+LARGE = 1 << 24  # bytes of weights, from which on fewer of its tokens will do
 SLOW = 0.05  # seconds of a trial pass from which on one is enough
 # What one request needs, the likeliest first; the others are compiled when they are met.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
@@ -516,38 +520,59 @@ class PackedModel:
             )
 
     def invariant_sizes(self) -> tuple[int, ...]:
-        """Row counts whose rows, in any place and number of a pass, have bit-equal logits.
+        """Row counts whose rows, in any place and number of a pass, are bit for bit those of any other.
 
         The same 64 tokens are scored in one pass and in passes of each size. Many rows are compared, not one: a kernel
-        that computes a few elements of some rows another way (the end of a vector loop) often rounds them alike.
+        that computes a few elements of some rows another way (the end of a vector loop) often rounds them alike. And
+        what every module makes of them, not the logits alone: where values are rounded on the way (to bfloat16, or to
+        8 bits before a product), most last bits that differ are gone there, and the few that are not come later.
         """
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(0, self.vocab_size, (TRIAL,), generator=generator).tolist()
-        with self.cache.lent(TRIAL) as slot:
+        # A small model's rows are narrow, and show less each; its passes cost next to nothing.
+        least, each = (24, 64) if (self.weight_bytes or LARGE) < LARGE else (8, 4)
+        # Hooks are for eager passes; graphs that heard of some might be compiled anew.
+        heard: AbstractContextManager[dict[str, Tensor]]
+        heard = listening(self._model) if self.graphs is None else nullcontext({})
+        with self.cache.lent(TRIAL) as slot, heard as made:
             self._pretend_source(slot)
             self.score([Segment(slot, 0, ids[:16], prompt=True)])
-            reference = self._in_passes(slot, ids, 64, 64, first=64)
-            good = []
+
+            def rows(start: int, end: int, size: int) -> dict[str, Tensor]:
+                """What a pass of this size makes of some tokens behind the first 16."""
+                made.clear()
+                segment = Segment(slot, 16 + start, ids[16 + start : 16 + end])
+                found = {"logits": self._run(Plan([segment]), size)[0, : end - start].clone()}
+                found |= {name: out[: end - start] for name, out in made.items() if len(out) == size}
+                return found | self._written(slot, 16 + start, 16 + end)
+
+            reference, good = rows(0, 64, 64), []
             for size in SIZES:
-                count = min(64, max(8, 4 * size))
-                if torch.equal(self._in_passes(slot, ids, count, size, first=(size + 1) // 2), reference[:count]):
+                count = min(64, max(least, each * size)) if size > 1 else least
+                starts = [0, *range((size + 1) // 2, count, size)]  # the first pass has fewer rows
+                if all(
+                    torch.equal(out, reference[name][start:end])
+                    for start, end in itertools.pairwise([*starts, count])
+                    for name, out in rows(start, end, size).items()
+                ):
                     good.append(size)
             return tuple(good) if len(good) > 1 else ()
+
+    def _written(self, slot: int, start: int, end: int) -> dict[str, Tensor]:
+        """Keys and values of these tokens, by layer and heads, (tokens, width)."""
+        found: dict[str, Tensor] = {}
+        for layer in range(self._layers):
+            for part in self.cache.parts(layer, slot):
+                own = slice(start - part.dropped, end - part.dropped)
+                for kind, pairs in (("keys", part.keys), ("values", part.values)):
+                    found[f"{kind} {layer} {part.heads}"] = pairs[:, own].transpose(0, 1).flatten(1).clone()
+        return found
 
     def _pretend_source(self, slot: int) -> None:
         """Give a slot something for cross-attention to look at."""
         if self.sources is not None and self._encoder is not None:
             self.sources.reserve(slot, 40)
             self.sources.fill(slot, Source({}, 40), self._encoder.noise(40))
-
-    def _in_passes(self, slot: int, ids: list[int], count: int, size: int, *, first: int) -> Tensor:
-        """Logits of the tokens behind the first 16, by passes of one size, of which the first has fewer rows."""
-        rows: list[Tensor] = []
-        while len(rows) < count:
-            start = 16 + len(rows)
-            tokens = ids[start : min(start + (size if rows else first), 16 + count)]
-            rows.extend(self._run(Plan([Segment(slot, start, tokens)]), size)[0, : len(tokens)].clone())
-        return torch.stack(rows)
 
     # ------------------------------------------------------------ passes
 

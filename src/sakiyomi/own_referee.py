@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.keeping import surprise_within
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.referee import Referee
 
@@ -58,7 +57,7 @@ class OwnReferee(Referee):
                 prompt_rows = at < len(prompt) or (not behind and keeping.sparse is None)
                 rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
                 if keeping.wants_surprise:
-                    keeping.learn(slot, surprise_within(rows[-1], ids, at, end))
+                    keeping.learn_prompt(slot, rows[-1], ids, at, end)
                 at = end if behind else keeping.go_on(slot, len(prompt), end)
                 rows[-1] = rows[-1][: len(rows[-1]) - (end - at)]
                 keeping.settle(slot, len(prompt), at)

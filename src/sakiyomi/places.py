@@ -52,7 +52,8 @@ class Places:
             return
         assert place.context is not None
         alike = request.context.source is None  # else what is held was made from another source
-        shared = min(place.shared(request.tokens), request.prompt_tokens - 1) if alike else 0  # the last one is wanted
+        shared = place.shared(request.tokens) - self._keeping.wants_surprise  # of the token behind them
+        shared = min(max(shared, 0), request.prompt_tokens - 1) if alike else 0  # the last one is wanted
         if self._exact:
             # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
             shared = min(shared, place.whole) // self._chunk_size * self._chunk_size

@@ -759,11 +759,15 @@ def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.
     assert [note[:5] for note in found.notes] == ["int8:", "int4:"]
 
 
-def test_exact_row(pair: BenchConfig) -> None:
+def test_exact_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sakiyomi.bench.exactness.COMPARED", (1, 4))
     found = suites.ROWS["exact"](pair, suites.Note())
-    assert [line["dtype"] for line in found.lines] == ["float32", "bfloat16"]
+    names = ["plain", "plain", "draft model", "draft model", "quantize int8", "cache h2o, 32 pairs", "cache quant-4"]
+    assert [line["name"] for line in found.lines] == names
+    assert [line["dtype"] for line in found.lines] == ["float32", "bfloat16"] * 2 + ["bfloat16"] * 3
     assert all(line["equal_tokens"] for line in found.lines), found.lines
-    assert all(line["runs_compared"] == 26 for line in found.lines)
+    assert [line["runs_compared"] for line in found.lines] == [2, 2, 14, 14, 14, 14, 14]
+    assert all(line["cost_percent"] is not None for line in found.lines)
 
 
 def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:

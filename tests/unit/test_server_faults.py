@@ -430,7 +430,8 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[ServerConfig] = []
-    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model: toy_llm("none"))
+    exact: list[bool] = []
+    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model: (exact.append(model.exact), toy_llm("none"))[1])
     monkeypatch.setattr("sakiyomi.server.run.serve", lambda llm, config, listening: served.append(config))
     monkeypatch.setattr("sakiyomi.server.logs.set_up", lambda kind: None)
     file = tmp_path / "serve.toml"
@@ -439,7 +440,12 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     done = CliRunner().invoke(app, ["serve", "--max-n", "1", "--no-reuse"], env=environment)
     assert done.exit_code == 0, done.output
     expected = ServerConfig(served_name="toy", max_queue=3, max_n=1, cors_origins=("http://a.example",), reuse=False)
-    assert served == [expected]
+    assert served == [expected] and exact == [False]
+    for arguments, others in ((["--exact"], {}), ([], {"SAKIYOMI_EXACT": "1"})):
+        assert CliRunner().invoke(app, ["serve", *arguments], env=environment | others).exit_code == 0
+    file.write_text("exact = true\n")
+    assert CliRunner().invoke(app, ["serve"], env=environment).exit_code == 0
+    assert exact == [False, True, True, True]
     for text, word in (("nonsense = 1", "nonsense"), ("= 1", "TOML"), ('port = "x"', "port")):
         file.write_text(text)
         done = CliRunner().invoke(app, ["serve", "--config", str(file)])

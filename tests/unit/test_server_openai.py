@@ -103,6 +103,24 @@ def test_texts_are_the_same_in_company(site: tuple[Server, str], own: LLM) -> No
         assert text == expected.text
 
 
+def test_exact_is_bit_equal_in_company() -> None:
+    """With ``exact`` also the log probabilities are the library's plain ones, to the last bit, prompts used again."""
+    how = {"max_tokens": 20, "temperature": 0.9, "top_p": 0.95, "seed": 7, "logprobs": 3}
+    own = toy_llm("none", exact=True, chunk_size=16)
+    asked = [PROMPTS[0] * 9, *PROMPTS, PROMPTS[0] * 9 + PROMPTS[1]]
+    with running(toy_llm(exact=True, chunk_size=16, max_batch=4)) as (_, url), ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda prompt: complete(client(url), prompt, **how), asked))
+        found.append(complete(client(url), asked[-1], **how))
+        found.append(complete(client(url), asked[-1], **how))
+    for prompt, reply in zip([*asked, asked[-1], asked[-1]], found, strict=True):
+        best = SamplingParams(max_new_tokens=20, temperature=0.9, top_p=0.95, seed=7, logprobs=3)
+        expected = own.generate(prompt, best)
+        assert reply.choices[0].text == expected.text
+        assert reply.choices[0].logprobs.token_logprobs == [entry.logprob for entry in expected.trace]
+    assert found[-1].usage.prompt_tokens_details.cached_tokens >= 16
+    assert sum(reply.usage.speculation["accepted"] for reply in found) > 10
+
+
 # ---------------------------------------------------------------- streams
 
 

@@ -19,26 +19,61 @@ from sakiyomi.params import SamplingParams
 __all__ = ["exact"]
 
 Texts = list[list[int]]
-DTYPES = ("float32", "bfloat16")
+COMPARED = (1, 2, 4, 7)  # gammas
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to run the pair: a line of the row.
+
+    Attributes:
+        name: in the table.
+        dtype: of target and draft.
+        drafted: with the draft model, or plain.
+        options: of ``LLM``.
+    """
+
+    name: str
+    dtype: str
+    drafted: bool = True
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def ways(config: BenchConfig) -> list[Way]:
+    """Plain, with a draft model, with weights of fewer bits, within a budget and with packed keys and values.
+
+    The budget is what a policy keeps of the longest texts: half of them, so that much of each is dropped.
+    """
+    longest = config.prompt_tokens + config.max_new_tokens
+    half = {"cache": "h2o", "kv_budget": max(32, longest // 2), "chunk_size": max(16, config.prompt_tokens // 2)}
+    rounded = [] if config.quantize else [Way("quantize int8", "bfloat16", options={"quantize": "int8"})]
+    return [
+        *(Way("plain", dtype, False) for dtype in ("float32", "bfloat16")),
+        *(Way("draft model", dtype) for dtype in ("float32", "bfloat16")),
+        *rounded,
+        Way(f"cache h2o, {half['kv_budget']} pairs", "bfloat16", options=half),
+        Way("cache quant-4", "bfloat16", options={"cache": "quant-4"}),
+    ]
 
 
 def exact(config: BenchConfig, note: Note) -> Row:
     """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
     lines, notes = [], []
-    for dtype in DTYPES:
-        pair = Pair(dataclasses.replace(config, dtype=dtype))
+    for way in ways(config):
+        pair = Pair(dataclasses.replace(config, dtype=way.dtype))
         params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
-        note(f"exact: compiling in {dtype}")
-        free, bound = pair.llm(), pair.llm(exact=True)
+        note(f"exact: compiling {way.name} in {way.dtype}")
+        draft = None if way.drafted else "none"
+        free, bound = pair.llm(draft, **way.options), pair.llm(draft, exact=True, **way.options)
         contenders = [
             Contender(name, partial(our_lap, llm, pair.prompts, params))
             for name, llm in (("free", free), ("exact", bound))
         ]
         standings = race(contenders, repeats=config.repeats, note=note)
-        note(f"exact: comparing texts in {dtype}")
-        equal, different = _word_kept(pair, bound)
-        lines.append(_line(dtype, standings, bound.target.sizes, equal, different))
-        notes += [f"{dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
+        note(f"exact: comparing texts of {way.name} in {way.dtype}")
+        equal, different = _word_kept(pair, bound, way)
+        lines.append(_line(way, standings, bound.target.sizes, equal, different))
+        notes += [f"{way.name}, {way.dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
         del free, bound
     conditions = {
         **pair.names,
@@ -49,16 +84,17 @@ def exact(config: BenchConfig, note: Note) -> Row:
         "repeats": config.repeats,
         "compared": "no draft, the draft model and random trees; gamma 1, 2, 4 and 7; batch 1 and all; greedy, coupled",
     }
-    return Row("exact", "exact=True against exact=False, speculative, tokens/s", lines, conditions, notes)
+    return Row("exact", "exact=True against exact=False, tokens/s", lines, conditions, notes)
 
 
 def _line(
-    dtype: str, standings: Sequence[Standing], sizes: Sequence[int], equal: int, different: list[str]
+    way: Way, standings: Sequence[Standing], sizes: Sequence[int], equal: int, different: list[str]
 ) -> dict[str, Any]:
     free, bound = (standing.to_dict() for standing in standings)
     ratio = bound["ratio"]
     return {
-        "dtype": dtype,
+        "name": way.name,
+        "dtype": way.dtype,
         "free": free["tokens_per_second"],
         "exact": bound["tokens_per_second"] if not different else None,
         "cost_percent": 100 * (1 / ratio - 1) if ratio and not different else None,
@@ -69,21 +105,21 @@ def _line(
     }
 
 
-def _word_kept(pair: Pair, drafted: Any) -> tuple[int, list[str]]:
+def _word_kept(pair: Pair, bound: Any, way: Way) -> tuple[int, list[str]]:
     """How many runs gave the plain texts to the last token, and which did not."""
-    plain = Undrafted(drafted)
+    plain = Undrafted(bound)
     equal, different = 0, []
     for rule, options in (("greedy", {}), ("coupled", {"temperature": 1.0, "seed": 3, "acceptance": "coupled"})):
         params = SamplingParams(max_new_tokens=pair.config.max_new_tokens, **options)  # type: ignore[arg-type]
         # One list: request i draws from (seed, i) however the requests are run.
         expected = _texts(plain, pair.prompts, params)
         runs = {f"{rule}, no draft, one at a time": _one_by_one(plain, pair.prompts, params)}
-        trees = pair.llm(_oracle(pair, expected), exact=True)
-        for gamma in (1, 2, 4, 7):
+        trees = Undrafted(bound, _oracle(pair, expected))
+        for gamma in COMPARED if way.drafted else ():
             shape = dataclasses.replace(params, gamma=gamma)
-            runs[f"{rule}, draft model, gamma {gamma}"] = _texts(drafted, pair.prompts, shape)
+            runs[f"{rule}, draft model, gamma {gamma}"] = _texts(bound, pair.prompts, shape)
             runs[f"{rule}, trees, gamma {gamma}"] = _texts(trees, pair.prompts, shape)
-            runs[f"{rule}, draft model, gamma {gamma}, one at a time"] = _one_by_one(drafted, pair.prompts, shape)
+            runs[f"{rule}, draft model, gamma {gamma}, one at a time"] = _one_by_one(bound, pair.prompts, shape)
         different += [name for name, texts in runs.items() if texts != expected]
         equal += sum(texts == expected for texts in runs.values())
     return equal, different
