@@ -19,7 +19,7 @@ from sakiyomi.gamma import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Gain, Size
 from sakiyomi.params import SamplingParams
 from sakiyomi.request import Request
 from sakiyomi.tree import Draft
-from sakiyomi.verifiers import Verifier, check_exact, check_fits, choose_verifier
+from sakiyomi.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel
@@ -53,7 +53,7 @@ class Drafting:
     Args:
         target: scores the drafts; its passes are what they cost.
         drafter: None: nothing is ever drafted.
-        exact: drafts stay small enough for a pass on graphs, and rules whose text depends on them are refused.
+        exact: drafts stay small enough for a pass on graphs.
         strict: a drafter's fault ends the request.
 
     Attributes:
@@ -74,14 +74,11 @@ class Drafting:
         """The acceptance rule for a request.
 
         Raises:
-            InputError: the rule that was asked for does not take what the drafter proposes, or is none for ``exact``.
+            InputError: the rule that was asked for does not take what the drafter proposes.
         """
         kind_for = getattr(self.drafter, "kind_for", None)
         kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
-        verifier = choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
-        if self._exact and self.drafter is not None:
-            check_exact(params, verifier)
-        return verifier
+        return choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
 
     def propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> Drafted:
         """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end."""

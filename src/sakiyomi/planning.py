@@ -15,10 +15,12 @@ from typing import Any
 
 from sakiyomi import theory
 from sakiyomi.errors import InputError
+from sakiyomi.theory.checks import cost
 
 __all__ = ["PlanConfig", "draw", "plan"]
 
 FLOOR = 1e-9
+LONGEST = 1024
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,10 @@ class PlanConfig:
         for name, least in (("batch", 1), ("max_gamma", 1), ("context", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        if self.max_gamma > LONGEST:
+            raise InputError(f"max_gamma is {self.max_gamma}; expected at most {LONGEST}: every gamma is a line")
+        if self.c_hat is not None:
+            cost("c_hat", self.c_hat)
         for name in ("bits", "draft_bits"):
             if not 0.0 < getattr(self, name) <= 64.0:
                 raise InputError(f"{name} is {getattr(self, name):g}; expected a number above 0, for instance 16 or 4")
@@ -83,6 +89,15 @@ class PlanConfig:
             raise InputError("bandwidth is given without target_size; give both, or leave it out")
         if self.draft_size is not None and self.target_size is None:
             raise InputError("draft_size is given without target_size; give both, or --c")
+        for name in ("target_size", "draft_size", "bandwidth", "operations"):
+            if (given := getattr(self, name)) is not None and _number(name, given) <= 0.0:
+                raise InputError(f"{name} is {given!r}; expected more than 0, or leave it out")
+        held = max(_number(name, getattr(self, name)) for name in ("kv_per_token", "draft_kv_per_token"))
+        if (self.context > 0) != (held > 0.0) or (self.context and self.target_size is None):
+            raise InputError(
+                f"context is {self.context}, kv_per_token {self.kv_per_token!r} and target_size {self.target_size!r}; "
+                "keys and values are read beside the weights: give all three, or leave context and kv_per_token out"
+            )
 
 
 @dataclass(frozen=True)
@@ -233,6 +248,8 @@ def _curve(entries: tuple[str, ...]) -> Callable[[int], float]:
         found = re.fullmatch(r"(\d+)=(\d*\.?\d+)", entry.strip())
         if found is None or int(found[1]) < 1 or float(found[2]) <= 0:
             raise InputError(f"v is {entry!r}; expected ROWS=RATIO, for instance 5=1.33")
+        if int(found[1]) == 1 and float(found[2]) != 1:
+            raise InputError(f"v is {entry!r}; v counts in passes over one row, so that 1=1 by definition")
         points[int(found[1])] = float(found[2])
     rows = sorted(points)
     if len(rows) < 2:

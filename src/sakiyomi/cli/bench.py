@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
@@ -119,17 +120,22 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
 
 def report(config: ReportConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+    from sakiyomi.cli.output import emit_json, note, progress, quiet, stdout
 
-    with progress("loading") as status:
-        from sakiyomi import machine
-        from sakiyomi.bench.figures.run import run
-
-        quiet()
-        rows = run(config, Shown(status))
-        conditions = machine.conditions()
-        done = show(rows, conditions, status)
     place = f"{config.out}/index.html"
+    try:
+        with progress("loading") as status:
+            from sakiyomi import machine
+            from sakiyomi.bench.figures.run import run
+
+            quiet()
+            rows = run(config, Shown(status))
+            conditions = machine.conditions()
+            done = show(rows, conditions, status)
+    except KeyboardInterrupt:
+        if Path(place).is_file():
+            note(f"what was measured until now is on {place}; the same command goes on with the rest")
+        raise
     stdout().out(f"the page is {place}", highlight=False)
     if output.json:
         emit_json({"conditions": conditions, "page": place, "rows": [row.to_dict() for row in done]})

@@ -23,10 +23,8 @@ __all__ = [
     "TraversalVerifier",
     "TypicalVerifier",
     "Verifier",
-    "check_exact",
     "check_fits",
     "choose_verifier",
-    "follows_draft",
     "residual",
 ]
 
@@ -84,25 +82,3 @@ def check_fits(kind: DraftKind, verifier: Verifier) -> None:
         f'acceptance "{verifier.name}" does not take a draft of kind "{kind}"; '
         + (f"available for it are {able}" if able else "no rule does")
     )
-
-
-def follows_draft(verifier: Verifier) -> bool:
-    """Whether a rule's text depends on what was proposed, and not on target and seed alone."""
-    return verifier.rule == "ratio" or not verifier.lossless
-
-
-def check_exact(params: SamplingParams, verifier: Verifier) -> None:
-    """Refuse, with ``exact=True``, a rule by which the text depends on what is read ahead.
-
-    Without a seed a lossless rule may do so: there is no text that its own would have to be equal to.
-
-    Raises:
-        InputError: with the rule to use instead.
-    """
-    if not follows_draft(verifier) or (verifier.lossless and params.seed is None):
-        return
-    why = "its text depends on the draft, and not on target and seed alone"
-    remedy = "use 'auto' or 'coupled', or give no seed"
-    if not verifier.lossless:
-        why, remedy = "it takes tokens that the target would not have drawn", "use 'auto'"
-    raise InputError(f"acceptance={verifier.name!r} with exact=True: {why}; {remedy}, or load with exact=False")

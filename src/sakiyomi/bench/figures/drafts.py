@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.figures.section import Section, Theme, panels
-from sakiyomi.bench.figures.work import Work, lap, line_of, median, spread_of
+from sakiyomi.bench.figures.work import Work, lap, line_of, median, notes_of, spread_of
 from sakiyomi.bench.models import NearTies
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender
@@ -42,8 +42,8 @@ def drafts(work: Work, note: Note) -> Row:
         f"its first {layers // part} layers": f"early-exit:{layers // part}" for part in EXITS if layers >= 2 * part
     }
     own |= {name: work.drafter(spec) for name, spec in exits.items()}
-    lines += _compared(work, work.llm, work.pair.target, Path(config.target).name, own, note)
-    notes = []
+    notes: list[str] = []
+    lines += _compared(work, work.llm, work.pair.target, Path(config.target).name, own, note, notes)
     if config.models is None:
         notes.append("No folder of further checkpoints was given (--models): those lines are left out.")
     else:
@@ -59,7 +59,7 @@ def drafts(work: Work, note: Note) -> Row:
         from sakiyomi.loading import load_model
 
         loaded = load_model(str(target), dtype=config.dtype, device=config.device)
-        lines += _compared(work, llm, loaded, target.name, found, note)
+        lines += _compared(work, llm, loaded, target.name, found, note, notes)
     conditions = {"gamma": config.gamma, "acceptance": "ratio", "n-grams": f"of {COUNTED} sampled texts a prompt"}
     return Row("drafts", "alpha and speed-up by draft", lines, work.laps() | conditions, notes)
 
@@ -85,9 +85,9 @@ def _family(name: str) -> list[Path]:
 
 
 def _compared(
-    work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any], note: Note
+    work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any], note: Note, notes: list[str]
 ) -> list[dict[str, Any]]:
-    """A line each drafter, n-grams of the target's own text among them."""
+    """A line each drafter, n-grams of the target's own text among them; ``notes`` takes what has to be said of it."""
     prompts = [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.bench().texts()]
     sizes = {name: _size(drafter) for name, drafter in drafters.items()}
     note(f"drafts: {target} writes texts to count")
@@ -103,6 +103,7 @@ def _compared(
             for name, engine in engines.items()
         ]
         found[temperature] = work.race(contenders, note, f"drafts of {target}, T={temperature:g}")
+        notes += notes_of(f"{target}, T={temperature:g}", found[temperature])
     lines = []
     for at, name in enumerate(drafters, start=1):
         line: dict[str, Any] = {"name": name, "target": target, "weight_bytes": sizes.get(name)}

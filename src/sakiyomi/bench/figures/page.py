@@ -23,7 +23,7 @@ body { margin: 0 auto; padding: 1rem; max-width: 46rem; background: var(--paper)
   font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word }
 h1, h2 { line-height: 1.2 }
 h2 { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1.5rem }
-nav ul { padding-left: 1.2rem }
+ul { padding-left: 1.2rem }
 a { color: inherit }
 figure { margin: 1rem 0 }
 img { display: block; width: 100%; max-width: 42rem; height: auto }
@@ -103,7 +103,8 @@ def _section(part: Shown) -> str:
         dark = f'<source srcset="{_data(part.pictures["dark"])}" media="(prefers-color-scheme: dark)">'
         light = f'<img src="{_data(part.pictures["light"])}" alt="{alt}">'
         lines.append(f"<figure><picture>{dark}{light}</picture><figcaption>{alt}</figcaption></figure>")
-    lines += [f"<p>{html.escape(note)}</p>" for note in part.row.notes]
+    notes = "\n".join(f"<li>{html.escape(note)}</li>" for note in part.row.notes)
+    lines.append(f'<ul class="small">\n{notes}\n</ul>' if notes else "")
     if part.row.lines:
         lines.append(f'<details><summary>Numbers</summary><div class="wide">{_table(part.row)}</div></details>')
     lines.append(f'<p class="small">Command: <code>{html.escape(part.command)}</code></p>')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.figures.rivals import GreedyDraft
 from sakiyomi.bench.figures.section import Section, Theme, panels
-from sakiyomi.bench.figures.work import Work, lap, line_of, spread_of
-from sakiyomi.bench.report import Row, unclaimed
-from sakiyomi.bench.runner import Contender, Lap, Spread, Standing
+from sakiyomi.bench.figures.work import Work, lap, line_of, notes_of, spread_of
+from sakiyomi.bench.report import Row
+from sakiyomi.bench.runner import Contender, Lap, Spread
 from sakiyomi.bench.speed import everybody, peer_lap
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.errors import SakiyomiError
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["MEDUSA", "SIZES", "TEMPERATURE"]
-
-
-def _notes(name: str, standings: Sequence[Standing]) -> list[str]:
-    """What has to be said of one race."""
-    said = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
-    return [f"{name}: {text}" for text in (*said, *unclaimed(standings, Spread.of(standings)))]
 
 
 def sizes(work: Work, note: Note) -> Row:
@@ -42,7 +36,7 @@ def sizes(work: Work, note: Note) -> Row:
         parameters = pair.target.model.num_parameters() / 1e6
         name = f"{parameters:.3g}M"
         found = work.race(everybody(pair, llm, peers=("plain", "assisted")), note, f"sizes, {name}")
-        notes += _notes(name, found)
+        notes += notes_of(name, found)
         spread = spread_of(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
     conditions = {**work.pair.names, **work.pair.dtypes, "gamma": work.config.gamma, **work.laps()}
@@ -55,17 +49,23 @@ def _ways(row: Row) -> list[str]:
 
 def _paint_sizes(row: Row, theme: Theme) -> Figure:
     figure, (axes,) = panels(height=3.8)
-    for way, colour in zip(_ways(row), theme.colours, strict=False):
+    highest = 0.0
+    for at, (way, colour) in enumerate(zip(_ways(row), theme.colours, strict=False)):
         own = [line for line in row.lines if line["name"] == way and line["ms_per_token"]]
         style = "--" if way.startswith("transformers") else "-"
-        xs, ys = [line["parameters"] for line in own], [line["ms_per_token"] for line in own]
+        # A little beside each other, so that no bar of laps hides another.
+        xs = [line["parameters"] * 1.015 ** (at - 1.5) for line in own]
+        ys = [line["ms_per_token"] for line in own]
         axes.plot(xs, ys, style, marker="o", markersize=5, color=colour, label=way)
-        axes.vlines(xs, [1000 / line["high"] for line in own], [1000 / line["low"] for line in own], color=colour)
+        slowest = [1000 / line["low"] for line in own]
+        axes.vlines(xs, [1000 / line["high"] for line in own], slowest, color=colour)
+        # One lap that something else disturbed leaves the picture; it must not flatten all curves.
+        highest = max(highest, *(min(slow, 2 * y) for slow, y in zip(slowest, ys, strict=True)), 0.0)
     ticks = dict.fromkeys((line["parameters"], line["size"]) for line in row.lines)
     axes.set_xscale("log")
     axes.set_xticks([at for at, _ in ticks], [name for _, name in ticks])
     axes.minorticks_off()
-    axes.set(xlabel="parameters of the target", ylabel="ms a token; bars: lowest and highest lap", ylim=(0, None))
+    axes.set(xlabel="parameters of the target", ylabel="ms a token; bars: all laps", ylim=(0, 1.05 * highest or None))
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
@@ -110,7 +110,7 @@ def medusa(work: Work, note: Note) -> Row:
         llm.wait()
         name = f"{parameters:.3g}M"
         found = work.race(contenders, note, f"medusa, {name}")
-        notes += _notes(name, found)
+        notes += notes_of(name, found)
         spread = spread_of(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
     conditions = work.pair.names | {"draft": work.medusa, "gamma": "auto", **work.laps()}
@@ -135,7 +135,8 @@ def _paint_medusa(row: Row, theme: Theme) -> Figure:
             text = f"{speed:.0f}" + (f"\n{line['ratio']:.2f}x" if at else "")
             axes.text(x, line["high"] + 0.02 * most, text, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(range(len(groups)), groups)
-    axes.set(xlabel="parameters of the target", ylabel="tokens/s; lines: laps", ylim=(0, 1.2 * most))
+    axes.set(xlabel="parameters of the target", ylabel="tokens/s; whiskers: all laps", ylim=(0, 1.2 * most))
+    axes.grid(visible=False, axis="x")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
@@ -179,6 +180,7 @@ def temperature(work: Work, note: Note) -> Row:
     peer, judge = work.pair.peer("assisted"), work.pair.judge(work.llm)
     lines: list[dict[str, Any]] = []
     slower: list[str] = []
+    ratios: dict[float, float] = {}
     for degrees in sorted(config.temperatures):
         auto = work.params(temperature=degrees, seed=7, gamma="auto")
         runs: Mapping[str, Callable[[], Lap]] = {
@@ -195,14 +197,20 @@ def temperature(work: Work, note: Note) -> Row:
             contender.run()
         work.llm.wait()
         found = work.race(contenders, note, f"temperature {degrees:g}")
-        notes += _notes(f"T={degrees:g}", found)
+        notes += notes_of(f"T={degrees:g}", found)
         spread = spread_of(found)
         lines += [line_of(standing, temperature=degrees) | {"A/A": spread} for standing in found]
         known, ours = Spread.of(found), found[1]
+        ratios[degrees] = ours.ratio
         slower += [f"{degrees:g}"] if known is not None and ours.ratio < known.low else []
     if config.repeats > 1:  # of one lap nobody knows how far apart equal things are
         where = f"at temperature {', '.join(slower)}" if slower else "at no temperature"
-        notes.insert(0, f"sakiyomi is slower than plain {where}, by more than two equal things differ")
+        least = min(ratios, key=lambda degrees: ratios[degrees])
+        notes.insert(
+            0,
+            f"sakiyomi is slower than plain {where}, by more than two equal things differ; its least is "
+            f"{ratios[least]:.2f} times plain, at temperature {least:g}",
+        )
     conditions = work.conditions(gamma=f"auto; {config.gamma} of transformers and of sample and compare")
     return Row("temperature", "tokens/s by temperature", lines, conditions, notes)
 
@@ -245,7 +253,8 @@ TEMPERATURE = Section(
     "Time against temperature",
     "The hotter the text, the less a draft knows of it. Ours drafts with the same temperature and noise as the target "
     "(coupled sampling), and reads ahead only as far as that pays. Sample and compare: the draft is greedy, the "
-    "target samples, and equal tokens stay. All give the target's own distribution, the draft alone apart.",
+    "target samples, and equal tokens stay. All give the target's own distribution, the draft alone apart. Each "
+    "temperature is a race of its own: what all lines do together from one to the next is the machine's.",
     temperature,
     _paint_temperature,
     _alt_temperature,

@@ -69,7 +69,7 @@ def _paint_rounds(row: Row, theme: Theme) -> Figure:
             alike = [100 * line[f"{name}, alike"] for line in shares]
             upper.plot(xs, alike, "_", color=colour, markersize=14, markeredgewidth=width)
         series = shares[0]["series"][name]
-        lower[at].bar(range(1, len(series) + 1), series, width=1.0, color=theme.colours[at])
+        lower[at].bar(range(1, len(series) + 1), series, width=0.8, color=theme.colours[at])
         lower[at].set(ylabel=f"kept, {name}", ylim=(0, len(shares) - 0.9))
         lower[at].set_yticks([line["accepted"] for line in shares])
     upper.plot([], [], "_", color=theme.ink, markersize=14, markeredgewidth=2, label="if all places were alike")

@@ -68,9 +68,9 @@ def run(config: ReportConfig, note: Note | None = None) -> Iterator[Row]:
 
     def rows() -> Iterator[Row]:
         work = Work(config)
-        for name in wanted:
+        for place, name in enumerate(wanted, start=1):
             if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
-                kept[name] = _measured(name, work, note)
+                kept[name] = _measured(name, work, _Counted(note, f"section {place} of {len(wanted)}"))
                 _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
             row = _row(kept[name])
             _draw(folder, name, row)
@@ -78,6 +78,17 @@ def run(config: ReportConfig, note: Note | None = None) -> Iterator[Row]:
             yield row
 
     return rows()
+
+
+class _Counted(Note):
+    """Says how far the report is, before what is going on."""
+
+    def __init__(self, note: Note, place: str) -> None:
+        self._note, self._place = note, place
+
+    def __call__(self, text: str) -> None:
+        """See ``Note``."""
+        self._note(f"{self._place}, {text}")
 
 
 def _measured(name: str, work: Work, note: Note) -> dict[str, Any]:

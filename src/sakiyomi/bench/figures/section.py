@@ -102,6 +102,7 @@ def panels(count: int = 1, height: float = 3.2) -> tuple[Figure, list[Any]]:
     axes = list(figure.subplots(count, 1, squeeze=False)[:, 0])
     for each in axes:
         each.grid(alpha=0.3)
+        each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
     return figure, axes
 

@@ -14,6 +14,7 @@ from sakiyomi.bench.figures.config import ReportConfig
 from sakiyomi.bench.inflate import inflate
 from sakiyomi.bench.meter import round_figures
 from sakiyomi.bench.models import Pair
+from sakiyomi.bench.report import unclaimed
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race, timed
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.outputs import Generation, Stats
@@ -22,7 +23,7 @@ from sakiyomi.params import SamplingParams
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["Work", "lap", "line_of", "median", "spread_of"]
+__all__ = ["Work", "lap", "line_of", "median", "notes_of", "spread_of"]
 
 
 class Work:
@@ -155,3 +156,9 @@ def spread_of(standings: Sequence[Standing]) -> str | None:
     """A/A of a race, for its conditions."""
     spread = Spread.of(standings)
     return None if spread is None else str(spread)
+
+
+def notes_of(name: str, standings: Sequence[Standing]) -> list[str]:
+    """What has to be said of one race: texts that part, and who is not known to be faster or slower."""
+    said = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
+    return [f"{name}: {text}" for text in (*said, *unclaimed(standings, Spread.of(standings)))]

@@ -146,17 +146,18 @@ def accuracy(row: Row, colours: Sequence[str] = COLOURS, *, stacked: bool = Fals
     figure, panels = _figure(len(lengths), stacked=stacked)
     styles = _styles(groups, colours)
     for axes, length in zip(panels, lengths, strict=True):
-        for place, (name, group) in enumerate(groups.items()):
-            for line in (line for line in group if line["length"] == length):
-                axes.errorbar(
-                    line["kv_bytes"] / 1e6 * _aside(place, len(groups)),
-                    100 * line["accuracy"],
-                    yerr=100 * (line["accuracy_spread"] or 0.0),
-                    linestyle="none",
-                    capsize=3,
-                    label=name,
-                    **styles[name],
-                )
+        shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == length]
+        for name, line in shown:
+            right, spread = 100 * line["accuracy"], 100 * (line["accuracy_spread"] or 0.0)
+            axes.errorbar(
+                _beside(line, [other for _, other in shown]),
+                right,
+                yerr=[[min(spread, right)], [min(spread, 100 - right)]],
+                linestyle="none",
+                capsize=3,
+                label=name,
+                **styles[name],
+            )
         axes.set(xscale="log", ylim=(-4, 104), title=f"{length} tokens", xlabel=f"keys and values, MB {ASIDE}")
         _plain_ticks(axes.xaxis)
     for axes in panels if stacked else panels[:1]:
@@ -216,9 +217,15 @@ def _plain_ticks(axis: Any) -> None:
     axis.set_minor_locator(_nothing())
 
 
-def _aside(place: int, count: int) -> float:
-    """Systems of one budget hold the same bytes; their points stand side by side, or one would hide the others."""
-    return 1.0 + 0.02 * (place - (count - 1) / 2)
+def _beside(line: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float:
+    """Where a point stands, in MB: systems of one budget hold the same bytes, and one would hide the others.
+
+    Those that hold as many bytes as others stand side by side around them; all others stand at their own.
+    """
+    size = line["kv_bytes"]
+    alike = [other for other in lines if abs(other["kv_bytes"] - size) <= 0.01 * size]
+    place = next(at for at, other in enumerate(alike) if other is line)
+    return float(size / 1e6 * (1.0 + 0.02 * (place - (len(alike) - 1) / 2)))
 
 
 def _turns(row: Row) -> Figure | None:
@@ -248,18 +255,18 @@ def _books(row: Row) -> Figure | None:
     styles = _styles(groups)
     kinds = [("perplexity", 1.0, "perplexity"), ("agreement", 100.0, "tokens that full expects too, percent")]
     for axes, (key, scale, label) in zip(panels, kinds, strict=True):
-        for place, (name, group) in enumerate(groups.items()):
-            for line in (line for line in group if line["length"] == longest):
-                spread = line[f"{key}_spread"]
-                axes.errorbar(
-                    line["kv_bytes"] / 1e6 * _aside(place, len(groups)),
-                    scale * line[key],
-                    yerr=scale * spread if spread else None,
-                    linestyle="none",
-                    capsize=3,
-                    label=name,
-                    **styles[name],
-                )
+        shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == longest]
+        for name, line in shown:
+            spread = line[f"{key}_spread"]
+            axes.errorbar(
+                _beside(line, [other for _, other in shown]),
+                scale * line[key],
+                yerr=scale * spread if spread else None,
+                linestyle="none",
+                capsize=3,
+                label=name,
+                **styles[name],
+            )
         axes.set(xscale="log", xlabel=f"keys and values, MB {ASIDE}", ylabel=label, title=f"{longest} tokens")
         _plain_ticks(axes.xaxis)
     _legend(figure, panels)
