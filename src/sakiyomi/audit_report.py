@@ -10,11 +10,19 @@ from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence
 
 if TYPE_CHECKING:
+    from sakiyomi.frequencies import Fit
     from sakiyomi.kernels.rounding import RoundingReport
 
-__all__ = ["AuditConfig", "AuditReport", "Check", "Texts"]
+__all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "Texts"]
 
 Texts = list[list[int]]
+ODDS = 1e-6
+"""Of a false alarm among all sampled checks of an audit together."""
+POWER, AWAY = 0.999, 0.02
+"""Tokens are drawn until a distribution so far from the target's is seen with this chance."""
+TREE = (1, 2, 1)
+"""Counts of the tree that is checked beside the chains: siblings at two depths."""
+Shape = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,9 @@ class AuditConfig:
         gammas: draft tokens a round to check.
         seeds: seeds of sampled texts.
         temperature: of sampled texts.
+        sampled: whether frequencies of tokens are tested for the rules whose text depends on the draft.
+        verifiers: acceptance rules to check, the frequencies of those named too; none: all that are lossless.
+        samples: most tokens that are drawn for one test of frequencies; fewer do where they are enough.
     """
 
     max_new_tokens: int = 64
@@ -34,6 +45,9 @@ class AuditConfig:
     gammas: tuple[int, ...] = (1, 2, 5)
     seeds: tuple[int, ...] = (0, 1)
     temperature: float = 1.0
+    sampled: bool = False
+    verifiers: tuple[str, ...] = ()
+    samples: int = 100_000
 
     def __post_init__(self) -> None:
         if not self.gammas or not self.seeds:
@@ -44,22 +58,30 @@ class AuditConfig:
             raise InputError(
                 f"temperature is {self.temperature}; sampled texts need one above 0, greedy ones are checked anyway"
             )
-        for gamma in self.gammas:
+        if self.samples < 1:
+            raise InputError(f"samples is {self.samples}; expected at least 1")
+        for shape in self.shapes():
             for seed in self.seeds:
-                self.sampled(seed, gamma)
+                self.seeded(seed, shape)
+        for rule in self.verifiers:
+            self.seeded(self.seeds[0], {}, rule)
 
-    def greedy(self, gamma: int = 1) -> SamplingParams:
+    def shapes(self) -> list[Shape]:
+        """What is drafted in a round, as parameters: a chain of each length, and a tree."""
+        return [*({"gamma": gamma} for gamma in self.gammas), {"tree": TREE}]
+
+    def greedy(self, shape: Shape | None = None) -> SamplingParams:
         """Parameters of a greedy text."""
-        return SamplingParams(max_new_tokens=self.max_new_tokens, gamma=gamma)
+        return SamplingParams(max_new_tokens=self.max_new_tokens, **(shape or {}))
 
-    def sampled(self, seed: int, gamma: int = 1) -> SamplingParams:
+    def seeded(self, seed: int, shape: Shape | None = None, rule: str = "coupled") -> SamplingParams:
         """Parameters of a sampled text."""
         return SamplingParams(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
             seed=seed,
-            gamma=gamma,
-            acceptance="coupled",
+            acceptance=rule,  # type: ignore[arg-type]
+            **(shape or {}),
         )
 
 
@@ -68,14 +90,16 @@ class Check:
     """One comparison of texts.
 
     Attributes:
-        rule: "greedy" or "coupled".
+        rule: "greedy", or the name of a rule whose text depends on the seed alone: "coupled".
         what: "plain" or "drafted".
         against: the report's reference, "plain", or "logits": each token by itself, by the reference's logits.
-        gamma: None for plain text.
+        gamma: None for plain text, and for a tree.
         seed: None for greedy text.
         batch: texts at once.
         texts, equal, tokens: how many were compared, were equal, and their tokens.
         divergences: the others, explained or not.
+        drafter: its name; None for plain text.
+        tree: a tree was drafted.
     """
 
     rule: str
@@ -88,6 +112,8 @@ class Check:
     equal: int
     tokens: int
     divergences: tuple[Divergence, ...] = ()
+    drafter: str | None = None
+    tree: bool = False
 
     @property
     def defects(self) -> int:
@@ -99,21 +125,48 @@ class Check:
         return asdict(self) | {"defects": self.defects, "divergences": [d.to_dict() for d in self.divergences]}
 
 
+@dataclass(frozen=True)
+class SampledCheck:
+    """One test of frequencies.
+
+    Attributes:
+        rule: name of the acceptance rule.
+        drafter: its name; None: nothing was drafted.
+        gamma: None where a tree was drafted.
+        texts: that were written.
+        drafted, accepted: tokens of drafts; where none were accepted or refused, nothing was shown.
+        fit: the test.
+    """
+
+    rule: str
+    drafter: str | None
+    gamma: int | None
+    texts: int
+    drafted: int
+    accepted: int
+    fit: Fit
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        return asdict(self) | {"fit": self.fit.to_dict()}
+
+
 @dataclass
 class AuditReport:
     """All comparisons.
 
     Attributes:
-        checks: in the order they were made.
         noise: shape noise of the reference itself, in logits.
         dtype: of the target.
         exact: whether our own texts had to be equal to the last token.
-        drafter: name of the drafter; None if there was none, and then nothing was drafted.
+        drafter: names of the drafters, joined by a comma; None if there was none, and then nothing was drafted.
         prompts: token ids.
         reference: whose greedy texts and logits are right: "transformers", or "own plain" where the weights were
             rounded and only our own engine computes with them.
         rounding: what the rounding changed; None where nobody knows, or nothing was rounded.
         tokenizer: of the target.
+        checks: comparisons of texts.
+        frequencies: tests of sampled text; their odds of a false alarm are ``ODDS`` all together.
     """
 
     noise: float
@@ -125,11 +178,12 @@ class AuditReport:
     rounding: RoundingReport | None = None
     tokenizer: Any = field(default=None, repr=False)
     checks: list[Check] = field(default_factory=list)
+    frequencies: list[SampledCheck] = field(default_factory=list)
 
     @property
     def defects(self) -> int:
-        """Differences that nothing explains, over all checks."""
-        return sum(check.defects for check in self.checks)
+        """Differences that nothing explains, over all checks, and tests of frequencies that failed."""
+        return sum(check.defects for check in self.checks) + sum(not check.fit.ok for check in self.frequencies)
 
     @property
     def ok(self) -> bool:
@@ -148,4 +202,6 @@ class AuditReport:
             "reference": self.reference,
             "rounding": asdict(self.rounding) if self.rounding is not None else None,
             "checks": [check.to_dict() for check in self.checks],
+            "frequencies": [check.to_dict() for check in self.frequencies],
+            "false_alarm_odds": ODDS if self.frequencies else 0.0,
         }
