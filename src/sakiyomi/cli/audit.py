@@ -29,6 +29,11 @@ class AuditOptions:
         gammas: draft tokens a round to check (again for each).
         seeds: seeds of the sampled texts (again for each).
         temperature: of the sampled texts.
+        sampled: also count the tokens of text whose rule makes it depend on the draft (ratio, block, traversal), a
+            chain and a tree each, until a distribution .02 of total variation away would be seen; takes minutes.
+        drafts: other drafters to check beside the same target (again for each).
+        verifiers: acceptance rules to check, counts of those named too (again for each); all lossless ones if none is.
+        samples: most tokens that are counted for each rule, drafter and shape.
     """
 
     prompts: str | None = None
@@ -38,6 +43,10 @@ class AuditOptions:
     gammas: tuple[int, ...] = (1, 2, 5)
     seeds: tuple[int, ...] = (0, 1)
     temperature: float = 1.0
+    sampled: bool = False
+    drafts: tuple[str, ...] = ()
+    verifiers: tuple[str, ...] = ()
+    samples: int = 100_000
 
 
 def register(app: typer.Typer) -> None:
@@ -49,8 +58,9 @@ def register(app: typer.Typer) -> None:
         AuditOptions,
         JsonOption,
         help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
-        "plain; under the coupled rule sampled text too. With quantize, or a cache within a budget, everything "
-        "against plain text of that target. Exit code 1 if a defect was found.",
+        "plain; under the coupled rule sampled text too; with --sampled the frequencies of tokens under the others. "
+        "With quantize, or a cache within a budget, everything against plain text of that target. Exit "
+        "code 1 if a defect was found.",
     )(audit)
 
 
@@ -72,11 +82,19 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
             gammas=options.gammas,
             seeds=options.seeds,
             temperature=options.temperature,
+            sampled=options.sampled,
+            verifiers=options.verifiers,
+            samples=options.samples,
         )
         values = model.values()
         target, draft = values.pop("target"), values.pop("draft")
         report = logic.audit(
-            target, draft, prompts=texts[: options.count], config=config, options=values, note=status.update
+            *(target, draft),
+            prompts=texts[: options.count],
+            drafts=options.drafts,
+            config=config,
+            options=values,
+            note=status.update,
         )
     _show(model, report)
     if output.json:
@@ -102,8 +120,9 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
             {
                 "rule": check.rule,
                 "text": check.what,
+                "draft": check.drafter,
                 "against": check.against,
-                "gamma": check.gamma,
+                "gamma": "tree" if check.tree else check.gamma,
                 "seed": check.seed,
                 "batch": check.batch,
                 "equal": f"{check.equal} of {check.texts}",
@@ -114,6 +133,8 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
             for check in report.checks
         ]
     )
+    if report.frequencies:
+        _show_frequencies(report)
     for check in report.checks:
         for found in check.divergences:
             what = "DEFECT" if found.defect else "near-tie"
@@ -128,6 +149,37 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
         console.out("there was no draft: only plain text was checked; pass --draft model:FOLDER", highlight=False)
     verdict = "no defect" if report.ok else f"{report.defects} DEFECTS: the output is not the target's own"
     console.out(verdict, highlight=False)
+
+
+def _show_frequencies(report: AuditReport) -> None:
+    from sakiyomi.audit_report import AWAY, ODDS, POWER
+    from sakiyomi.cli.output import stdout, table
+
+    table(
+        [
+            {
+                "rule": check.rule,
+                "draft": check.drafter,
+                "gamma": "tree" if check.gamma is None else check.gamma,
+                "tokens": check.fit.tokens,
+                "accepted": f"{check.accepted} of {check.drafted}",
+                "chi-square": f"{check.fit.statistic:.1f} ({check.fit.freedom})",
+                "p": f"{check.fit.p:.2g}",
+                "TV": f"{check.fit.distance:.4f} (noise {check.fit.noise:.4f})",
+                "power": f"{check.fit.power:.4f}",
+                "": "" if check.fit.ok else "DEFECT",
+            }
+            for check in report.frequencies
+        ]
+    )
+    console = stdout()
+    console.out(
+        f"tokens counted by rank, behind tokens of each rank; power against a total variation of {AWAY}; odds of a "
+        f"false alarm in all these together {ODDS:g}",
+        highlight=False,
+    )
+    if any(check.fit.power < POWER for check in report.frequencies):
+        console.out(f"some were given too few tokens for a power of {POWER}: raise --samples", highlight=False)
 
 
 def _word(tokenizer: Any, token: int) -> str:
