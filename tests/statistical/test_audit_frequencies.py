@@ -30,8 +30,8 @@ BROKEN: list[tuple[type[Any], frozenset[DraftKind], Rule]] = [
     (broken.AlwaysAccept, CHAIN, "ratio"),
     (broken.BlockByLastToken, CHAIN, "ratio"),
     (broken.TraversalWithoutUpdate, TREE, "ratio"),
-    (broken.CoupledWithWrongKey, CHAIN | TREE, "coupled"),
-    (broken.CoupledByRow, CHAIN | TREE, "coupled"),
+    (broken.CoupledWithWrongKey, VERIFIERS["coupled"].takes, "coupled"),
+    (broken.CoupledByRow, VERIFIERS["coupled"].takes, "coupled"),
 ]
 
 
@@ -77,7 +77,7 @@ def test_coarse_broken_rules_are_found_and_no_right_one(tmp_path: Path, monkeypa
         Named(f"rule-{secrets.token_hex(4)}", VERIFIERS[name], takes, VERIFIERS[name].rule)
         for name, takes in (("ratio", CHAIN), ("ratio", TREE), ("block", CHAIN), ("traversal", TREE))
     ]
-    right.append(Named(f"rule-{secrets.token_hex(4)}", VERIFIERS["coupled"], CHAIN | TREE, "coupled"))
+    right.append(Named(f"rule-{secrets.token_hex(4)}", VERIFIERS["coupled"], VERIFIERS["coupled"].takes, "coupled"))
     rules = sorted([*wrong, *right], key=lambda rule: rule.name)
     for rule in rules:
         monkeypatch.setitem(VERIFIERS, rule.name, rule)
