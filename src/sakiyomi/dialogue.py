@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -83,6 +83,13 @@ class Dialogue:
         self._system = text
 
     @property
+    def template(self) -> str:
+        """The template's text; "" without one."""
+        if self.plain:
+            return ""
+        return self._template or str(self._tokenizer.get_chat_template(tools=[]))
+
+    @property
     def messages(self) -> list[dict[str, str]]:
         """Everything that was said, by role."""
         return _messages(self._system, self.exchanges)
@@ -93,13 +100,36 @@ class Dialogue:
         Raises:
             InputError: the template does not take them.
         """
+        return self.read(_messages(self._system, before, message))
+
+    def read(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids of any messages, up to where the next reply begins.
+
+        Args:
+            messages: what the template takes; without one, texts of users and assistants.
+            tools: that it is to tell of, as JSON schemas.
+
+        Raises:
+            InputError: the template does not take them.
+        """
         if self.plain:
+            if tools:
+                raise InputError("without a chat template nothing tells the model of tools; leave them out")
             text = ""
-            for said, reply in (*before, (message, "")):
-                text += _joint(text, said) + said + reply
+            for message in messages:
+                role, said = message["role"], message["content"]
+                if role not in ("user", "assistant"):
+                    raise InputError(
+                        f"without a chat template a {role} message has no place; write it at the head of the first one"
+                    )
+                text += (_joint(text, said) if role == "user" else "") + said
             return list(self._tokenizer(text)["input_ids"])
         # The template writes the begin token itself.
-        text = self._rendered(_messages(self._system, before, message))
+        text = self._rendered(messages, tools)
+        if tools and text == self._rendered(messages):
+            raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def save(self, path: Path) -> None:
@@ -137,13 +167,10 @@ class Dialogue:
         self.system = system
         self.exchanges = exchanges
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        how = {"chat_template": self._template, "add_generation_prompt": True, "tokenize": False}
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
-                )
-            )
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, **how))
         except Exception as error:  # a template is a program of somebody else's
             raise InputError(
                 f"the chat template fails ({type(error).__name__}: {error}); give another one, or none for plain text"

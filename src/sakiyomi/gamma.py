@@ -11,7 +11,18 @@ from sakiyomi.theory import marginal_gamma
 if TYPE_CHECKING:
     from sakiyomi.params import SamplingParams
 
-__all__ = ["AutoSize", "Costs", "FixedSize", "Gain", "Heuristic", "Size", "SizePolicy", "Worth", "make_policy"]
+__all__ = [
+    "NO_DRAFT",
+    "AutoSize",
+    "Costs",
+    "FixedSize",
+    "Gain",
+    "Heuristic",
+    "Size",
+    "SizePolicy",
+    "Worth",
+    "make_policy",
+]
 
 MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
@@ -130,6 +141,20 @@ class Heuristic:
         """A round proposed ``drafted`` tokens on its longest path and kept ``accepted``."""
         if drafted:
             self.number = self.number + 2 if accepted == drafted else max(1, self.number - 1)
+
+
+class NoDraft:
+    """Nothing is read ahead."""
+
+    def next(self, costs: Callable[[], Costs]) -> Size:
+        """See ``SizePolicy.next``."""
+        return Size(0, 0)
+
+    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
+        """See ``SizePolicy.observe``."""
+
+
+NO_DRAFT = NoDraft()
 
 
 class FixedSize:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
-from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError
-from sakiyomi.gamma import make_policy
+from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
+from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Asked, Intake, TextIntake
 from sakiyomi.keeping import surprise, surprise_within
 from sakiyomi.kernels.plan import Segment
+from sakiyomi.memory import no_memory
 from sakiyomi.noise import RequestNoise
 from sakiyomi.outputs import Generation, Step
 from sakiyomi.params import SamplingParams, as_params
@@ -95,6 +96,11 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self._waiting or self._running)
 
+    @property
+    def cached(self) -> int:
+        """Tokens of running requests whose keys and values are in the target's cache."""
+        return sum(request.cached for request in list(self._running))
+
     def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
         """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
 
@@ -115,6 +121,7 @@ class Engine:
         live: bool = True,
         outbox: deque[Step] | None = None,
         place: Place | None = None,
+        drafted: bool = True,
         keep_logits: bool = False,
     ) -> Request:
         """Queue a request and give its state, which stays readable when it is over.
@@ -128,6 +135,7 @@ class Engine:
             live: text is wanted with every step, not only with the last one.
             outbox: gets the request's steps too.
             place: of the conversation that it belongs to: what an earlier request left there is not computed again.
+            drafted: False: nothing is read ahead for it, whatever the others do.
             keep_logits: keep the target's raw logits of every new token.
 
         Raises:
@@ -152,7 +160,7 @@ class Engine:
             len(tokens),
             Sampler(params, self.target.vocab_size),
             verifier,
-            make_policy(params, depth),
+            make_policy(params, depth) if drafted else NO_DRAFT,
             TextStream(self.tokenizer, params.stop),
             last,
             keep_rounds=rounds_trace,
@@ -255,10 +263,9 @@ class Engine:
         steps = self._make_room(requests, drafts)
         if not requests:
             return steps
-        try:
-            logits = self._score(requests, drafts, graphs)
-        except LoadError as error:  # of offloaded weights: it ends the requests of this pass alone
-            return steps + [request.fail(error) for request in requests]
+        logits = self._score(requests, drafts, graphs, steps)
+        if not requests:
+            return steps
         scoring = self.target.forward_seconds - scoring
         hidden = self.target.hidden
         row = 0
@@ -314,8 +321,10 @@ class Engine:
                 del requests[i], drafts[i]
         return steps
 
-    def _score(self, requests: list[Request], drafts: list[Draft], graphs: frozenset[int]) -> Tensor:
-        """One target pass over every request's last token and tree: (all rows, V) logits."""
+    def _score(self, requests: list[Request], drafts: list[Draft], graphs: frozenset[int], steps: list[Step]) -> Tensor:
+        """One target pass over every request's last token and tree: (all rows, V) logits. A request that it ends leaves
+        both lists, with a step.
+        """
         segments = []
         for request, draft in zip(requests, drafts, strict=True):
             assert request.slot is not None
@@ -323,7 +332,46 @@ class Engine:
             chain = all(parent == i - 1 for i, parent in enumerate(tree.parents))
             parents = None if chain else (-1, *(parent + 1 for parent in tree.parents))
             segments.append(Segment(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
-        return self.target.score(segments, graphs=graphs)
+
+        def score(some: Sequence[Request], parts: Sequence[Segment]) -> Tensor:
+            return self.target.score(parts, graphs=graphs)
+
+        logits = self._shared(requests, segments, score, steps)
+        for i in reversed(range(len(requests))):
+            if requests[i].over:
+                del requests[i], drafts[i]
+        return logits
+
+    def _shared(
+        self,
+        requests: Sequence[Request],
+        segments: Sequence[Segment],
+        score: Callable[[Sequence[Request], Sequence[Segment]], Tensor],
+        steps: list[Step],
+    ) -> Tensor:
+        """A pass for all of them. Where there is no memory for it, one for each by itself; who has none alone ends, as
+        all do when weights cannot be read. The logits are of those that go on.
+        """
+        reason: SakiyomiError | None
+        try:
+            return score(requests, segments)
+        except LoadError as error:
+            reason = error
+        except Exception as error:
+            reason = no_memory(error)
+            if reason is None:
+                raise
+        if len(requests) == 1 or isinstance(reason, LoadError):
+            steps += [request.fail(reason) for request in requests]
+            return torch.empty(0, self.target.vocab_size)
+        found: list[tuple[Tensor, Tensor | None]] = []
+        for request, segment in zip(requests, segments, strict=True):
+            logits = self._shared([request], [segment], score, steps)
+            if not request.over:
+                found.append((logits, self.target.hidden))
+        hidden = [read for _, read in found if read is not None]
+        self.target.hidden = torch.cat(hidden) if hidden else None
+        return torch.cat([logits for logits, _ in found]) if found else torch.empty(0, self.target.vocab_size)
 
     def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
@@ -381,21 +429,25 @@ class Engine:
         if not taken:
             return steps
         graphs = frozenset.intersection(*(request.graphs for request in taken))
-        try:
-            logits = self._score_prompts(taken, segments, graphs)
-        except LoadError as error:
-            return steps + [request.fail(error) for request in taken]
+
+        def score(some: Sequence[Request], parts: Sequence[Segment]) -> Tensor:
+            return self._score_prompts(some, parts, graphs)
+
+        logits = self._shared(taken, segments, score, steps)
+        pairs = [pair for pair in zip(taken, segments, strict=True) if not pair[0].over]
         spent = self.target.forward_seconds - before
         for request in self._running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent
         hidden = self.target.hidden
-        for i, (request, segment) in enumerate(zip(taken, segments, strict=True)):
+        for i, (request, segment) in enumerate(pairs):
             assert request.slot is not None
             request.cached += len(segment.tokens)
             if request.place is None or not request.place.beginning:
                 request.cached = self.target.keeping.go_on(request.slot, request.prompt_tokens, request.cached)
             if not request.prefilled:
                 self._settle_cache(request)
+                self._running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
+                self._running.append(request)
             else:
                 draft = Draft.empty()
                 here = slice(i, i + 1)
@@ -404,7 +456,9 @@ class Engine:
                 )
         return steps
 
-    def _score_prompts(self, requests: list[Request], segments: list[Segment], graphs: frozenset[int]) -> Tensor:
+    def _score_prompts(
+        self, requests: Sequence[Request], segments: Sequence[Segment], graphs: frozenset[int]
+    ) -> Tensor:
         """One target pass over chunks of prompts: (requests, V) logits of their last rows."""
         keeping = self.target.keeping
         if not keeping.wants_surprise:

@@ -25,7 +25,7 @@ from sakiyomi.memory import parse_bytes, readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
 from sakiyomi.outputs import Step
 from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
-from sakiyomi.policies import read_cache
+from sakiyomi.policies import CacheSpec, read_cache, without_place
 from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.progress import progress
 from sakiyomi.prompts import judging_text
@@ -56,7 +56,8 @@ class LLM:
             the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4", "kvquant-3",
             "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy drops is merged into
             some of what stays. "minference", alone or joined to those, has prompts read in part, while all that would
-            stay stays.
+            stay stays. "offload" and "offload:FOLDER" keep everything in mapped files, on a CPU: the system takes
+            their memory back when it is short.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
         chunk_size: prompt tokens in one pass; None for a default.
@@ -113,7 +114,8 @@ class LLM:
             parse_bytes(str(kv_memory), "kv_memory")
             kv_budget = f"{kv_memory}b" if str(kv_memory).isdigit() else kv_memory
         self._cache = cache, kv_budget
-        keeping = _keeping(cache, kv_budget, chunk_size or CHUNK)
+        said = read_cache(cache)
+        keeping = _keeping(cache, said, kv_budget, chunk_size or CHUNK)
         if quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
         if compile != "auto" and not isinstance(compile, bool):
@@ -122,6 +124,8 @@ class LLM:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise InputError(f"{name}={value!r}; expected a whole number of at least 1")
         drafters = parse_drafters(draft)
+        if said.offloaded is not None:
+            said.offloaded.prepare()
         self._options: dict[str, Any] = {
             "dtype": dtype,
             "device": device,
@@ -135,7 +139,7 @@ class LLM:
         self._config = loaded.model.config
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
         watched = keeping is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
-        self.target = self._pack_target(loaded, quantize, keeping=keeping, watched=watched)
+        self.target = self._pack_target(loaded, quantize, keeping=keeping, watched=watched, offloaded=said.offloaded)
         self._models = [self.target]
         self.profile = find_profile(self.target, self.tokenizer) if drafters == ["auto"] else None
         self._around = Surroundings(
@@ -292,7 +296,7 @@ class LLM:
             **fingerprint(self.target.module, self.tokenizer),
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "quantize": str(rounding.kind if rounding is not None else None),
-            "cache": self._cache[0],
+            "cache": without_place(self._cache[0]),
             "kv_budget": str(self._cache[1]),
             "chunk_size": str(self.engine.chunk_size),
         }
@@ -444,9 +448,9 @@ class LLM:
         return packed
 
 
-def _keeping(cache: str, budget: int | str | None, chunk_size: int) -> Keeping | None:
+def _keeping(cache: str, said: CacheSpec, budget: int | str | None, chunk_size: int) -> Keeping | None:
     """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
-    policy, packing, sparse = read_cache(cache)
+    policy, packing, sparse, _ = said
     if policy is None:
         if budget is not None:
             raise InputError(

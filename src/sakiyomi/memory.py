@@ -13,6 +13,7 @@ from sakiyomi.errors import InputError, MemoryLimitError
 
 __all__ = [
     "available_bytes",
+    "no_memory",
     "parse_bytes",
     "peak_bytes",
     "readable",
@@ -109,6 +110,25 @@ def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -
         raise MemoryLimitError(
             f"{what} needs {readable(needed)} on {device}, where {readable(available)} are available; {remedy}"
         )
+
+
+def no_memory(error: BaseException) -> MemoryLimitError | None:
+    """What to tell of an allocation that failed where it could not be foreseen; None where the error is another one.
+
+    torch has a class for it on accelerators alone; on the CPU it is known by its words.
+    """
+    if not (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    ):
+        return None
+    found = MemoryLimitError(
+        "a pass of the model did not get the memory that it works in; shorten the prompt, or lower chunk_size or "
+        "max_batch"
+    )
+    found.__cause__ = error
+    return found
 
 
 def readable(count: float) -> str:

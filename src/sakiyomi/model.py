@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sakiyomi.cache.offloaded import Offloaded
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.cache.sources import Source, SourceCache
 from sakiyomi.clock import running_mean
@@ -106,6 +107,7 @@ class PackedModel:
         prepared: what is known of a model whose layers are packed already; nothing is rounded then.
         keeping: keeps the cache within a budget; None: all pairs stay.
         watched: where all pairs stay, the queries of each slot's last row are kept beside them.
+        offloaded: where the cache's files lie; None: it lies in memory.
 
     Attributes:
         keeping: what stays of the cache, for the engine.
@@ -119,7 +121,8 @@ class PackedModel:
             where an encoder is.
 
     Raises:
-        UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
+        UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits; or its cache
+            cannot lie in files.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class PackedModel:
         prepared: Prepared | None = None,
         keeping: Keeping | None = None,
         watched: bool = False,
+        offloaded: Offloaded | None = None,
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_rounding(f"quantize={quantize!r}", model.dtype)
@@ -184,6 +188,8 @@ class PackedModel:
         known = prepared.shapes if prepared is not None else None
         shapes = known or self._layer_shapes(int(self.config.num_hidden_layers))
         self._layers = len(shapes)
+        if offloaded is not None:
+            self._check_files(shapes)
         self._one_place = {shape.device for shape in shapes} == {self.device}
         self._owned, self._compile = owned, compile
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
@@ -198,9 +204,10 @@ class PackedModel:
             spare=int(accelerated),
             extra=int(self._encoder is not None),
             on_move=self._moved,
-            available=lambda: int(available_bytes(str(self.device)) * 0.9),
+            available=self._memory_left if offloaded is None else offloaded.available,
             limits=keeping.limits(shapes, self.dtype.itemsize) if keeping is not None else None,
             packed=keeping.packed(shapes, max_slots + int(self._encoder is not None)) if keeping is not None else None,
+            offloaded=offloaded,
         )
         self.sources = self._source_cache(max_slots)
         self.keeping: Keeping | Everything = Watched(self.cache) if watched else Everything(self.cache)
@@ -339,7 +346,7 @@ class PackedModel:
             max_slots=max_slots,
             extra=1,
             on_move=self._sources_moved,
-            available=lambda: int(available_bytes(str(self.device)) * 0.9),
+            available=self._memory_left,
         )
 
     def _sources_moved(self, _: SlotCache) -> None:
@@ -419,6 +426,23 @@ class PackedModel:
                 f"{name} gives other logits through our cache (difference {float(difference):.2g}); it is not supported"
             )
         return shapes
+
+    def _memory_left(self) -> int:
+        return int(available_bytes(str(self.device)) * 0.9)
+
+    def _check_files(self, shapes: Sequence[LayerShape]) -> None:
+        """Refuse a cache in files where attention cannot read them, or where they would not hold all of it."""
+        devices = {shape.device.type for shape in shapes}
+        if devices != {"cpu"}:
+            raise UnsupportedError(
+                f"cache='offload' on {', '.join(sorted(devices))}: mapped files are main memory; use cache='quant-4' "
+                "or a policy, or device='cpu'"
+            )
+        if self._encoder is not None:
+            raise UnsupportedError(
+                f"{type(self._model).__name__} has an encoder: the keys and values of its sources stay in memory; use "
+                "cache='full'"
+            )
 
     def _packable(self) -> bool:
         """Whether the compiled kernels could serve this model."""

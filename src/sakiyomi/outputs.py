@@ -30,6 +30,7 @@ class TokenTrace:
         draft_prob: the same of the drafter; None for the target's own tokens and where the drafter knows none.
         top_logprobs: (token id, log probability) of the most probable tokens at this place, best first, when
             ``SamplingParams.logprobs`` asked for them.
+        logprob: this token's, at temperature 1 and without truncation as theirs are, when they were asked for.
         lossy: it was judged by a rule that changes the text's distribution ("typical").
     """
 
@@ -41,9 +42,10 @@ class TokenTrace:
     draft_prob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     lossy: bool = False
+    logprob: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values; ``top_logprobs`` is there only if it was asked for, ``lossy`` only where it is true."""
+        """JSON values; log probabilities are there only if they were asked for, ``lossy`` only where it is true."""
         values: dict[str, Any] = {
             "token_id": self.token_id,
             "source": self.source,
@@ -54,6 +56,8 @@ class TokenTrace:
         }
         if self.top_logprobs:
             values["top_logprobs"] = [list(pair) for pair in self.top_logprobs]
+        if self.logprob is not None:
+            values["logprob"] = self.logprob
         if self.lossy:
             values["lossy"] = True
         return values

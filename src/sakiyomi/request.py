@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from sakiyomi.prefix import Prefix
 
 __all__ = ["Place", "Request"]
+
+_LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be no JSON
 
 
 @dataclass(eq=False)
@@ -200,6 +203,7 @@ class Request:
         chances = self._chances(rows, places, tokens)
         entries = []
         most = self.context.params.logprobs
+        plain = self._plain_chances(rows, places, tokens) if most is not None else []
         for i, (row, token) in enumerate(zip(places, tokens, strict=True)):
             accepted = i < len(verdict.path)
             draw = next(draw for draw in draft.draws if draw.node == verdict.path[i]) if accepted else None
@@ -214,6 +218,7 @@ class Request:
                     draw.prob if draw else None,
                     _top_logprobs(rows, row, most) if most else (),
                     not self.verifier.lossless,
+                    math.log(max(plain[i], _LEAST)) if plain else None,
                 )
             )
         return entries
@@ -222,6 +227,11 @@ class Request:
         """Probability of each token in its row; at temperature 0 as if it were 1, since that says more than 1.0."""
         if not self.sampler.greedy:
             return [float(rows.row(row)[token]) for row, token in zip(places, tokens, strict=True)]
+        return self._plain_chances(rows, places, tokens)
+
+    @staticmethod
+    def _plain_chances(rows: Rows, places: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """Probability of each token in its row at temperature 1."""
         if rows.on_cpu:
             return [rows.chance(row, token) for row, token in zip(places, tokens, strict=True)]
         logits = torch.stack([rows.processed(row) for row in places]).float()

@@ -76,17 +76,21 @@ FEW = ("junk tree", "noisy")
 
 
 def check(
-    name: str, dtype: torch.dtype, gammas: Sequence[int], kinds: Sequence[str] = FEW, folder: Path | None = None
+    name: str, dtype: torch.dtype, gammas: Sequence[int], kinds: Sequence[str] = (), folder: Path | None = None
 ) -> None:
-    """Everything drafted against plain decoding of one request at a time."""
+    """Everything drafted against plain decoding of one request at a time.
+
+    Without ``kinds`` each of ``FEW`` is tried under one of the two rules, in bf16 under the one and in fp32 under the
+    other: what draws a token does not know how wide the numbers were.
+    """
     plain = LLM((of(name, dtype), TOKENIZER), "none", compile=False, exact=True)
-    for params in (GREEDY, COUPLED):
+    for rule, params in enumerate((GREEDY, COUPLED)):
         # One request at a time; the index in the list is part of the seed's key, so the others come later.
         wanted = bits(plain, params, [0])
         together = bits(plain, params)
         assert together[:1] == wanted, "plain decoding depends on the batch"
         known = drafts([tokens for tokens, _ in together], folder)
-        for kind in kinds:
+        for kind in kinds or [FEW[(rule + (dtype == torch.float32)) % len(FEW)]]:
             llm = LLM((of(name, dtype), TOKENIZER), known[kind], compile=False, exact=True)
             for gamma in gammas:
                 values = replace(params, gamma=gamma)

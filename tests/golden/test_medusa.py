@@ -20,7 +20,7 @@ from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.medusa.formats import read_heads, write_heads
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 from sakiyomi.medusa.ranks import Ranks
-from sakiyomi.medusa.search import _ranks
+from sakiyomi.medusa.search import ranks_of
 from sakiyomi.medusa.tuned import FILE
 from sakiyomi.tree import TokenTree
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
@@ -195,7 +195,7 @@ def test_replayed_rounds_are_those_of_the_engine(nodes: int, folders: dict[str, 
     """What tune counts on ranks is what a fixed tree does."""
     llm = llm_of(f"medusa:{folders['llama']}")
     texts = [out.token_ids for out in llm.generate(PROMPTS, params(max_new_tokens=50))]
-    ranks = _ranks(llm, llm.draft, PROMPTS, texts)  # type: ignore[arg-type]
+    ranks = ranks_of(llm, llm.draft, PROMPTS, texts)  # type: ignore[arg-type]
     paths = ranks.best(nodes)
     assert len(paths) == nodes
     done = llm.generate(PROMPTS, params(max_new_tokens=50, tree=[list(path) for path in paths]))

@@ -71,8 +71,11 @@ def test_all_kinds_have_a_drafter_here() -> None:
 
 @pytest.mark.parametrize(("rule", "kind", "table"), CASES)
 def test_lossless(rule: str, kind: str, table: str) -> None:
-    tables = pair(table)
-    p = run_rule(f"{rule} {kind} {table}", tables, proposals(tables)[kind], VERIFIERS[rule], LENGTH)
+    """Trees need half of the samples of chains: the subtlest of the broken rules below (a block's wrong residual) is
+    seen in all of them only, those that want trees in half.
+    """
+    tables, samples = pair(table), SAMPLES if kind == "chain" else SAMPLES // 2
+    p = run_rule(f"{rule} {kind} {table}", tables, proposals(tables)[kind], VERIFIERS[rule], LENGTH, samples)
     assert p > LEVEL
 
 
@@ -84,7 +87,7 @@ def test_lossless_coupled_drafts(shape: str) -> None:
         "chain": drafters.coupled_chain(tables.draft, GAMMA),
         "tree": drafters.coupled_tree(tables.draft, 2, GAMMA),
     }
-    assert run_rule(f"coupled {shape}", tables, make[shape], VERIFIERS["coupled"], LENGTH) > LEVEL
+    assert run_rule(f"coupled {shape}", tables, make[shape], VERIFIERS["coupled"], LENGTH, SAMPLES // 2) > LEVEL
 
 
 def test_coupled_text_is_the_same_for_every_draft() -> None:
@@ -225,7 +228,8 @@ def grown(table: Table, nodes: int, cut: int | None = None) -> Propose:
 def test_trees_that_grow_by_what_was_drawn(rule: str, cut: int | None) -> None:
     """Where a token is drawn may depend on all earlier ones, and the engine may cut whole levels off at the end."""
     tables = pair("far")
-    assert run_rule(f"{rule}, cut {cut}", tables, grown(tables.draft, 6, cut), VERIFIERS[rule], LENGTH) > LEVEL
+    propose = grown(tables.draft, 6, cut)
+    assert run_rule(f"{rule}, cut {cut}", tables, propose, VERIFIERS[rule], LENGTH, SAMPLES // 2) > LEVEL
 
 
 def test_a_chain_cut_at_the_end_stays_lossless() -> None:
@@ -291,11 +295,15 @@ def broken_cases() -> dict[str, tuple[Propose, Verifier, int]]:
 
 @pytest.mark.parametrize("name", sorted(broken_cases()))
 def test_broken_rules_are_rejected(name: str) -> None:
-    """Most need a quarter of the samples that the real rules pass with, or less."""
+    """With no more samples than the real rules pass with: chains with all, trees with half; most need an eighth."""
     propose, verifier, length = broken_cases()[name]
     peaked = name in ("merged nodes judged once", "block with the ratio rule's residual")
-    subtle = peaked or name in ("without replacement called independent", "coupled keyed by row")
-    samples = SAMPLES if subtle else SAMPLES // 4
+    if name == "block with the ratio rule's residual":
+        samples = SAMPLES
+    elif peaked or name in ("without replacement called independent", "coupled keyed by row"):
+        samples = SAMPLES // 2
+    else:
+        samples = SAMPLES // 8
     assert run_rule(name, pair("peaked" if peaked else "far"), propose, verifier, length, samples) < LEVEL
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -442,12 +443,19 @@ def test_the_peak_of_a_process_is_its_own() -> None:
     assert 0 < int(result.stdout) < 100_000_000
 
 
+def touched(count: int) -> mmap.mmap:
+    """So much memory that the process did not have: what it has freed before may be its own still."""
+    block = mmap.mmap(-1, count)
+    for place in range(0, count, mmap.PAGESIZE):
+        block[place] = 1
+    return block
+
+
 def test_what_is_held_at_once_is_seen() -> None:
     watch = Watch("cpu", None)
     watch.begin(0)
     assert watch.ready is not None
-    block = bytearray(40_000_000)
-    block[::4096] = b"x" * len(block[::4096])
+    block = touched(40_000_000)
     del block
     assert watch.peak() - watch.ready > 30_000_000
 
@@ -457,10 +465,10 @@ def test_the_limit_is_kept_before_and_after() -> None:
     with pytest.raises(MemoryLimitError, match="more are needed"):
         watch.begin(30_000_000)
     watch.begin(0)
-    block = bytearray(40_000_000)
-    block[::4096] = b"x" * len(block[::4096])
+    block = touched(40_000_000)
     with pytest.raises(MemoryLimitError, match="held at once"):
         watch.peak()
+    block.close()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from sakiyomi.bench.long.systems import System
 from sakiyomi.cache.packed_pairs import Packing
 from sakiyomi.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.merging.formats import FILE, read_merging, write_merging
-from sakiyomi.policies import read_cache
+from sakiyomi.policies import CacheSpec, read_cache
 from sakiyomi.policies.lococo import LoCoCo
 from toys import character_tokenizer
 
@@ -230,7 +230,7 @@ def test_a_folder_of_convolutions_is_no_model(folder: str) -> None:
     ],
 )
 def test_specs(spec: str, policy: str, recent: float) -> None:
-    found, packing, sparse = read_cache(spec)
+    found, packing, sparse, _ = read_cache(spec)
     assert sparse is None
     assert found is not None and found.merger is not None and packing is None
     assert (found.name, found.recent, found.merger.file) == (policy, recent, "a/b")
@@ -240,7 +240,7 @@ def test_specs_without_it_are_what_they_were() -> None:
     for spec in ("h2o", "locret:x/lococo", "locret:lococo:y"):
         found = read_cache(spec).policy
         assert found is not None and found.merger is None
-    assert read_cache("quant-4") == (None, Packing(4, 64), None)
+    assert read_cache("quant-4") == CacheSpec(packing=Packing(4, 64))
 
 
 @pytest.mark.parametrize("spec", ["lococo", "h2o+lococo", "full+lococo:a", "h2o+lococo:a+lococo:b"])

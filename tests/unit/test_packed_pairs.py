@@ -31,7 +31,7 @@ from sakiyomi.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.plan import Plan, Segment
-from sakiyomi.policies import read_cache
+from sakiyomi.policies import CacheSpec, read_cache
 from turning import fit
 
 native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -407,13 +407,13 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
 
 
 def test_specs() -> None:
-    assert read_cache("full") == (None, None, None)
-    assert read_cache("quant-8") == (None, Packing(8, 64), None)
-    assert read_cache("quant-2[residual=96]") == (None, Packing(2, 96), None)
-    assert read_cache("kvquant-3[residual=96]") == (None, LeveledPacking(3, 96), None)
+    assert read_cache("full") == CacheSpec()
+    assert read_cache("quant-8") == CacheSpec(packing=Packing(8, 64))
+    assert read_cache("quant-2[residual=96]") == CacheSpec(packing=Packing(2, 96))
+    assert read_cache("kvquant-3[residual=96]") == CacheSpec(packing=LeveledPacking(3, 96))
     assert read_cache("kvquant-4") != read_cache("quant-4")
     for spec in ("h2o[sinks=2]+quant-4", "quant-4+h2o[sinks=2]"):
-        policy, packing, _ = read_cache(spec)
+        policy, packing, *_ = read_cache(spec)
         assert policy is not None and policy.name == "h2o" and policy.sinks == 2
         assert packing == Packing(4)
 

@@ -215,9 +215,9 @@ from transformers import AutoModelForCausalLM
 from sakiyomi import LLM, SakiyomiError, SamplingParams
 from toys import character_tokenizer
 
-folder, count, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+folder, count, prompts, rank = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
 tokenizer = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + count - 2))))
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
 model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
 weight = model.model.layers[0].self_attn.q_proj.weight
 shape = list(getattr(weight, "to_local", lambda: weight)().shape)
@@ -244,17 +244,27 @@ def test_tensor_parallel_in_two_processes(tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parents[1]
     paths = [str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")]
     settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", str(script)]
-    done = subprocess.run(
-        [*command, str(folder), str(VOCAB), json.dumps(PROMPTS)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    # What torch's launcher would set; it is one more process that loads torch.
+    settings |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    command = [sys.executable, str(script), str(folder), str(VOCAB), json.dumps(PROMPTS)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)],
+            env=os.environ | settings | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=240) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, (_, errors) in zip(ranks, said, strict=True):
+        assert process.returncode == 0, errors[-2000:]
+    (line,) = [line for line in said[0][0].splitlines() if line.startswith("FOUND")]
     found = json.loads(line.removeprefix("FOUND"))
     print(found)
     if "error" in found:

@@ -23,7 +23,7 @@ from sakiyomi.cache.packed_pairs import Packing
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.kernels.sparse import Chunk, attend_some
-from sakiyomi.policies import read_cache
+from sakiyomi.policies import CacheSpec, read_cache
 from sakiyomi.policies.minference import LAST, PATTERNS, MInference, diagonal_sums
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
@@ -252,8 +252,8 @@ def test_with_policies_of_keeping_and_packing() -> None:
 
 def test_specs() -> None:
     assert read_cache("h2o+quant-4").sparse is None
-    assert read_cache("minference") == (None, None, MInference())
-    policy, packing, sparse = read_cache("h2o[sinks=2]+minference[pattern=auto,vertical=9]+quant-4")
+    assert read_cache("minference") == CacheSpec(sparse=MInference())
+    policy, packing, sparse, _ = read_cache("h2o[sinks=2]+minference[pattern=auto,vertical=9]+quant-4")
     assert sparse == MInference(pattern="auto", vertical=9)
     assert policy is not None and policy.name == "h2o" and packing == Packing(4)
     (system,) = systems(["minference[block=8]"], ["1/8", "64"])

@@ -37,7 +37,7 @@ __all__ = ["Given", "Task", "given", "given_tasks", "lookup", "our_lap_of", "own
 
 DRAFTERS = ("prompt-lookup", "suffix", "ngram")
 EDITS = (
-    ("theory.py", "gamma", "length"),
+    ("theory/chains.py", "gamma", "length"),
     ("tree.py", "parents", "above"),
     ("gamma.py", "costs", "prices"),
     ("noise.py", "position", "place"),

@@ -168,6 +168,7 @@ def race(
     contenders: Sequence[Contender],
     *,
     repeats: int,
+    warm_up: int = 1,
     until: float = math.inf,
     note: Callable[[str], None] = lambda text: None,
 ) -> list[Standing]:
@@ -175,7 +176,8 @@ def race(
 
     Args:
         contenders: one or more.
-        repeats: laps that count; one more is run before them.
+        repeats: laps that count.
+        warm_up: laps before them, whose outputs count and whose times do not.
         until: reading of ``time.perf_counter`` after which no further lap begins; one is always counted.
         note: is told what is going on.
 
@@ -188,7 +190,7 @@ def race(
     if len(set(names)) != len(names):
         raise InputError(f"two contenders have one name in {names}")
     laps: dict[str, list[Lap]] = {name: [] for name in names}
-    for lap in range(repeats + 1):
+    for lap in range(1 - warm_up, repeats + 1):
         if lap > 1 and time.perf_counter() > until:
             break
         for contender in contenders:
@@ -200,8 +202,8 @@ def race(
     return [
         Standing(
             contender.name,
-            tuple(laps[contender.name][1:]),
-            _ratio(laps[contender.name][1:], baseline[1:]),
+            tuple(laps[contender.name][warm_up:]),
+            _ratio(laps[contender.name][warm_up:], baseline[warm_up:]),
             _agreement(contender, laps[contender.name], laps[contender.against or names[0]][0].outputs),
             contender.against,
         )

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.offloaded import Offloaded
 from sakiyomi.cache.packed_pairs import GROUP, PackedPairs
 from sakiyomi.errors import InputError, MemoryLimitError
 
@@ -75,6 +76,7 @@ class SlotCache:
         available: returns the bytes that may still be allocated; None: no limit is known.
         limits: of each layer the columns that each head ever has at once; None: no pair is dropped.
         packed: where columns before those lie that are packed; it needs limits. None: none are.
+        offloaded: where its tensors' files lie; None: they are in memory.
 
     Attributes:
         keys, values: by layer, (slots, heads, room, dim); (slots, rows, dim) where heads have rooms of their own.
@@ -95,6 +97,7 @@ class SlotCache:
         available: Callable[[], int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
         packed: PackedPairs | None = None,
+        offloaded: Offloaded | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
         self.dtype, self.max_slots, self.spare, self.extra = dtype, max_slots, spare, extra
@@ -111,6 +114,7 @@ class SlotCache:
         self.slots = 0
         self._free = list(range(max_slots - 1, -1, -1))
         self._on_move, self._available = on_move, available
+        self._offloaded = offloaded
         self._untold = False
         self.gather: Callable[[int, int, Sequence[int]], None] | None = None
         """Moves the rows that ``keep`` keeps, where a kernel does it in one call; set whenever the tensors are new."""
@@ -279,10 +283,11 @@ class SlotCache:
             pair = self.pair_bytes
             if self.packed is not None:
                 pair = max(1, (self.packed.bytes(1, 2 * GROUP) - self.packed.bytes(1, GROUP)) // GROUP)
+            where = "" if self._offloaded is None else f" in {self._offloaded.folder}"
             raise MemoryLimitError(
                 f"the KV cache needs {need:,} bytes for {slots} requests of {room + beside} tokens, {left:,} are "
-                f"available; about {left // (pair * slots)} tokens a request fit: shorten the prompt or lower "
-                "max_new_tokens or max_batch"
+                f"available{where}; about {left // (pair * slots)} tokens a request fit: shorten the prompt or "
+                "lower max_new_tokens or max_batch"
             )
         return slots, room, beside
 
@@ -290,13 +295,14 @@ class SlotCache:
         """Larger storage with the same contents. Interrupted, or out of memory, everything stays as it was."""
         rooms = self._rooms(room)
         starts = [[0, *itertools.accumulate(of_layer)] for of_layer in rooms]
+        allocate: Callable[..., Tensor] = torch.zeros if self._offloaded is None else self._offloaded.allocate
 
         def larger(store: list[Tensor], dims: list[int]) -> list[Tensor]:
             fresh = []
             for layer, (shape, dim) in enumerate(zip(self.shapes, dims, strict=True)):
                 even = len(set(rooms[layer])) == 1
                 size = (shape.heads, rooms[layer][0]) if even else (starts[layer][-1],)
-                new = torch.zeros(slots, *size, dim, dtype=self.dtype, device=shape.device)
+                new = allocate((slots, *size, dim), dtype=self.dtype, device=shape.device)
                 if store and store[layer].ndim == new.ndim == 4:
                     new[: self.slots, :, : store[layer].shape[2]] = store[layer]
                 elif store:

@@ -1,5 +1,5 @@
 """The command line: ``sakiyomi demo | generate | transcribe | chat | tree | audit | info | bench | memory | cache |
-plan | tune | train | export``.
+plan | tune | train | export | serve``.
 
 Results on stdout, progress on stderr, ``--json`` everywhere (the last line of stdout is then one JSON object). Exit
 codes: 0, 1 for what cannot be done (and a defect found by ``audit``), 2 for misuse, 130 after Ctrl-C. Nothing here
@@ -27,6 +27,7 @@ from sakiyomi.cli import (
     info,
     memory,
     plan,
+    serve,
     train,
     transcribe,
     tree,
@@ -73,7 +74,7 @@ def _sakiyomi(
     """Faster text from the language model you already have, with the same output."""
 
 
-for _module in (demo, generate, transcribe, chat, tree, audit, info, bench, memory, cache, plan, tune, export):
+for _module in (demo, generate, transcribe, chat, tree, audit, info, bench, memory, cache, plan, tune, export, serve):
     _module.register(app)
 app.add_typer(train.app, name="train")
 

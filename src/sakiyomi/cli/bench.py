@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.bench.config import BenchConfig, InflateConfig, Note
+from sakiyomi.bench.config import BenchConfig, InflateConfig
+from sakiyomi.bench.figures.config import ReportConfig
 from sakiyomi.bench.long.config import LongConfig
+from sakiyomi.cli import spec
 from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.rows import PlotOption, Shown, show
 from sakiyomi.errors import InputError
-
-if TYPE_CHECKING:
-    from sakiyomi.bench.report import Row
-
-
-@dataclass(frozen=True)
-class PlotOption:
-    """Where the picture goes.
-
-    Attributes:
-        plot: draw the rows into this .png or .svg: bars of tokens/s, curves of the sweep (needs matplotlib).
-    """
-
-    plot: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,16 +24,6 @@ class PlotFolderOption:
     """
 
     plot: str | None = None
-
-
-class _Shown(Note):
-    """Progress beside a spinner."""
-
-    def __init__(self, status: Any) -> None:
-        self._status = status
-
-    def __call__(self, text: str) -> None:
-        self._status.update(text)
 
 
 def register(app: typer.Typer) -> None:
@@ -80,6 +57,16 @@ def register(app: typer.Typer) -> None:
         "and values, peak memory, speed. Then how memory grows with the length; of books perplexity and agreement with "
         "the full cache; of turns one conversation that grows.",
     )(long)
+    spec.register(own)
+    command(
+        own,
+        "report",
+        ReportConfig,
+        JsonOption,
+        help="Make a page of figures from measurements here.\n\nTime by model size and temperature, ranks, alpha by "
+        "draft, trees, rounds, the formulas beside measured points, Medusa, accuracy by memory, predictions: one HTML "
+        "page that needs no other file, and pictures. Numbers are kept; a run that was broken off goes on.",
+    )(report)
     app.add_typer(own, name="bench")
 
 
@@ -96,9 +83,9 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
                 raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
             plot.check(picture.plot)
         quiet()
-        rows = suites.run(config, _Shown(status))
+        rows = suites.run(config, Shown(status))
         conditions = machine.conditions()
-        done = _show(rows, conditions, status)
+        done = show(rows, conditions, status)
     if output.json:
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
     if picture.plot is not None:
@@ -119,9 +106,9 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         if pictures.plot is not None:
             plot.check(pictures.plot)
         quiet()
-        rows = run(config, _Shown(status), pictures=pictures.plot)
+        rows = run(config, Shown(status), pictures=pictures.plot)
         conditions = machine.conditions()
-        done = _show(rows, conditions, status)
+        done = show(rows, conditions, status)
     if output.json:
         emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
     if pictures.plot is not None:
@@ -130,29 +117,24 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
         raise typer.Exit(1)
 
 
-def _show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:
-    """Each row's table when it is done, with its notes and conditions; all of them come back."""
-    from sakiyomi.bench import report
-    from sakiyomi.cli.output import stdout, table
+def report(config: ReportConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
 
-    console = stdout()
-    status.stop()
-    console.out(report.condition_line(conditions), highlight=False)
-    status.start()
-    done = []
-    for row in rows:
-        done.append(row)
-        # The spinner and the table may share a screen.
-        status.stop()
-        console.out()
-        table(row.table(), title=f"{row.name}: {row.title}")
-        if row.error is not None:
-            console.out(f"  {row.error}", highlight=False)
-        for note in row.notes:
-            console.out(f"  {note}", highlight=False)
-        console.out(f"  {report.condition_line(row.conditions)}", highlight=False)
-        status.start()
-    return done
+    with progress("loading") as status:
+        from sakiyomi import machine
+        from sakiyomi.bench.figures.run import run
+
+        quiet()
+        rows = run(config, Shown(status))
+        conditions = machine.conditions()
+        done = show(rows, conditions, status)
+    place = f"{config.out}/index.html"
+    stdout().out(f"the page is {place}", highlight=False)
+    if output.json:
+        emit_json({"conditions": conditions, "page": place, "rows": [row.to_dict() for row in done]})
+    if any(row.error is not None for row in done):
+        raise typer.Exit(1)
 
 
 def inflate(config: InflateConfig, output: JsonOption) -> None:
@@ -164,7 +146,7 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
         from sakiyomi.memory import readable
 
         quiet()
-        found = run(config, _Shown(status))
+        found = run(config, Shown(status))
     console = stdout()
     lines = [
         f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "

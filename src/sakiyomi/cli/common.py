@@ -10,13 +10,15 @@ import inspect
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from sakiyomi.errors import InputError
+from sakiyomi.errors import InputError, LoadError
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
@@ -36,7 +38,8 @@ class ModelOptions:
             remembers earlier texts, ngram:FILE is trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its
             first layers), oracle:RATE (the known answer, to measure what a draft could bring); several are joined by +.
         cache: cache policy (h2o), bits of its numbers (quant-8, quant-4, quant-2; kvquant-4, kvquant-3, kvquant-2 at
-            levels fitted to the model), or both (h2o+quant-4); full keeps everything as it is.
+            levels fitted to the model), or both (h2o+quant-4); full keeps everything as it is, offload:FOLDER too,
+            in mapped files.
         kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
         kv_memory: bytes (2GiB) of one request's keys and values, in the place of kv_budget.
         chunk_size: tokens of a prompt that are read at once.
@@ -132,7 +135,12 @@ def note_lossy(params: SamplingParams) -> None:
 
 
 def command(
-    app: typer.Typer, name: str | None, *groups: type[Any], help: str, defaults: Mapping[str, Any] | None = None
+    app: typer.Typer,
+    name: str | None,
+    *groups: type[Any],
+    help: str,
+    defaults: Mapping[str, Any] | None = None,
+    environment: str | None = None,
 ) -> Callable[[Callable[..., None]], None]:
     """Register a command that is called with one object for each group.
 
@@ -142,17 +150,24 @@ def command(
         groups: dataclasses; their fields become the flags, in order.
         help: shown by ``--help``.
         defaults: of this command, in the place of the fields' own.
+        environment: its flags may also be set by environment variables that begin so, and in a file (``--config``).
     """
 
     def register(run: Callable[..., None]) -> None:
         def body(ctx: typer.Context, **given: Any) -> None:
+            given.pop("config", None)  # read before the others
             if ctx.invoked_subcommand is None:
                 run(*(_build(group, given) for group in groups))
             else:
                 _refuse_flags(ctx, given)
 
         flags = [(group, field) for group in groups for field in _flags(group)]
-        found = [_parameter(group, field, (defaults or {}).get(field.name, field.default)) for group, field in flags]
+        found = [
+            _parameter(group, field, (defaults or {}).get(field.name, field.default), environment)
+            for group, field in flags
+        ]
+        if environment is not None:
+            found.append(_config_flag([field.name for _, field in flags], environment))
         found.append(_keyword("ctx", inspect.Parameter.empty, typer.Context))
         body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
         body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
@@ -204,7 +219,30 @@ def parsed(group: type[Any], name: str, text: str) -> Any:
     return convert(values) if several else convert(values[0]) if values else None
 
 
-def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) -> inspect.Parameter:
+def _config_flag(names: Sequence[str], environment: str) -> inspect.Parameter:
+    """The file's values become defaults, so that flags and environment come first."""
+
+    def take(ctx: typer.Context, path: str | None) -> None:
+        if path is None:
+            return
+        try:
+            values = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise LoadError(f"the configuration {path!r} cannot be read ({error}); expected a TOML file") from None
+        if wrong := [name for name in values if name not in names]:
+            raise InputError(f"{path!r} sets {wrong[0]!r}; what there is: {', '.join(names)}")
+        ctx.default_map = values
+
+    text = "TOML file with values of the other flags, by their names (with _ for -)."
+    option = typer.Option(
+        "--config", help=text, metavar="FILE", is_eager=True, callback=take, envvar=f"{environment}CONFIG"
+    )
+    return _keyword("config", None, Annotated[str | None, option])
+
+
+def _parameter(
+    group: type[Any], field: dataclasses.Field[Any], default: Any, environment: str | None
+) -> inspect.Parameter:
     kind, _ = _KINDS[str(field.type)]
     text = flag_help(group)[field.name]
     if default is dataclasses.MISSING:
@@ -222,6 +260,8 @@ def _parameter(group: type[Any], field: dataclasses.Field[Any], default: Any) ->
         *names,
         help=text,
         metavar=_METAVARS.get(str(field.type)),
+        envvar=None if environment is None else environment + field.name.upper(),
+        show_envvar=False,
         show_default=default not in (None, []) and default is not False,
     )
     return _keyword(field.name, default, Annotated[kind, option])

@@ -31,7 +31,7 @@ __all__ = ["SelfEvicted"]
 
 BUDGET = 1024  # pairs of a head
 PAGE = 16
-AGAIN = 8  # rounds
+AGAIN = 2  # rounds on one excerpt, beside the first
 ROOM = 320  # columns behind an excerpt: what comes until the next one is drawn, and a tree
 
 

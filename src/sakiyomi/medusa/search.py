@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from sakiyomi.llm import LLM
 
-__all__ = ["search", "tune"]
+__all__ = ["ranks_of", "search", "tune"]
 
 PROMPT_TOKENS = 64
 WIDTHS = (1, 2, 3, 4, 6, 8)
@@ -86,7 +86,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     note(f"{config.target} answers {len(prompts)} prompts")
     answer = SamplingParams(max_new_tokens=config.new_tokens, gamma=1)
     texts = [done.token_ids for done in llm.generate(prompts, answer)]
-    ranks = _ranks(llm, drafter, prompts, texts)
+    ranks = ranks_of(llm, drafter, prompts, texts)
     note("timing rounds")
     rounds = _rounds(llm, drafter, prompts, ranks, config.max_nodes)
     table = search(ranks, rounds)
@@ -175,7 +175,8 @@ def _prompts(config: TuneConfig, llm: LLM) -> list[list[int]]:
     return found
 
 
-def _ranks(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Ranks:
+def ranks_of(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Ranks:
+    """Ranks that heads gave to what the target wrote behind each prompt."""
     target = llm.target
 
     def hidden_of(ids: Sequence[int]) -> torch.Tensor:

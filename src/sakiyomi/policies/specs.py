@@ -1,4 +1,6 @@
-"""What ``cache=`` says: a policy, what merges beside it, how pairs are packed, what prompts look at; joined by "+"."""
+"""What ``cache=`` says: a policy, what merges beside it, how pairs are packed, what prompts look at, or where all pairs
+lie; joined by "+".
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from sakiyomi.cache.leveled_pairs import LeveledPacking
+from sakiyomi.cache.offloaded import Offloaded
 from sakiyomi.cache.packed_pairs import Packing
 from sakiyomi.errors import InputError
 from sakiyomi.kernels.sparse import Sparse
@@ -28,7 +31,7 @@ from sakiyomi.policies.snapkv import SnapKV
 from sakiyomi.policies.streaming import Recency, Streaming
 from sakiyomi.policies.tova import TOVA
 
-__all__ = ["POLICIES", "CacheSpec", "read_budget", "read_cache"]
+__all__ = ["POLICIES", "CacheSpec", "read_budget", "read_cache", "without_place"]
 
 _ALL = (
     *(Locret, InfLLM, H2O, SnapKV, PyramidKV, TOVA, Expected, FastGen),
@@ -42,12 +45,15 @@ MERGERS: dict[str, Callable[..., LoCoCo]] = {"lococo": LoCoCo}
 """What becomes of pairs that go, likewise."""
 PACKINGS: dict[str, type[Packing]] = {"quant": Packing, "kvquant": LeveledPacking}
 """How pairs are packed, likewise, before the bits."""
+PLACES: dict[str, Callable[..., Offloaded]] = {"offload": Offloaded}
+"""Where all pairs lie, likewise."""
 
 _KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {
     "policy": POLICIES,
     "sparse": SPARSE,
     "merger": MERGERS,
     "packing": {f"{name}-{bits}": packing for name, packing in PACKINGS.items() for bits in packing.choices},
+    "offloaded": PLACES,
 }
 _NAMES = sorted((name for kind in _KINDS.values() for name in kind), key=len, reverse=True)
 # A file's name may have a plus, too: parts begin with a name that is known, or look like a part.
@@ -58,11 +64,12 @@ _SHARES = ("ends", "recent", "stabilizers", "floor")
 
 
 class CacheSpec(NamedTuple):
-    """What a spec says; None: everything stays, nothing is packed, prompts look at everything."""
+    """What a spec says; None: everything stays, nothing is packed, prompts look at everything, all lies in memory."""
 
     policy: Policy | None = None
     packing: Packing | None = None
     sparse: Sparse | None = None
+    offloaded: Offloaded | None = None
 
 
 def read_cache(spec: str) -> CacheSpec:
@@ -71,7 +78,7 @@ def read_cache(spec: str) -> CacheSpec:
     Args:
         spec: "full", or at most one of each, joined by "+": a policy, ``name:file[option=value,...]``; beside it
             ``lococo:FOLDER`` (alone: beside ``h2o``, as in its paper); ``quant-4[residual=64]``, with 8, 4 or 2 bits,
-            or ``kvquant-4``, with 4, 3 or 2; ``minference[...]``.
+            or ``kvquant-4``, with 4, 3 or 2; ``minference[...]``; ``offload:FOLDER``, only beside that one.
 
     Raises:
         InputError: it is none of that.
@@ -88,6 +95,11 @@ def read_cache(spec: str) -> CacheSpec:
     merger = found.pop("merger", None)
     if merger is not None:
         found.setdefault("policy", H2O()).merger = merger
+    if "offloaded" in found and ("policy" in found or "packing" in found):
+        raise InputError(
+            f"cache={spec!r}: offload keeps all pairs as they are in files, and what is dropped or packed stays in "
+            "memory; expected offload alone or with minference, or leave it out"
+        )
     return CacheSpec(**found)
 
 
@@ -99,7 +111,7 @@ def _expected(spec: str, name: str | None) -> str:
     return (
         f"cache={spec!r}; expected full, or at most one policy ({', '.join(POLICIES)}), as h2o[sinks=4], "
         f"one of {', '.join(_KINDS['packing'])}, lococo:FOLDER (of `sakiyomi train lococo`) and minference, joined "
-        "as h2o+quant-4"
+        "as h2o+quant-4, or offload:FOLDER"
     )
 
 
@@ -148,6 +160,11 @@ def _value(spec: str, field: dataclasses.Field[Any], text: str) -> Any:
         what = "0 (all layers alike), or a number of 1 or more" if steep else what
         raise InputError(f"cache={spec!r}: {field.name}={text!r}; expected {what}")
     return value
+
+
+def without_place(spec: str) -> str:
+    """A spec without where pairs lie: equal where the pairs themselves are."""
+    return "+".join(part for part in _BREAK.split(spec) if part.partition(":")[0] not in PLACES) or "full"
 
 
 def read_budget(budget: int | str) -> tuple[int, bool]:

@@ -19,11 +19,11 @@ from sakiyomi.errors import InputError, LoadError, UnsupportedError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["check", "draw", "kept_map"]
+__all__ = ["accuracy", "check", "draw", "drawable", "kept_map"]
 
 COLOURS = ("#1f4e8c", "#9a5a1f", "#3c7a3c", "#7a3c6e", "#b0892a", "#2a8a8a", "#c2452d", "#555555")
 MARKS = "os^vDPX*"
-WIDTH, HEIGHT, DPI = 9.0, 4.6, 130
+WIDTH, NARROW, HEIGHT, DPI = 9.0, 5.6, 4.6, 130
 FOOT = {"fontsize": 7, "color": "#555555"}
 CELLS = 400
 """Columns of the map of kept tokens: of a longer text each is the mean over several tokens."""
@@ -37,8 +37,12 @@ CLASSES = {
 }
 
 
-def check(folder: str) -> None:
+def check(folder: str, name: str = "plot") -> None:
     """Refuse before any measuring what could not be drawn after it; the folder is made.
+
+    Args:
+        folder: for pictures.
+        name: of the parameter that it was given as.
 
     Raises:
         InputError: it cannot be a folder.
@@ -48,13 +52,13 @@ def check(folder: str) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"plot is {folder!r}, which cannot be a folder ({error.strerror}); name another") from None
+        raise InputError(f"{name} is {folder!r}, which cannot be a folder ({error.strerror}); name another") from None
     if not os.access(place, os.W_OK):
-        raise InputError(f"plot is {folder!r}, where nothing can be written; name another folder")
+        raise InputError(f"{name} is {folder!r}, where nothing can be written; name another folder")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
-        raise UnsupportedError("plot needs matplotlib, which is not installed: pip install matplotlib") from None
+        raise UnsupportedError(f"{name} needs matplotlib, which is not installed: pip install matplotlib") from None
 
 
 def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> list[Path]:
@@ -66,7 +70,7 @@ def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> lis
     Raises:
         LoadError: one cannot be written.
     """
-    painters = {"long": (_accuracy, "accuracy"), "turns": (_turns, "turns"), "books": (_books, "books")}
+    painters = {"long": (accuracy, "accuracy"), "turns": (_turns, "turns"), "books": (_books, "books")}
     written = []
     by_name = {row.name: row for row in rows}
     for name, (painter, file) in painters.items():
@@ -78,13 +82,14 @@ def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> lis
     return written
 
 
-def _figure(columns: int = 1, height: float = HEIGHT) -> tuple[Figure, list[Any]]:
+def _figure(count: int = 1, height: float = HEIGHT, *, stacked: bool = False) -> tuple[Figure, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    rows, columns, size = (count, 1, (NARROW, 0.75 * count * height)) if stacked else (1, count, (WIDTH, height))
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(1, columns, squeeze=False)[0])
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for each in axes:
         each.grid(alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)
@@ -111,7 +116,9 @@ def _groups(lines: Sequence[Mapping[str, Any]], *needs: str) -> dict[str, list[M
     return groups
 
 
-def _styles(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _styles(
+    groups: Mapping[str, Sequence[Mapping[str, Any]]], colours: Sequence[str] = COLOURS
+) -> dict[str, dict[str, Any]]:
     """A colour a system and a mark a budget; of more systems than colours the marks go on."""
     heads = {name: (str(group[0]["name"]).removesuffix(" *"), group[0]["budget"]) for name, group in groups.items()}
     systems = list(dict.fromkeys(system for system, _ in heads.values()))
@@ -119,19 +126,25 @@ def _styles(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict
     found = {}
     for name, (system, budget) in heads.items():
         place = systems.index(system)
-        mark = place // len(COLOURS) * max(len(budgets), 1) + (budgets.index(budget) if budget is not None else 0)
-        found[name] = {"color": COLOURS[place % len(COLOURS)], "marker": MARKS[mark % len(MARKS)], "markersize": 5}
+        mark = place // len(colours) * max(len(budgets), 1) + (budgets.index(budget) if budget is not None else 0)
+        found[name] = {"color": colours[place % len(colours)], "marker": MARKS[mark % len(MARKS)], "markersize": 5}
     return found
 
 
-def _accuracy(row: Row) -> Figure | None:
-    """Right answers against bytes of keys and values, one panel a length that was asked for."""
+def accuracy(row: Row, colours: Sequence[str] = COLOURS, *, stacked: bool = False) -> Figure | None:
+    """Right answers against bytes of keys and values, one panel a length that was asked for.
+
+    Args:
+        row: of `bench long`.
+        colours: of the systems.
+        stacked: panels stand one below the other, and the legend below them: for narrow pages.
+    """
     groups = _groups(row.lines, "accuracy", "kv_bytes")
     lengths = sorted({line["length"] for group in groups.values() for line in group if not line["starred"]})
     if not lengths:
         return None
-    figure, panels = _figure(len(lengths))
-    styles = _styles(groups)
+    figure, panels = _figure(len(lengths), stacked=stacked)
+    styles = _styles(groups, colours)
     for axes, length in zip(panels, lengths, strict=True):
         for place, (name, group) in enumerate(groups.items()):
             for line in (line for line in group if line["length"] == length):
@@ -146,8 +159,9 @@ def _accuracy(row: Row) -> Figure | None:
                 )
         axes.set(xscale="log", ylim=(-4, 104), title=f"{length} tokens", xlabel=f"keys and values, MB {ASIDE}")
         _plain_ticks(axes.xaxis)
-    panels[0].set_ylabel("right answers, percent")
-    _legend(figure, panels)
+    for axes in panels if stacked else panels[:1]:
+        axes.set_ylabel("right answers, percent")
+    _legend(figure, panels, below=stacked)
     return figure
 
 
@@ -252,13 +266,14 @@ def _books(row: Row) -> Figure | None:
     return figure
 
 
-def _legend(figure: Figure, panels: Sequence[Any]) -> None:
+def _legend(figure: Figure, panels: Sequence[Any], *, below: bool = False) -> None:
     """One for all panels, each name once."""
     found: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    figure.legend(list(found.values()), list(found.keys()), loc="outside right center", frameon=False, fontsize=8)
+    place = {"loc": "outside lower center", "ncols": 2} if below else {"loc": "outside right center"}
+    figure.legend(list(found.values()), list(found.keys()), frameon=False, fontsize=8, **place)
 
 
 def kept_map(
@@ -338,9 +353,14 @@ def _extent(tokens: Sequence[str], shares: np.ndarray[Any, Any]) -> tuple[float,
 
 
 def _word(token: str, place: int) -> str:
-    """A token for an axis: no line breaks, no formula between dollars, and no letter that the font does not have."""
+    """A token for an axis, with where it stands."""
+    return f"{drawable(token.strip()[:12]) or '·'} {place}"
+
+
+def drawable(text: str) -> str:
+    """Text for a picture: no line breaks, no formula between dollars, and no letter that the font does not have."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     known = get_font(findfont(FontProperties()))
-    shown = "".join(letter if known.get_char_index(ord(letter)) else "?" for letter in token.strip()[:12])
-    return f"{shown or '·'} {place}".replace("$", r"\$")
+    shown = "".join(letter if known.get_char_index(ord(letter)) else "?" for letter in text)
+    return shown.replace("$", r"\$")

@@ -105,10 +105,10 @@ class System:
         if self.cache in (ONE_SHOT, "full"):
             return self.cache
         try:
-            policy, packing, _ = read_cache(self.cache)
+            policy, packing, _, offloaded = read_cache(self.cache)
         except InputError:
             return "unknown"  # its lines say why it is refused
-        if policy is None and packing is None:
+        if policy is None and packing is None and offloaded is None:
             return "full"
         # What recalls has a budget for what attention reads, and all pairs in main memory.
         return "reduced" if policy is None or policy.recalls else "bounded"

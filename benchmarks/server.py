@@ -1,0 +1,206 @@
+"""The server measured from outside: tokens a second of many streams, first tokens, and its own share of a round.
+
+    python benchmarks/server.py                        # the embedded pair
+    python benchmarks/server.py --streams 32 --peer    # beside transformers serve, turn by turn
+    python benchmarks/server.py --only overhead
+
+Servers are processes of their own on this machine, clients are threads of this one; run it alone on the machine. Laps
+go A B A B, the first of each is not counted; the figures are medians. Greedy float32 throughout; how many of the texts
+are equal is said. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import transformers
+
+import sakiyomi
+from sakiyomi import LLM, SamplingParams
+
+WORDS = ["fox", "girl", "boy", "river", "tree", "bird", "cat", "dog", "ball", "house", "garden", "friend", "cake"]
+GAMMA = 4
+FIGURES = {"include_usage": True}
+
+
+def prompts(count: int, lap: int) -> list[str]:
+    """Beginnings that differ from the first word on, so that nothing is used again."""
+    return [
+        f"{lap} {i}. Once upon a time there was a {WORDS[i % len(WORDS)]} and a {WORDS[(i * 7 + lap) % len(WORDS)]}. "
+        "One day they"
+        for i in range(count)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def server(command: list[str], health: str, seconds: float = 300) -> Iterator[str]:
+    """A process that serves, and its address."""
+    port = free_port()
+    source = os.pathsep.join([str(Path(sakiyomi.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], env=os.environ | {"PYTHONPATH": source}, stdout=said, stderr=said
+        )
+        url = f"http://127.0.0.1:{port}"
+        until = time.monotonic() + seconds
+        try:
+            while True:
+                try:
+                    if httpx.get(url + health, timeout=1).status_code == 200:
+                        break
+                except httpx.HTTPError:
+                    pass
+                if process.poll() is not None or time.monotonic() > until:
+                    said.seek(0)
+                    raise SystemExit(f"{command} does not serve:\n{said.read()[-2000:]}")
+                time.sleep(0.3)
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def ours(model: str, draft: str, batch: int) -> list[str]:
+    run = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve", "--target", model]
+    return [*run, "--draft", draft, "--dtype", "float32", "--max-batch", str(batch), "--served-name", model]
+
+
+def peers(model: str) -> list[str]:
+    run = [sys.executable, "-W", "ignore", "-m", "transformers.cli.transformers", "serve", model]
+    return [*run, "--continuous-batching", "--dtype", "float32", "--device", "cpu"]
+
+
+def stream(url: str, body: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
+    """The text, when each event came (after sending), and the figures of the last event."""
+    text, times, usage = "", [], {}
+    began = time.perf_counter()
+    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=600) as reply:
+        reply.raise_for_status()
+        for line in reply.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            usage = event.get("usage") or usage
+            said = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
+            if said:
+                text += said
+                times.append(time.perf_counter() - began)
+    return text, times, usage
+
+
+def asked(model: str, prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+
+
+def lap(url: str, model: str, count: int, tokens: int, number: int, tokenizer: Any) -> tuple[float, list[str]]:
+    """Tokens a second of so many streams at once, counted by the tokenizer for all alike, and their texts."""
+    with ThreadPoolExecutor(count) as pool:
+        began = time.perf_counter()
+        replies = pool.map(lambda prompt: stream(url, asked(model, prompt, tokens)), prompts(count, number))
+        texts = [text for text, _, _ in replies]
+        seconds = time.perf_counter() - began
+    return sum(len(tokenizer(text).input_ids) for text in texts) / seconds, texts
+
+
+def throughput(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found: dict[str, list[float]] = {"ours": [], "peer": []}
+    equal: list[bool] = []
+    beside = peers(folder) if args.peer else ours(folder, "none", args.streams)
+    with server(ours(folder, draft, args.streams), "/health") as mine, server(beside, "/health") as other:
+        for number in range(args.laps + 1):
+            first, texts = lap(mine, folder, args.streams, args.tokens, number, tokenizer)
+            second, others = lap(other, folder, args.streams, args.tokens, number, tokenizer)
+            if number:
+                found["ours"].append(first)
+                found["peer"].append(second)
+                equal += [a == b for a, b in zip(texts, others, strict=True)]
+    ratio = statistics.median(a / b for a, b in zip(found["ours"], found["peer"], strict=True))
+    name = "transformers serve" if args.peer else "the same without a drafter"
+    for label, key in (("sakiyomi", "ours"), (name, "peer")):
+        print(f"{label:<28}{statistics.median(found[key]):8.0f} tokens/s, {args.streams} streams")
+    print(f"ratio {ratio:.2f}; equal texts {sum(equal)} of {len(equal)}")
+    return {"peer": name, "tokens_per_second": found, "ratio": ratio, "equal": [sum(equal), len(equal)]}
+
+
+def overhead(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds a round, here and through the server, of the same rounds; and the first token of 100 tokens."""
+    library = LLM(folder, draft, dtype="float32")
+    library.wait()
+    params = SamplingParams(max_new_tokens=args.tokens, gamma=GAMMA)
+    ahead = {"speculation": {"gamma": GAMMA}, "stream_options": FIGURES}
+    here: list[float] = []
+    there: list[float] = []
+    first: list[float] = []
+    filler = library.tokenizer(" ".join(prompts(12, 0))).input_ids
+    with server(ours(folder, draft, 8), "/health") as url:
+        for number in range(args.laps + 1):
+            for prompt in prompts(6, number):
+                times, rounds = [], 0
+                for step in library.stream(prompt, params):
+                    times.append(time.perf_counter())
+                    rounds = step.stats.rounds if step.stats is not None else 0
+                _, came, usage = stream(url, asked(folder, prompt, args.tokens, **ahead))
+                if usage["speculation"]["rounds"] != rounds:
+                    raise SystemExit(f"{rounds} rounds here, there {usage['speculation']['rounds']}: not the same work")
+                if number:
+                    here.append(1000 * (times[-1] - times[0]) / rounds)
+                    there.append(1000 * (came[-1] - came[0]) / rounds)
+            start = library.tokenizer.decode(filler[number : number + 97])
+            _, came, usage = stream(url, asked(folder, f"{number} {start}", 4, stream_options=FIGURES))
+            if number:
+                first.append(1000 * came[0])
+    extra = statistics.median(b - a for a, b in zip(here, there, strict=True))
+    middle = statistics.median(here), statistics.median(there)
+    print(f"a round: library {middle[0]:.2f} ms, server {middle[1]:.2f} ms; paired difference {extra:+.3f} ms")
+    print(f"first token of {usage['prompt_tokens']} prompt tokens: {statistics.median(first):.1f} ms")
+    return {"library_ms": here, "server_ms": there, "overhead_ms": extra, "first_token_ms": first}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="tales")
+    parser.add_argument("--draft", default="model:tales-draft")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--laps", type=int, default=5)
+    parser.add_argument("--peer", action="store_true", help="beside transformers serve")
+    parser.add_argument("--only", choices=["throughput", "overhead"])
+    args = parser.parse_args()
+    folder = str(sakiyomi.embedded(args.target)) if args.target == "tales" else args.target
+    result: dict[str, Any] = {
+        "streams": args.streams, "tokens": args.tokens, "laps": args.laps, "cpus": os.cpu_count(),
+        "load_before": os.getloadavg()[0], "machine": platform.machine(), "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+    if args.only != "overhead":
+        result["throughput"] = throughput(folder, args.draft, args)
+    if args.only != "throughput":
+        result["overhead"] = overhead(folder, args.draft, args)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

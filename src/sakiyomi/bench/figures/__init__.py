@@ -1,0 +1,1 @@
+"""``sakiyomi bench report``: figures redrawn from measurements made here, on one page."""

@@ -1,0 +1,87 @@
+"""What `sakiyomi bench spec` measures; the only home of these defaults. Imports no torch: the command line reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sakiyomi.errors import InputError
+
+__all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """Which drafters, on what, and how often.
+
+    Attributes:
+        target: embedded name (tales), folder in Hugging Face format, or hub id.
+        draft: drafter that gets a row (again for each); all that the target has here if none is given: prompt-lookup,
+            suffix, ngram, its own first layers, itself in 8 bits, the draft and heads that belong to it, suffix and
+            draft merged.
+        questions: .jsonl with question_id, category and turns, as of Spec-Bench, MT-bench or SPEED-Bench; by default a
+            few of our own in the categories of SPEED-Bench.
+        categories: only these (again for each, or with commas).
+        count: questions of each category at most.
+        max_new_tokens: of each answer; Spec-Bench has 1024.
+        prompt_tokens: longer prompts lose their middle; by default what the context leaves.
+        gamma: draft tokens a round, or auto.
+        repeats: laps over each question; medians count. Spec-Bench has 3.
+        template: auto (the tokenizer's chat template, or plain text where it has none), none (plain text), or a Jinja
+            file.
+        system: what the model is told before everything else.
+        out: file for the results, a line for each question and drafter as soon as it is known; what an existing one
+            has is not measured again.
+        dtype: auto (as stored), float32, bfloat16 or float16.
+        device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
+        quantize: int8 or int4 rounds the target's weights to so many bits.
+        exact: bit-equal answers for every drafter.
+        compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
+    """
+
+    target: str = "tales"
+    draft: tuple[str, ...] = ()
+    questions: str | None = None
+    categories: tuple[str, ...] = ()
+    count: int = 4
+    max_new_tokens: int = 128
+    prompt_tokens: int | None = None
+    gamma: int | str = "auto"
+    repeats: int = 2
+    template: str = "auto"
+    system: str = ""
+    out: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    quantize: str | None = None
+    exact: bool = False
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("max_new_tokens", 2), ("repeats", 1), ("prompt_tokens", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{name} is {value}; expected at least {least}")
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """Result files side by side.
+
+    Attributes:
+        files: results of bench spec; the first one is what the others are compared with.
+    """
+
+    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Result files as one.
+
+    Attributes:
+        files: results of bench spec with the same settings; of what several have the last counts.
+        out: file for all of them together.
+    """
+
+    files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
+    out: str | None = None

@@ -1,0 +1,215 @@
+"""Result files of ``bench spec``: JSON Lines, the settings in the first one, then one for each question and drafter.
+
+A line stands on its own: it has the laps of its drafter and those of plain decoding between them. So files with the
+same settings can be joined, and a run goes on where another has stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.errors import InputError, LoadError
+
+__all__ = ["PLAIN", "Record", "Results", "join"]
+
+FORMAT = "sakiyomi bench spec 1"
+PLAIN = "none"
+Lap = Mapping[str, float]
+"""tokens, seconds and prefill_seconds of one answer to all turns; rounds, committed, drafted and accepted."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one drafter made of one question.
+
+    Attributes:
+        question: its id.
+        category: that it counts for.
+        draft: spec of the drafter; "none": plain decoding.
+        laps: of the drafter.
+        plain: of plain decoding, each beside the lap of its place.
+        equal: all answers are the plain ones, to the last token.
+        explained: they are, or part where rounding decides.
+        note: where and by how much they part.
+        answers: texts of the plain answers, with its own record only.
+    """
+
+    question: int | str
+    category: str
+    draft: str
+    laps: tuple[Lap, ...]
+    plain: tuple[Lap, ...]
+    equal: bool
+    explained: bool
+    note: str = ""
+    answers: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values; empty ones are left out."""
+        return {name: value for name, value in vars(self).items() if value not in ("", ())}
+
+    @classmethod
+    def of(cls, value: Any) -> Record:
+        """From such values.
+
+        Raises:
+            TypeError, KeyError, ValueError: they are no record's.
+        """
+        record = cls(**value)
+        laps, plain = tuple(record.laps), tuple(record.plain)
+        if not laps or len(laps) != len(plain) or not all(lap["seconds"] > 0 for lap in (*laps, *plain)):
+            raise ValueError("laps")
+        return replace(record, laps=laps, plain=plain, answers=tuple(record.answers))
+
+
+@dataclass
+class Results:
+    """Records of one set of settings.
+
+    Attributes:
+        settings: what has to be the same in a file that they can be joined with.
+        conditions: of the run that began the file.
+        records: by question and drafter.
+        path: file that gets new ones; None: none does.
+    """
+
+    settings: Mapping[str, Any]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    records: dict[tuple[int | str, str], Record] = field(default_factory=dict)
+    path: Path | None = None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Results:
+        """A file of results. A last line that was not written to its end is left out.
+
+        Raises:
+            LoadError: it cannot be read, or holds something else.
+        """
+        path = Path(path).expanduser()
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LoadError(f"{str(path)!r} cannot be read ({error}); expected results of bench spec") from None
+        head, *lines = text[: text.rfind("\n") + 1].splitlines() or [""]
+        try:
+            first = json.loads(head)
+            if first["format"] != FORMAT:
+                raise ValueError(first["format"])
+            found = cls(dict(first["settings"]), dict(first["conditions"]), path=path)
+        except (ValueError, TypeError, KeyError):
+            raise LoadError(f"{str(path)!r} holds no results of bench spec; name another file") from None
+        for number, line in enumerate(lines, start=2):
+            try:
+                record = Record.of(json.loads(line))
+            except (ValueError, TypeError, KeyError):
+                raise LoadError(
+                    f"line {number} of {str(path)!r} is no result of bench spec; delete that line"
+                ) from None
+            found.records[record.question, record.draft] = record
+        return found
+
+    @classmethod
+    def begin(cls, path: str | Path | None, settings: Mapping[str, Any], conditions: Mapping[str, Any]) -> Results:
+        """Go on with a file if it is there, or begin it.
+
+        Raises:
+            LoadError: it cannot be read or written, or holds something else.
+            InputError: it was made with other settings.
+        """
+        fresh = cls(settings, conditions)
+        if path is None:
+            return fresh
+        found = cls.kept(path)
+        if found is None:
+            found = replace(fresh, path=Path(path).expanduser())
+        else:
+            found.check(settings, "now")
+        found.write()
+        return found
+
+    @classmethod
+    def kept(cls, path: str | Path) -> Results | None:
+        """What is in a file already; None: there is none, or it is empty.
+
+        Raises:
+            LoadError: it cannot be read, or holds something else; or there is no folder for it.
+        """
+        place = Path(path).expanduser()
+        if not place.parent.is_dir():
+            raise LoadError(f"cannot write {str(place)!r} (there is no such folder); choose another --out")
+        empty = not place.exists() or (place.is_file() and not place.stat().st_size)
+        return None if empty else cls.read(place)
+
+    def check(self, settings: Mapping[str, Any], where: str) -> None:
+        """Refuse to be joined with what was made otherwise.
+
+        Raises:
+            InputError: names the first settings that differ.
+        """
+        if apart := differences(self.settings, settings):
+            said = "; ".join(f"{name} {old!r:.60}, {where} {new!r:.60}" for name, (old, new) in list(apart.items())[:3])
+            raise InputError(
+                f"{str(self.path)!r} was made with other settings ({said}); ask for the same, or name another file"
+            )
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Take records in, and write them behind the others.
+
+        Raises:
+            LoadError: they cannot be written.
+        """
+        self.records |= {(record.question, record.draft): record for record in records}
+        if self.path is not None:
+            self._write("a", records)
+
+    def write(self) -> None:
+        """Write the whole file anew.
+
+        Raises:
+            LoadError: it cannot be written.
+        """
+        head = {"format": FORMAT, "settings": dict(self.settings), "conditions": dict(self.conditions)}
+        self._write("w", list(self.records.values()), head)
+
+    def _write(self, mode: str, records: Sequence[Record], *before: Mapping[str, Any]) -> None:
+        assert self.path is not None
+        values = [*before, *(record.to_dict() for record in records)]
+        text = "".join(json.dumps(value, ensure_ascii=False, default=str) + "\n" for value in values)
+        fresh = self.path.with_name(f"{self.path.name}.partial")
+        try:
+            if mode == "a":
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(text)
+            else:  # whole or not at all: there may be hours of work in it
+                fresh.write_text(text, encoding="utf-8")
+                fresh.replace(self.path)
+        except OSError as error:
+            raise LoadError(f"cannot write {str(self.path)!r} ({error.strerror}); choose another --out") from None
+        finally:
+            fresh.unlink(missing_ok=True)
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that are not the same, with both values."""
+    names = dict.fromkeys([*one, *other])
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
+
+
+def join(several: Sequence[Results]) -> Results:
+    """One set of results; of what several have, that of the last counts.
+
+    Raises:
+        InputError: they were made with other settings, or there is none.
+    """
+    if not several:
+        raise InputError("no file was given; name one or more that bench spec has made")
+    first = several[0]
+    joined = Results(first.settings, first.conditions)
+    for results in several:
+        first.check(results.settings, f"in {str(results.path)!r}")
+        joined.records |= results.records
+    return joined

@@ -1,0 +1,46 @@
+"""``sakiyomi serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import typer
+
+from sakiyomi.cli.common import ModelOptions, command, load
+from sakiyomi.errors import LoadError
+from sakiyomi.server.config import ENVIRONMENT, ServerConfig
+
+__all__ = ["register"]
+
+MAX_BATCH = 32  # requests at once: a server's come from many
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    command(
+        app,
+        "serve",
+        ServerConfig,
+        ModelOptions,
+        defaults={"max_batch": MAX_BATCH},
+        environment=ENVIRONMENT,
+        help="Serve a model to OpenAI's clients.\n\nEvery flag may also be set by an environment variable (--max-queue "
+        f"by {ENVIRONMENT}MAX_QUEUE), or in a TOML file (max_queue = 8) that --config names. A flag counts before the "
+        "environment, and that before the file.",
+    )(serve)
+
+
+def serve(config: ServerConfig, model: ModelOptions) -> None:
+    """Run the command."""
+    from sakiyomi.cli.output import note
+
+    try:
+        from sakiyomi.server.logs import set_up
+        from sakiyomi.server.run import serve as run
+    except ImportError as error:
+        raise LoadError(
+            f"the server needs packages that are not installed ({error.name}); pip install 'sakiyomi[serve]'"
+        ) from None
+    llm = load(model)
+    if config.warm_up:
+        llm.wait()
+    set_up(config.log_format)
+    run(llm, config, listening=lambda url: note(f"serving {config.served_name or llm.name} at {url}"))

@@ -1,0 +1,107 @@
+"""``sakiyomi bench spec``: drafters by kind of question, and the files in which that is kept."""
+
+from __future__ import annotations
+
+import typer
+
+from sakiyomi.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
+from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.rows import PlotOption, Shown, show
+from sakiyomi.errors import InputError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command, and those below it."""
+    own = typer.Typer(rich_markup_mode=None)
+    command(
+        own,
+        None,
+        SpecConfig,
+        PlotOption,
+        JsonOption,
+        help="Compare drafters on questions of several kinds, as Spec-Bench does.\n\nGreedy, one request at a time, "
+        "everyone by turns on each question; every answer is compared with the plain one. Speed-ups are over plain "
+        "decoding beside it, the prompt's pass included; decode is the speed-up behind the prompt, tau the mean "
+        "accepted tokens.",
+    )(spec)
+    command(
+        own,
+        "compare",
+        CompareConfig,
+        JsonOption,
+        help="Put result files side by side.\n\nOn the questions and drafters that all of them have: another machine, "
+        "another version, other settings.",
+    )(compare)
+    command(
+        own,
+        "merge",
+        MergeConfig,
+        PlotOption,
+        JsonOption,
+        help="Show result files as one table, and write them into one file.\n\nParts of one measurement: other "
+        "questions, other drafters, the same settings and machine. With one file its table is shown again.",
+    )(merge)
+    app.add_typer(own, name="spec")
+
+
+def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
+    """Run the command without a name of its own."""
+    from sakiyomi.cli.output import emit_json, progress, quiet
+
+    with progress("loading") as status:
+        from sakiyomi import machine
+        from sakiyomi.bench import plot
+        from sakiyomi.bench.spec.plot import draw
+        from sakiyomi.bench.spec.run import run
+
+        if picture.plot is not None:
+            plot.check(picture.plot)
+        quiet()
+        rows = run(config, Shown(status))
+        conditions = machine.conditions()
+        show(rows, conditions, status)
+    if output.json:
+        emit_json({"conditions": conditions, "rows": [row.to_dict() for row in rows]})
+    if picture.plot is not None:
+        draw(rows[0], picture.plot, conditions)
+
+
+def compare(config: CompareConfig, output: JsonOption) -> None:
+    """Run the command."""
+    from sakiyomi.bench.spec.results import Results
+    from sakiyomi.bench.spec.table import compared
+    from sakiyomi.cli.output import emit_json, progress
+
+    with progress("reading") as status:
+        several = [Results.read(path) for path in config.files]
+        row = compared(several)
+        show([row], {}, status)
+    if output.json:
+        emit_json({"files": list(config.files), "rows": [row.to_dict()]})
+
+
+def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
+    """Run the command."""
+    from pathlib import Path
+
+    from sakiyomi.bench import plot
+    from sakiyomi.bench.spec.plot import draw
+    from sakiyomi.bench.spec.results import Results, join
+    from sakiyomi.bench.spec.table import rows
+    from sakiyomi.cli.output import emit_json, progress
+
+    if picture.plot is not None:
+        plot.check(picture.plot)
+    if config.out is not None and Path(config.out).expanduser().exists():
+        raise InputError(f"out is {config.out!r}, which is there already; name a new file")
+    with progress("reading") as status:
+        joined = join([Results.read(path) for path in config.files])
+        tables = rows(joined)
+        show(tables, joined.conditions, status)
+    if config.out is not None:
+        joined.path = Path(config.out).expanduser()
+        joined.write()
+    if output.json:
+        emit_json({"conditions": dict(joined.conditions), "rows": [row.to_dict() for row in tables]})
+    if picture.plot is not None:
+        draw(tables[0], picture.plot, joined.conditions)

@@ -1,0 +1,256 @@
+"""The application: paths, and what each of them does with a body."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+
+from sakiyomi import __version__
+from sakiyomi.server import errors
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError, ErrorReply, api_error
+from sakiyomi.server.gate import Gate
+from sakiyomi.server.intake import Intake
+from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
+from sakiyomi.server.page import page
+from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
+from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest
+from sakiyomi.server.stream import DONE, EventStream, event, gone
+from sakiyomi.server.tokens import TokenNames
+from sakiyomi.server.worker import Call, Job, Worker
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+__all__ = ["Server", "make_app"]
+
+logger = logging.getLogger("sakiyomi.server")
+GRACE = 5.0  # seconds that a client may take to read what is there when the time is up
+INTAKE_THREADS = 2
+ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+REPLIES: dict[int | str, dict[str, Any]] = {
+    200: {"description": "An object, or, with stream, events", "content": {"text/event-stream": {}}}
+}
+
+
+class Server:
+    """Everything that handlers share.
+
+    Args:
+        llm: nobody else may generate with it meanwhile.
+        config: of the server.
+    """
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        self.llm, self.config = llm, config
+        self.intake = Intake(llm, config)
+        self.name = self.intake.name
+        self.names = TokenNames(llm.tokenizer)
+        self.metrics = Metrics(self.name, self._cache_used)
+        self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
+        self.began = int(time.time())
+        self._threads = ThreadPoolExecutor(INTAKE_THREADS, "intake")
+
+    def _cache_used(self) -> tuple[float, int]:
+        cache = self.llm.target.cache
+        held = self.llm.engine.cached
+        return min(1.0, held / max(1, cache.max_slots * self.llm.max_context)), cache.bytes
+
+    async def answer(self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: type[Any]) -> Response:
+        """The reply to a body: a stream, or one object.
+
+        Args:
+            request: it came with.
+            body: of it.
+            read: makes jobs of it.
+            style: of the objects.
+        """
+        began = asyncio.get_running_loop().time()
+        jobs = await asyncio.get_running_loop().run_in_executor(self._threads, read, body)
+        told = request.state.log
+        told |= {"prompt_tokens": len(jobs[0].prompt)} | ({"user": body.user} if body.user is not None else {})
+        if self.config.log_prompts:
+            told["prompt"] = self.llm.tokenizer.decode(jobs[0].prompt)
+        call = self.worker.open(jobs)
+        include = body.stream_options is not None and body.stream_options.include_usage
+        objects = style(
+            self.name, self.names, logprobs=jobs[0].params.logprobs is not None, traced=body.trace, usage=include
+        )
+        until = began + self.config.request_timeout
+        if body.stream:
+
+            def close() -> None:
+                call.close()
+                self._tell(told, jobs)
+
+            events = self._events(call, objects, include, until, told)
+            return EventStream(events, close, self.config.request_timeout + GRACE)
+        try:
+            return await self._whole(request, call, objects, until, told)
+        finally:
+            call.close()
+            self._tell(told, jobs)
+
+    async def _whole(self, request: Request, call: Call, style: Style, until: float, told: dict[str, Any]) -> Response:
+        writing = asyncio.ensure_future(self._pieces(call))
+        leaving = asyncio.ensure_future(gone(request.receive))
+        try:
+            left = until - asyncio.get_running_loop().time()
+            await asyncio.wait({writing, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                pieces = writing.result()
+                if self.config.log_prompts:
+                    told["reply"] = [piece.text for piece in pieces]
+                return JSONResponse(style.whole(pieces, usage(call.jobs)))
+            if leaving.done():
+                told["dropped"] = True
+                return Response(status_code=499)  # nobody reads it; the log does
+            raise self._too_late()
+        finally:
+            for task in (writing, leaving):
+                task.cancel()
+            await asyncio.gather(writing, leaving, return_exceptions=True)
+
+    async def _pieces(self, call: Call) -> list[Piece]:
+        samples = [Sample(job, self.names, self.llm.tokenizer) for job in call.jobs]
+        pieces = [Piece(job.index) for job in call.jobs]
+        async for happened in call:
+            if happened.step.error is not None:
+                raise happened.step.error
+            index = happened.job.index
+            pieces[index].add(samples[index].read(happened))
+        return pieces
+
+    async def _events(
+        self, call: Call, style: Style, figures: bool, until: float, told: dict[str, Any]
+    ) -> AsyncIterator[bytes]:
+        samples = [Sample(job, self.names, self.llm.tokenizer) for job in call.jobs]
+        fresh = set(range(len(samples)))
+        try:
+            async with asyncio.timeout_at(until):
+                async for happened in call:
+                    if happened.step.error is not None:
+                        raise happened.step.error
+                    index = happened.job.index
+                    piece = samples[index].read(happened)
+                    if self.config.log_prompts:
+                        told["reply"] = told.get("reply", "") + piece.text
+                    yield event(style.chunk(piece, index in fresh))
+                    fresh.discard(index)
+            if figures:
+                yield event(style.figures(usage(call.jobs)))
+            yield DONE
+        except TimeoutError:
+            yield event(self._too_late().body)
+        except Exception as error:
+            found = api_error(error)
+            if found.status == 500:
+                logger.error("a request ended by an error", exc_info=error)
+            yield event(found.body)
+
+    def _too_late(self) -> ApiError:
+        # The client is not to try again by itself: that would take as long.
+        return ApiError(
+            504,
+            f"the text was not done within {self.config.request_timeout:g} s; ask for fewer tokens",
+            code="timeout",
+            headers={"x-should-retry": "false"},
+        )
+
+    def _tell(self, told: dict[str, Any], jobs: list[Job]) -> None:
+        """Into the log's line: what became of it."""
+        requests = [job.request for job in jobs if job.request is not None]
+        told["completion_tokens"] = sum(request.stats.tokens for request in requests)
+        told["finish_reason"] = ",".join(request.finish_reason or "none" for request in requests)
+        first = min((job.first for job in jobs if job.first), default=None)
+        if first is not None:
+            told["first_token_ms"] = round(1000 * (first - jobs[0].arrived), 1)
+            told["tau"] = round(sum(r.stats.tau for r in requests) / len(requests), 2)
+
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Start and stop of the engine's thread."""
+        self.worker.start()
+        try:
+            yield
+        finally:
+            self.worker.stop()
+            await asyncio.get_running_loop().run_in_executor(None, self.worker.join, 10.0)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def card(self) -> dict[str, Any]:
+        """The model, as ``/v1/models`` shows it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.began,
+            "owned_by": "sakiyomi",
+            "max_model_len": self.llm.max_context,
+            "drafter": getattr(self.llm.draft, "name", None),
+            "chat_template": self.intake.has_template,
+        }
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application of a server."""
+    app = FastAPI(
+        title="sakiyomi", version=__version__, lifespan=server.lifespan, docs_url=None, redoc_url=None, responses=ERRORS
+    )
+    errors.install(app)
+    app.add_middleware(Gate, config=server.config)
+    if origins := list(server.config.cors_origins):
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+
+    front = page()
+
+    @app.get("/", include_in_schema=False)
+    async def start() -> Response:
+        """The web page."""
+        return front
+
+    @app.post("/v1/completions", responses=REPLIES)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Go on with a prompt."""
+        return await server.answer(request, body, server.intake.completion, CompletionStyle)
+
+    @app.post("/v1/chat/completions", responses=REPLIES)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Reply to messages."""
+        return await server.answer(request, body, server.intake.chat, ChatStyle)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that there is."""
+        return {"object": "list", "data": [server.card()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The same by its name."""
+        if name != server.name:
+            raise ApiError(
+                404, f"there is no model {name!r:.80}; this server has {server.name!r}", code="model_not_found"
+            )
+        return server.card()
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether requests are taken and rounds go well."""
+        if not server.worker.alive:
+            raise ApiError(503, "the server is stopping, or its last round failed; its log says how", code="unhealthy")
+        return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(server.metrics.page(), media_type=CONTENT_TYPE)
+
+    return app

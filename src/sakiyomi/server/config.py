@@ -1,0 +1,76 @@
+"""What the server may be told besides its model: one dataclass, of which flags, environment and file are made."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from sakiyomi.errors import InputError
+
+__all__ = ["ENVIRONMENT", "ServerConfig"]
+
+ENVIRONMENT = "SAKIYOMI_"
+"""Before the name of every environment variable; the rest is the parameter's name in capitals."""
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the server listens, whom it serves, and what it bears.
+
+    Attributes:
+        host: address to listen at; 0.0.0.0 for all.
+        port: 0 takes a free one.
+        api_key: clients must send it as a bearer token; better given by SAKIYOMI_API_KEY than on the command line,
+            where other users of the machine see it.
+        served_name: what clients call the model; the target's name if not given.
+        chat_template: auto (the tokenizer's own, or plain text where it has none), none, or a Jinja file.
+        max_queue: requests that may wait beyond those that run; the next ones are told to come again later (429).
+        request_timeout: seconds after which a request ends, whatever it has written by then.
+        shutdown_timeout: seconds that running requests have to end when the server is told to stop.
+        max_body: bytes of a request's body at most.
+        max_n: samples of one request at most, prompts times n.
+        cors_origins: web pages of these origins may call the server (* for all); none by default.
+        reuse: prompts go on from what earlier ones left in the cache.
+        warm_up: wait for compiled kernels and graphs before listening.
+        log_format: text, or json (a line is an object).
+        log_prompts: write prompts and replies to the log; they never are otherwise.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    served_name: str | None = None
+    chat_template: str = "auto"
+    max_queue: int = 64
+    request_timeout: float = 600.0
+    shutdown_timeout: float = 30.0
+    max_body: int = 4_000_000
+    max_n: int = 16
+    cors_origins: tuple[str, ...] = ()
+    reuse: bool = True
+    warm_up: bool = True
+    log_format: str = "text"
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"max_queue": 0, "max_body": 1, "max_n": 1, "port": 0}
+        for name, bound in least.items():
+            if (value := getattr(self, name)) < bound:
+                raise InputError(f"{name} is {value}; expected at least {bound}")
+        if self.port > 65535:
+            raise InputError(f"port is {self.port}; the largest is 65535")
+        for name in ("request_timeout", "shutdown_timeout"):
+            if not 0 < (seconds := getattr(self, name)) < 1e9:  # also refuses what is no number
+                raise InputError(f"{name} is {seconds}; expected seconds above 0")
+        if self.log_format not in ("text", "json"):
+            raise InputError(f"log_format is {self.log_format!r}; it is text or json")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise InputError("api_key must be ASCII characters, not blank: it travels in a header")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"

@@ -1,0 +1,120 @@
+"""What every request passes before a handler sees it: its number, its key, the size of its body, and a line in the log.
+
+Plain ASGI: a middleware of the usual kind would stand between a handler and the news that its client has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError, reply_to
+
+__all__ = ["Gate"]
+
+logger = logging.getLogger("sakiyomi.server")
+BODY_SECONDS = 60.0  # a body that has not come by then is not waited for
+GUARDED = ("/v1/", "/metrics")
+
+
+class Gate:
+    """See the module.
+
+    Args:
+        app: what lies behind.
+        config: key and limits.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app, self._config = app, config
+        self._key = None if config.api_key is None else config.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        number = secrets.token_hex(8)
+        told = scope.setdefault("state", {})["log"] = {"request_id": number}
+        status = 0
+
+        async def numbered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, await self._read(scope, receive), numbered)
+        except ApiError as error:
+            await reply_to(error)(scope, receive, numbered)
+        except Exception as error:
+            logger.exception("request %s failed", number)
+            if status:
+                raise  # the reply has begun: the connection is cut
+            await reply_to(error)(scope, receive, numbered)
+        finally:
+            milliseconds = round(1000 * (time.perf_counter() - began), 1)
+            level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
+            line = {"method": scope["method"], "path": scope["path"], "status": status, "ms": milliseconds} | told
+            logger.log(level, "%s %s %s", scope["method"], scope["path"], status or "-", extra={"fields": line})
+
+    def _check(self, scope: Scope) -> None:
+        if self._key is None or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
+            return
+        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Both sides in full, in constant time: how long it takes says nothing of the key.
+        if not hmac.compare_digest(given.strip().encode(), self._key) or kind.lower() != "bearer":
+            raise ApiError(
+                401,
+                "a valid key is missing; send it as the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    async def _read(self, scope: Scope, receive: Receive) -> Receive:
+        """The whole body, at most as large as it may be, and what then gives it to the handler."""
+        most = self._config.max_body
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdigit() or int(length[:18]) > most:
+            raise self._too_large(length)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return receive  # gone already
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > most:
+                        raise self._too_large("more")
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s", code="timeout") from None
+        whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+
+        async def replayed() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return replayed
+
+    def _too_large(self, size: str) -> ApiError:
+        return ApiError(
+            413,
+            f"the body has {size} bytes, {self._config.max_body} are taken; send less",
+            code="body_too_large",
+            headers={"connection": "close"},
+        )

@@ -1,0 +1,307 @@
+"""From the body of a request to jobs for the engine: templates, tokens, limits, parameters.
+
+Runs in threads of its own: tokenizing a long text takes seconds, in which the event loop serves others.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.dialogue import Dialogue, read_template
+from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.intake import prompt_tokens
+from sakiyomi.loading import has_encoder
+from sakiyomi.params import SamplingParams
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.grammar import Constraint, Grammars
+from sakiyomi.server.processors import Penalties
+from sakiyomi.server.schema import (
+    Ask,
+    ChatRequest,
+    CompletionRequest,
+    FunctionTool,
+    Message,
+    NamedChoice,
+    ToolCall,
+)
+from sakiyomi.server.tools import ToolFormat, tool_format
+from sakiyomi.server.worker import Job
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from sakiyomi.llm import LLM
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """Reads bodies.
+
+    Args:
+        llm: whose tokens and limits they are.
+        config: of the server.
+
+    Raises:
+        UnsupportedError: the target does not go on with its prompt.
+    """
+
+    def __init__(self, llm: LLM, config: ServerConfig) -> None:
+        if has_encoder(llm.target.config):
+            raise UnsupportedError(
+                f"{llm.name} has an encoder, and the server is for models that go on with their prompt"
+            )
+        self._llm, self._config = llm, config
+        self.name = config.served_name or llm.name
+        self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template))
+        self._budget = llm.recipe()["kv_budget"]
+        self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
+
+    def completion(self, body: CompletionRequest) -> list[Job]:
+        """Jobs of a request for completions: sample j of prompt i is number i x n + j.
+
+        Raises:
+            ApiError, InputError: it cannot be met.
+        """
+        self._check(body)
+        prompt: Any = body.prompt
+        single = isinstance(prompt, str) or isinstance(prompt[0], int)
+        prompts = [prompt] if single else prompt
+        self._check_count(len(prompts) * (body.n or 1))
+        jobs: list[Job] = []
+        for i, text in enumerate(prompts):
+            tokens = self._tokens(text, "prompt")
+            limit = self._limit(tokens, body.max_tokens, "max_tokens", "prompt")
+            jobs += self._jobs(body, tokens, limit, body.logprobs, i, self._format(body))
+        for index, job in enumerate(jobs):
+            job.index = index
+        return jobs
+
+    def chat(self, body: ChatRequest) -> list[Job]:
+        """Jobs of a request for replies, one for each of its n.
+
+        Raises:
+            ApiError, InputError: it cannot be met.
+        """
+        self._check(body)
+        if body.max_tokens is not None and body.max_completion_tokens is not None:
+            raise ApiError(400, "max_tokens is the old name of max_completion_tokens; give one", param="max_tokens")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        self._check_count(body.n or 1)
+        messages = [_plain(message, i) for i, message in enumerate(body.messages)]
+        tools, matcher, form = self._tools(body)
+        described = [tool.model_dump(exclude_none=True) for tool in tools]
+        tokens = self._tokens(self._dialogue.read(messages, described), "messages")
+        asked = body.max_completion_tokens or body.max_tokens
+        limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
+        jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
+        for index, job in enumerate(jobs):
+            job.index, job.tools = index, form
+        return jobs
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages become a prompt by a chat template; otherwise they are one text that goes on."""
+        return not self._dialogue.plain
+
+    # ------------------------------------------------------------ parts
+
+    def _check(self, body: Ask) -> None:
+        if body.model != self.name:
+            raise ApiError(
+                404, f"there is no model {body.model!r:.80}; this server has {self.name!r}", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+        if body.stream_options is not None and not body.stream:
+            raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+        if body.kv_budget is not None and str(body.kv_budget) != self._budget:
+            raise ApiError(
+                400,
+                f"kv_budget is {body.kv_budget!r:.40}; it is fixed when the model is loaded, and here {self._budget}",
+                param="kv_budget",
+                code="unsupported_value",
+            )
+
+    def _check_count(self, count: int) -> None:
+        if count > self._config.max_n:
+            raise ApiError(
+                400, f"{count} samples in one request; this server gives {self._config.max_n} at most", param="n",
+                code="invalid_value",
+            )  # fmt: skip
+
+    def _tokens(self, prompt: Any, field: str) -> list[int]:
+        try:
+            return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
+        except InputError as error:
+            raise ApiError(400, error.message, param=field, code="invalid_value") from None
+
+    def _limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
+        """New tokens at most."""
+        room = self._llm.max_context - len(tokens)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(tokens)} tokens, and the context holds {self._llm.max_context} with at least one "
+                "new one; shorten it",
+                param=source,
+                code="context_length_exceeded",
+            )
+        if asked is not None and asked > room:
+            raise ApiError(
+                400,
+                f"{field} is {asked}, and behind the prompt's {len(tokens)} tokens the context has room for {room}",
+                param=field,
+                code="context_length_exceeded",
+            )
+        return room if asked is None else asked
+
+    def _jobs(
+        self,
+        body: Ask,
+        tokens: list[int],
+        limit: int,
+        logprobs: int | None,
+        number: int,
+        matcher: LLMatcher | None,
+    ) -> list[Job]:
+        if matcher is not None and body.ignore_eos:
+            raise ApiError(
+                400, "with a grammar the text ends where it is whole; leave ignore_eos out", param="ignore_eos",
+                code="invalid_value",
+            )  # fmt: skip
+        count = body.n or 1
+        keys = [(number, j) if count > 1 else (number,) for j in range(count)]
+        drafted = self._drafted(body)
+        return [
+            Job(tokens, self._params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace) for key in keys
+        ]
+
+    def _format(self, body: Ask) -> LLMatcher | None:
+        """What the text must keep to."""
+        wanted = body.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if (wanted.json_schema is None) != (wanted.type == "json_object"):
+            raise ApiError(
+                400, "response_format has a json_schema where its type is json_schema, and only there",
+                param="response_format", code="invalid_value",
+            )  # fmt: skip
+        schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
+        return self._grammars.of_schema(schema, "response_format")
+
+    def _tools(self, body: ChatRequest) -> tuple[Sequence[FunctionTool], LLMatcher | None, ToolFormat | None]:
+        """Tools to tell the model of, what its text must keep to, and how it writes calls."""
+        if not body.tools:
+            if body.tool_choice not in (None, "none", "auto"):
+                raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+            return (), self._format(body), None
+        choice = body.tool_choice or "auto"
+        if choice == "none":
+            return body.tools, self._format(body), None
+        if body.response_format is not None and body.response_format.type != "text":
+            raise ApiError(
+                400, "a reply calls a tool or keeps to response_format; give one of them", param="response_format",
+                code="invalid_value",
+            )  # fmt: skip
+        form = tool_format(self._dialogue.template)
+        offered = body.tools
+        if isinstance(choice, NamedChoice):
+            offered = [tool for tool in body.tools if tool.function.name == choice.function.name]
+            if not offered:
+                raise ApiError(
+                    400, f"tool_choice names {choice.function.name!r}, which is not among tools", param="tool_choice",
+                    code="invalid_value",
+                )  # fmt: skip
+        several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
+        return body.tools, self._grammars.of_tools(offered, form, forced=choice != "auto", several=several), form
+
+    def _drafted(self, body: Ask) -> bool:
+        wanted = body.speculation
+        own = getattr(self._llm.draft, "name", None)
+        if wanted.drafter in ("off", "none"):
+            if (wanted.gamma, wanted.tree, wanted.nodes) != ("auto", "auto", "auto"):
+                raise ApiError(
+                    400, "speculation is off, so that gamma, tree and nodes have no meaning; leave them out",
+                    param="speculation", code="invalid_value",
+                )  # fmt: skip
+            return False
+        if wanted.drafter not in ("auto", own):
+            known = '"off", "auto"' + (f", {own!r}" if own is not None else "")
+            raise ApiError(
+                400,
+                f"speculation.drafter is {wanted.drafter!r:.60}; this server knows {known}",
+                param="speculation.drafter",
+                code="unsupported_value",
+            )
+        return own is not None
+
+    def _params(
+        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, matcher: LLMatcher | None
+    ) -> SamplingParams:
+        processors: list[Callable[..., Any]] = []
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0, len(tokens)))
+        if matcher is not None:
+            processors.append(Constraint(matcher.deep_copy(), len(tokens)))
+        return SamplingParams(
+            max_new_tokens=limit,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            seed=body.seed,
+            stop=body.stop or (),
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
+            logits_processors=processors,  # type: ignore[arg-type]
+            logprobs=logprobs,
+            gamma=body.speculation.gamma,
+            tree=body.speculation.tree,
+            nodes=body.speculation.nodes,
+        )
+
+
+def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
+    found: dict[int, float] = {}
+    for name, bias in (given or {}).items():
+        if not (name.isascii() and name.isdigit() and int(name[:12]) < vocab_size):
+            raise ApiError(
+                400, f"logit_bias has {name!r:.40}; its keys are token ids below {vocab_size}, as texts",
+                param="logit_bias", code="invalid_value",
+            )  # fmt: skip
+        found[int(name)] = bias
+    return found or None
+
+
+def _plain(message: Message, number: int) -> dict[str, Any]:
+    """A message as templates take it."""
+    content = message.content
+    if content is None and not (message.role == "assistant" and message.tool_calls):
+        raise ApiError(
+            400, f"the {message.role} message has no content", param=f"messages.{number}.content", code="missing_field"
+        )
+    text = content if isinstance(content, str) else "".join(part.text for part in content or ())
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+    if message.name is not None:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        found["tool_calls"] = [_called(call) for call in message.tool_calls]
+    return found
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        arguments = call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

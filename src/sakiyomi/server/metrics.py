@@ -1,0 +1,131 @@
+"""Figures for Prometheus: under vLLM's names, so that its dashboards work, and our own where it has none.
+
+Counted in the engine's thread, once a round and sample; read by whoever asks ``/metrics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from sakiyomi.outputs import Step
+
+if TYPE_CHECKING:
+    from sakiyomi.server.worker import Job
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+SLOW = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+POSITIONS = 16  # deeper ones are counted with the last
+
+
+class Metrics:
+    """All figures of one server.
+
+    Args:
+        model: label of all of them, as vLLM has it.
+        cache_used: share of the cache's columns that are in use, and its bytes.
+    """
+
+    def __init__(self, model: str, cache_used: Callable[[], tuple[float, int]]) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ("model_name", *labels), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+            return made.labels(model)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ("model_name",), registry=self.registry).labels(model)
+
+        self._model = model
+        self.running = gauge("vllm:num_requests_running", "Samples that have a place in the cache")
+        self.waiting = gauge("vllm:num_requests_waiting", "Samples that wait for one")
+        gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are in use, 1 is all").set_function(
+            lambda: cache_used()[0]
+        )
+        gauge("sakiyomi:kv_cache_bytes", "Bytes that the cache takes").set_function(lambda: float(cache_used()[1]))
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts that were read").labels(model)
+        self.new_tokens = counter("vllm:generation_tokens", "New tokens").labels(model)
+        self._queried = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked for").labels(model)
+        self._hits = counter("vllm:prefix_cache_hits", "Of these, how many the cache held already").labels(model)
+        self._ended = counter("vllm:request_success", "Samples that are over, by reason", "finished_reason")
+        self.refused = counter("sakiyomi:requests_refused", "Requests turned away by a full queue").labels(model)
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token", FAST)
+        self.between = histogram("vllm:inter_token_latency_seconds", "Time for a token after the first", FAST)
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token", SLOW)
+        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to a place in the cache", FAST)
+        self.prompt_sizes = histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample", SIZES)
+        self.new_sizes = histogram("vllm:request_generation_tokens", "New tokens of a sample", SIZES)
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Rounds that had a draft").labels(model)
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted").labels(model)
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Of these, how many were kept").labels(model)
+        by_place = counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Kept tokens by their place in the draft", "position"
+        )
+        self._by_place = [by_place.labels(model, str(place)) for place in range(POSITIONS)]
+        self._rounds = counter("sakiyomi:rounds", "Target passes after the prefill, times their samples").labels(model)
+        self._committed = counter("sakiyomi:committed_tokens", "Tokens that these passes gave").labels(model)
+        gauge("sakiyomi:tau", "Tokens that a target pass gives a sample, since the start").set_function(self._tau)
+        self._totals = [0, 0]
+
+    def _tau(self) -> float:
+        rounds, committed = self._totals
+        return committed / rounds if rounds else 0.0
+
+    def step(self, job: Job, step: Step, now: float) -> None:
+        """A sample got these tokens."""
+        request = job.request
+        assert request is not None
+        count = len(step.token_ids)
+        if not job.first and count:
+            self.waiting.dec()
+            self.running.inc()
+            self.queued.observe(max(0.0, request.began - job.arrived))
+            self.first_token.observe(now - job.arrived)
+            self._queried.inc(request.prompt_tokens)
+            self._hits.inc(request.stats.reused)
+            self.prompt_tokens.inc(request.prompt_tokens - request.stats.reused)
+            count -= 1
+            self.new_tokens.inc()
+        if count:
+            self.new_tokens.inc(count)
+            self.between.observe((now - job.last) / count)
+            self._totals[0] += 1
+            self._totals[1] += count
+            self._rounds.inc()
+            self._committed.inc(count)
+        kept = sum(entry.status == "accepted" for entry in step.trace)
+        drafted = request.stats.drafted - job.drafted_before
+        job.drafted_before += drafted
+        if drafted:
+            self._drafts.inc()
+            self._drafted.inc(drafted)
+        if kept:
+            self._accepted.inc(kept)
+            for place in range(kept):
+                self._by_place[min(place, POSITIONS - 1)].inc()
+        if step.finish_reason is not None:
+            self.whole.observe(now - job.arrived)
+            self.prompt_sizes.observe(request.prompt_tokens)
+            self.new_sizes.observe(request.stats.tokens)
+
+    def left(self, job: Job) -> None:
+        """A sample that the engine had is gone."""
+        (self.running if job.first else self.waiting).dec()
+
+    def ended(self, reason: str) -> None:
+        """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""
+        self._ended.labels(self._model, reason).inc()
+
+    def page(self) -> bytes:
+        """What ``/metrics`` says."""
+        return generate_latest(self.registry)

@@ -1,0 +1,242 @@
+"""What clients get: OpenAI's objects, made of the engine's steps. Ours beside theirs: ``trace``, ``usage.speculation``.
+
+A ``Sample`` reads the steps of one choice; a ``Style`` puts what it read into the objects of one endpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sakiyomi.outputs import Stats, TokenTrace
+from sakiyomi.server.tokens import TokenNames
+from sakiyomi.server.tools import ToolReader
+from sakiyomi.server.worker import Event, Job
+from sakiyomi.text import TextStream
+
+__all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
+
+NEVER = -9999.0  # OpenAI's log probability of what cannot come
+
+
+@dataclass
+class Piece:
+    """What one step, or all of them, gave to one choice."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenTrace] = field(default_factory=list)
+    finish_reason: str | None = None
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    trace: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, other: Piece) -> None:
+        """Go on with the next one."""
+        self.text += other.text
+        self.tokens += other.tokens
+        self.calls += other.calls
+        self.trace += other.trace
+        self.finish_reason = other.finish_reason
+
+
+class Sample:
+    """Reads the steps of one choice.
+
+    Args:
+        job: whose steps they are.
+        names: texts of tokens.
+        tokenizer: for texts that the tokens have together.
+    """
+
+    def __init__(self, job: Job, names: TokenNames, tokenizer: Any) -> None:
+        self._job, self._names = job, names
+        self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
+        self._tools = ToolReader(job.tools) if job.tools is not None else None
+
+    def read(self, event: Event) -> Piece:
+        """One step."""
+        step = event.step
+        piece = Piece(self._job.index, step.text, list(step.trace), step.finish_reason)
+        if self._tools is not None:
+            piece.text, piece.calls = self._tools.push(step.text, step.finish_reason is not None)
+            if step.finish_reason == "stop" and self._tools.calls:
+                piece.finish_reason = "tool_calls"
+        if self._texts is not None:
+            piece.trace = [self._origins(event, self._texts)]
+        return piece
+
+    def _origins(self, event: Event, texts: TextStream) -> dict[str, Any]:
+        """Where each token came from, the tree of the round, the figures so far.
+
+        A token's text is what became certain with it: joined they are the reply's text.
+        """
+        step = event.step
+        tokens = []
+        for entry in step.trace:
+            text = "" if texts.stopped else texts.push([entry.token_id])[0]
+            tokens.append(entry.to_dict() | {"text": text})
+        if step.finish_reason is not None and tokens:
+            tokens[-1]["text"] += texts.finish()
+        found: dict[str, Any] = {"tokens": tokens, "round": None}
+        if event.tree is not None:
+            found["round"] = event.tree.to_dict() | {"texts": [self._names(token)[0] for token in event.tree.tokens]}
+        if event.stats is not None:
+            stats = event.stats
+            found["stats"] = {"tokens": stats.tokens, "seconds": stats.seconds} | _speculation(stats)
+        return found
+
+
+class Style(ABC):
+    """Objects of one endpoint.
+
+    Args:
+        model: as clients call it.
+        names: texts of tokens.
+        logprobs, traced, usage: what the objects have besides text.
+    """
+
+    prefix, whole_name, chunk_name = "", "", ""
+
+    def __init__(self, model: str, names: TokenNames, *, logprobs: bool, traced: bool, usage: bool) -> None:
+        self._names, self._logprobs, self._traced, self._usage = names, logprobs, traced, usage
+        self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
+
+    def chunk(self, piece: Piece, first: bool) -> dict[str, Any]:
+        """An event of a stream; the first one of a choice says who speaks."""
+        choice = self._choice(piece) | self._delta(piece, first)
+        return {**self._head, "object": self.chunk_name, "choices": [choice]} | ({"usage": None} if self._usage else {})
+
+    def whole(self, pieces: Sequence[Piece], figures: dict[str, Any]) -> dict[str, Any]:
+        """The reply at once."""
+        choices = [self._choice(piece) | self._body(piece) for piece in pieces]
+        return {**self._head, "object": self.whole_name, "choices": choices, "usage": figures}
+
+    def figures(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """The last event of a stream, which has the figures alone."""
+        return {**self._head, "object": self.chunk_name, "choices": [], "usage": figures}
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason, "logprobs": None}
+        if self._logprobs:
+            found["logprobs"] = self._chances(piece)
+        if self._traced:
+            found["trace"] = piece.trace
+        return found
+
+    @abstractmethod
+    def _delta(self, piece: Piece, first: bool) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _body(self, piece: Piece) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _chances(self, piece: Piece) -> dict[str, Any]: ...
+
+
+class CompletionStyle(Style):
+    """Of ``/v1/completions``."""
+
+    prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._given: dict[int, int] = {}  # characters of each choice
+
+    def _delta(self, piece: Piece, first: bool) -> dict[str, Any]:
+        return {"text": piece.text}
+
+    def _body(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
+
+    def _chances(self, piece: Piece) -> dict[str, Any]:
+        texts = [self._names(entry.token_id)[0] for entry in piece.tokens]
+        offsets = list(itertools.accumulate(map(len, texts), initial=self._given.get(piece.index, 0)))
+        self._given[piece.index] = offsets.pop()
+        return {
+            "tokens": [self._name(entry.token_id) for entry in piece.tokens],
+            "token_logprobs": [_finite(entry.logprob) for entry in piece.tokens],
+            "top_logprobs": [
+                {self._name(token): _finite(value) for token, value in entry.top_logprobs} for entry in piece.tokens
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: int) -> str:
+        """Its text; of part of a character the bytes, as OpenAI writes them: the names are keys, and must differ."""
+        text, data = self._names(token)
+        return "bytes:" + "".join(f"\\x{value:02x}" for value in data) if "\ufffd" in text else text
+
+
+class ChatStyle(Style):
+    """Of ``/v1/chat/completions``."""
+
+    prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _delta(self, piece: Piece, first: bool) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
+        if piece.text:
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = piece.calls
+        return {"delta": delta}
+
+    def _body(self, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in piece.calls]
+            message |= {"content": piece.text or None, "tool_calls": calls}
+        return {"message": message}
+
+    def _chances(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "content": [
+                self._chance(entry.token_id, entry.logprob)
+                | {"top_logprobs": [self._chance(token, value) for token, value in entry.top_logprobs]}
+                for entry in piece.tokens
+            ]
+        }
+
+    def _chance(self, token: int, value: float | None) -> dict[str, Any]:
+        text, data = self._names(token)
+        return {"token": text, "logprob": _finite(value), "bytes": list(data)}
+
+
+def usage(jobs: Iterable[Job]) -> dict[str, Any]:
+    """Figures of a request: OpenAI's counts, and under ``speculation`` what reading ahead did.
+
+    ``accepted_prediction_tokens`` are the drafted tokens that were kept, ``rejected_prediction_tokens`` the others.
+    """
+    requests = [job.request for job in jobs if job.request is not None]
+    stats = Stats.total(request.stats for request in requests)
+    prompts = {id(job.prompt): len(job.prompt) for job in jobs}
+    asked = sum(prompts.values())
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": stats.tokens,
+        "total_tokens": asked + stats.tokens,
+        "prompt_tokens_details": {"cached_tokens": min(asked, stats.reused)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": stats.accepted,
+            "rejected_prediction_tokens": stats.drafted - stats.accepted,
+        },
+        "speculation": _speculation(stats),
+    }
+
+
+def _speculation(stats: Stats) -> dict[str, Any]:
+    return {
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "tau": stats.tau,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None else max(value, NEVER)

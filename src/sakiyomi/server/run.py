@@ -1,0 +1,85 @@
+"""Listening, and stopping in good order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from sakiyomi.errors import InputError
+from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+
+__all__ = ["serve"]
+
+logger = logging.getLogger("sakiyomi.server")
+LAST = 2.0  # seconds for the last words to clients whose requests were cut
+
+
+class _Listener(uvicorn.Server):
+    """Told to stop, it takes nothing new, lets what runs go on for a while, and cuts the rest."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        worker, patience = self._server.worker, self._server.config.shutdown_timeout
+        logger.info("stopping; %d requests have %g s to end", worker.load, patience)
+        worker.drain()
+        cut = asyncio.get_running_loop().call_later(patience, worker.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+
+def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGTERM or Ctrl-C; both end it in good order, a second Ctrl-C at once.
+
+    Args:
+        llm: nobody else may generate with it meanwhile.
+        config: where and how.
+        listening: called with the address when clients may come.
+
+    Raises:
+        InputError: the address is taken, or none of this machine's.
+    """
+    server = Server(llm, config)
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise InputError(f"cannot listen at {config.host}:{config.port}: {error.strerror or error}") from None
+    port = listener.getsockname()[1]
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    if config.api_key is None and not config.is_local:
+        logger.warning("listening at %s without an api_key: whoever reaches this address can use the model", host)
+    options = uvicorn.Config(
+        make_app(server),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
+        lifespan="on",
+    )
+    # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
+    before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        listening(f"http://{host}:{port}")
+        _Listener(options, server).run([listener])
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        listener.close()

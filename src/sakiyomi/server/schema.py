@@ -1,0 +1,196 @@
+"""What clients may ask for: OpenAI's fields as far as they are honoured, and our own. Another field is an error.
+
+Knows no engine; ``options.py`` turns a body into what the engine takes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+__all__ = [
+    "Ask",
+    "ChatRequest",
+    "CompletionRequest",
+    "FunctionTool",
+    "Message",
+    "NamedChoice",
+    "ResponseFormat",
+    "Speculation",
+]
+
+
+def _whole(value: Any) -> Any:
+    """To JSON 2.0 is a whole number like 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Seed = Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[Whole, Field(ge=1, le=2**31 - 1)]
+TokenId = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
+Stop = str | Annotated[list[str], Field(max_length=16)]
+
+
+class Strict(BaseModel):
+    """A body, or part of one: types as they are, no further field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """``include_usage``: a last event with the figures."""
+
+    include_usage: bool = False
+
+
+class Speculation(Strict):
+    """How far to read ahead for this request; the text does not depend on it.
+
+    ``drafter`` is "off", or "auto" for the server's own, which may also be named.
+    """
+
+    drafter: str = "auto"
+    gamma: Annotated[Whole, Field(ge=1, le=256)] | Literal["auto", "heuristic"] = "auto"
+    tree: Literal["auto", "chain", "best-first", "dynamic", "static"] = "auto"
+    nodes: Annotated[Whole, Field(ge=1, le=1024)] | Literal["auto", "heuristic"] = "auto"
+
+
+class JsonSchema(Strict):
+    """``schema`` as in OpenAI's structured outputs. It is always kept to, whether ``strict`` or not."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    name: str = "reply"
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema", default_factory=dict)
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """``text``, ``json_object`` (any JSON object) or ``json_schema``."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Ask(Strict):
+    """What both kinds of request share."""
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[Whole, Field(ge=1, le=128)] | None = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    seed: Seed | None = None
+    stop: Stop | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    user: str | None = Field(None, description="Goes to the log, and nowhere else.")
+    response_format: ResponseFormat | None = None
+    # Ours, named as in other servers where they have them.
+    top_k: Annotated[Whole, Field(ge=0, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
+    ignore_eos: bool = False
+    speculation: Speculation = Speculation()
+    kv_budget: int | str | None = Field(
+        None, description="Only the server's own: it is fixed when the model is loaded."
+    )
+    trace: bool = Field(False, description="Every token's origin, and every round's tree, come with the text.")
+
+
+class CompletionRequest(Ask):
+    """Body of ``/v1/completions``."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=128)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+    )
+    max_tokens: Count | None = 16
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = False
+
+
+class TextPart(Strict):
+    """Text as one of several parts; other kinds are for models that see or hear."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """Name and arguments, a JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call that the model made before."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    """One message. Null fields are those that clients send back with a reply."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Strict):
+    """A function that the model may call; ``parameters`` is a JSON schema, always kept to."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] = {}
+    strict: bool | None = None
+
+
+class FunctionTool(Strict):
+    """A tool; there is no other kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    """The one to call."""
+
+    name: str
+
+
+class NamedChoice(Strict):
+    """This function must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Ask):
+    """Body of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = True

@@ -1,0 +1,300 @@
+"""The thread that runs the engine's rounds, and what clients' handlers have of it: calls that are opened and closed.
+
+Handlers live in an event loop and never wait for the engine; what they want is put into an inbox that the thread looks
+into between rounds. What a round gave to all requests comes back as one callback into the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from sakiyomi.outputs import RoundTrace, Stats, Step
+from sakiyomi.params import SamplingParams
+from sakiyomi.request import Request
+from sakiyomi.server.errors import ApiError
+from sakiyomi.server.shelf import Shelf
+
+if TYPE_CHECKING:
+    from sakiyomi.generate import Engine
+    from sakiyomi.server.metrics import Metrics
+    from sakiyomi.server.tools import ToolFormat
+
+__all__ = ["Call", "Event", "Job", "Worker"]
+
+logger = logging.getLogger("sakiyomi.server")
+
+
+@dataclass(eq=False)
+class Job:
+    """One sample of one prompt.
+
+    Attributes:
+        prompt: its tokens.
+        params: how to go on.
+        key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
+        drafted: whether to read ahead.
+        traced: every round's tree is wanted.
+        index: its place among the samples of its call.
+        arrived: when it was asked for, by ``time.perf_counter``.
+        first: when its first token came; 0: it has not.
+        last: when its last tokens came.
+        drafted_before: tokens drafted for it until its last step.
+        request: the engine's, once it has it.
+        call: that it belongs to.
+        over: it was cancelled.
+        tools: how calls are written in its text; None: there are none.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    key: tuple[int, ...] = (0,)
+    drafted: bool = True
+    traced: bool = False
+    index: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    drafted_before: int = 0
+    request: Request | None = None
+    call: Call | None = None
+    over: bool = False
+    tools: ToolFormat | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a round gave to one sample.
+
+    Attributes:
+        job: the sample.
+        step: tokens and text; the last one says why it ended.
+        tree, stats: the round, and the sample's figures so far, where the job is traced.
+    """
+
+    job: Job
+    step: Step
+    tree: RoundTrace | None = None
+    stats: Stats | None = None
+
+
+class Call:
+    """The samples of one client's request; iterate over it for what they write. Closing it ends what is not over."""
+
+    def __init__(self, worker: Worker, jobs: Sequence[Job]) -> None:
+        self._worker, self.jobs = worker, jobs
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._left = len(jobs)
+
+    def put(self, event: Event) -> None:
+        """Called in the event loop."""
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while self._left:
+            event = await self._events.get()
+            self._left -= event.step.finish_reason is not None or event.step.error is not None
+            yield event
+
+    def close(self) -> None:
+        """Free what is still running; nothing where all samples are over."""
+        self._worker.cancel(self.jobs)
+
+
+class Worker:
+    """Runs requests on an engine; see the module.
+
+    Args:
+        engine: nobody else may step it meanwhile.
+        max_queue: samples that may wait beyond those that run.
+        reuse: prompts go on from what earlier ones left in the cache.
+        metrics: hears of everything.
+
+    Attributes:
+        fault: what the last round failed with, if nobody could be blamed for it and none has succeeded since.
+    """
+
+    def __init__(self, engine: Engine, *, max_queue: int, reuse: bool, metrics: Metrics) -> None:
+        self.engine, self.metrics = engine, metrics
+        self.slots = engine.target.cache.max_slots
+        self.fault: Exception | None = None
+        self._most = self.slots + max_queue
+        self._shelf = Shelf() if reuse else None
+        self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
+        self._open: set[Job] = set()  # the event loop's
+        self._jobs: dict[int, Job] = {}  # the thread's
+        self._seconds = 1.0
+        self._draining = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ------------------------------------------------------------ in the event loop
+
+    def start(self) -> None:
+        """Begin; called in the event loop that handlers live in."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def load(self) -> int:
+        """Samples that run or wait."""
+        return len(self._open)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests and the last round did not fail."""
+        return self._thread.is_alive() and not self._draining and self.fault is None
+
+    def open(self, jobs: Sequence[Job]) -> Call:
+        """Queue the samples of one request.
+
+        Raises:
+            ApiError: there is no room for them now (429), or the server is about to stop (503).
+        """
+        if self._draining or not self._thread.is_alive():
+            raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
+        if len(jobs) > self._most:
+            raise ApiError(400, f"{len(jobs)} samples at once; this server takes {self._most}", code="invalid_value")
+        if self.load + len(jobs) > self._most:
+            self.metrics.refused.inc()
+            wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
+            raise ApiError(
+                429,
+                f"{self.load} requests are under way, as many as this server takes; try again in about {wait} s",
+                code="queue_full",
+                headers={"retry-after": str(wait)},
+            )
+        call = Call(self, jobs)
+        for job in jobs:
+            job.call = call
+            self._open.add(job)
+            self._inbox.put(("add", job))
+        return call
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End those that are not over; their slots are free before the next round."""
+        for job in jobs:
+            if job in self._open:
+                self._open.discard(job)
+                self._inbox.put(("remove", job))
+                self.metrics.ended("abort")
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining = True
+
+    def stop(self) -> None:
+        """End the thread, and what is still under way with an error that says so."""
+        self._draining = True
+        for job in list(self._open):
+            self._inbox.put(("remove", job))
+            self._deliver([Event(job, Step("", error=ApiError(503, "the server was stopped", code="stopping")))])
+        self._inbox.put(("stop", None))
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread's end."""
+        self._thread.join(timeout)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        for event in events:
+            job = event.job
+            if job not in self._open:
+                continue
+            if event.step.finish_reason is not None or event.step.error is not None:
+                self._open.discard(job)
+                self.metrics.ended(event.step.finish_reason or "error")
+            assert job.call is not None
+            job.call.put(event)
+
+    # ------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while self._read_inbox():
+            if not self.engine.busy:
+                continue
+            try:
+                steps = self.engine.step()
+                self.fault = None
+            except Exception as error:
+                logger.exception("a round failed; the requests that were under way end by it")
+                self.fault = error
+                self._tell([self._failed(job, error) for job in list(self._jobs.values())])
+                continue
+            if steps:
+                self._tell(
+                    [self._event(self._jobs[step.request], step) for step in steps if step.request in self._jobs]
+                )
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        """One callback for all of them."""
+        assert self._loop is not None
+        if events:
+            try:
+                self._loop.call_soon_threadsafe(self._deliver, events)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                logger.debug("events after the end of the loop")
+
+    def _read_inbox(self) -> bool:
+        """Do what was asked for, and wait for something where there is nothing else to do; False at the end."""
+        while True:
+            try:
+                what, job = self._inbox.get(block=not self.engine.busy)
+            except queue.Empty:
+                return True
+            if job is None:
+                return False
+            if what == "add":
+                self._add(job)
+            else:
+                job.over = True
+                if job.request is not None and not job.request.over:
+                    self.engine.remove(job.request.id)
+                    self._forget(job)
+
+    def _add(self, job: Job) -> None:
+        if job.over:
+            return
+        try:
+            place = self._shelf.choose(job.prompt) if self._shelf is not None else None
+            job.request = self.engine.submit(
+                job.prompt, job.params, key=job.key, rounds_trace=job.traced, place=place, drafted=job.drafted
+            )
+        except Exception as error:
+            self._tell([Event(job, Step("", error=error))])
+            return
+        self._jobs[job.request.id] = job
+        self.metrics.waiting.inc()
+
+    def _failed(self, job: Job, error: Exception) -> Event:
+        assert job.request is not None
+        self.engine.remove(job.request.id)
+        self._forget(job)
+        return Event(job, Step("", request=job.request.id, error=error))
+
+    def _forget(self, job: Job) -> None:
+        assert job.request is not None
+        self._jobs.pop(job.request.id, None)
+        if self._shelf is not None and job.request.place is not None:
+            self._shelf.put_back(job.request.place)
+        self.metrics.left(job)
+
+    def _event(self, job: Job, step: Step) -> Event:
+        request = job.request
+        assert request is not None
+        now = time.perf_counter()
+        self.metrics.step(job, step, now)
+        job.last = now
+        job.first = job.first or now
+        tree = request.rounds.pop() if request.rounds else None
+        if request.over:
+            self._seconds += 0.1 * (now - job.arrived - self._seconds)
+            self._forget(job)
+        stats = replace(request.stats, seconds=now - request.began) if job.traced else None
+        return Event(job, step, tree, stats)

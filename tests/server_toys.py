@@ -1,0 +1,75 @@
+"""A server in a thread of the test's own process, on a free port, with a tiny model."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import uvicorn
+
+from sakiyomi import LLM
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.model import PackedModel
+from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.config import ServerConfig
+from toys import tiny_llama, tiny_tokenizer
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\nYou may call: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Write <tool_call>\n{\"name\": ..., \"arguments\": ...}\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)  # fmt: skip
+
+
+_clients: dict[str, list[openai.OpenAI]] = {}
+
+
+def toy_llm(draft: Any = "close", *, template: str | None = CHATML, **options: Any) -> LLM:
+    """A tiny Llama in fp32; ``draft`` "close" guesses right now and then: other weights, a little off."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    if draft == "close":
+        near = tiny_llama(max_position_embeddings=4096)
+        for parameter in near.parameters():
+            parameter.data.mul_(1.02)
+        near.lm_head.weight.data += 0.1 * tiny_llama(seed=5).lm_head.weight.data
+        draft = ModelDrafter(PackedModel(near, compile=False, max_slots=options.get("max_batch", 8)), 320)
+    target = tiny_llama(max_position_embeddings=4096)
+    return LLM((target, tokenizer), draft, **({"compile": False} | options))
+
+
+@contextmanager
+def running(llm: LLM, **config: Any) -> Iterator[tuple[Server, str]]:
+    """The server, and the address of its root."""
+    server = Server(llm, ServerConfig(**({"served_name": "toy"} | config)))
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listening = uvicorn.Server(uvicorn.Config(make_app(server), log_config=None, access_log=False, lifespan="on"))
+    thread = threading.Thread(target=listening.run, args=([listener],))
+    thread.start()
+    url = ""
+    try:
+        until = time.monotonic() + 20
+        while not listening.started and time.monotonic() < until:
+            time.sleep(0.005)
+        yield server, (url := f"http://127.0.0.1:{listener.getsockname()[1]}")
+    finally:
+        for used in _clients.pop(url, ()):
+            used.close()
+        listening.should_exit = True
+        thread.join(20)
+        listener.close()
+
+
+def client(url: str, **options: Any) -> openai.OpenAI:
+    """The real client, which tries once; its connections are closed when the server ends."""
+    made = openai.OpenAI(base_url=f"{url}/v1", **({"api_key": "none", "max_retries": 0, "timeout": 60} | options))
+    _clients.setdefault(url, []).append(made)
+    return made

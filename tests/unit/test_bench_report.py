@@ -1,0 +1,325 @@
+"""The report: every section on toys, numbers that are kept, pictures, and a page that needs no other file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from medusa_toys import new_heads
+from sakiyomi.bench.figures import run as running
+from sakiyomi.bench.figures.config import ReportConfig
+from sakiyomi.bench.figures.page import Shown, page
+from sakiyomi.bench.figures.ranks import draft_ranks
+from sakiyomi.bench.figures.rivals import GreedyDraft
+from sakiyomi.bench.figures.run import SECTIONS, run
+from sakiyomi.bench.figures.section import THEMES, picture
+from sakiyomi.bench.report import Row
+from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.cli import app
+from sakiyomi.drafters import DRAFTERS
+from sakiyomi.errors import InputError, LoadError
+from sakiyomi.llm import LLM
+from sakiyomi.medusa.formats import write_heads
+from sakiyomi.params import SamplingParams
+from sakiyomi.theory import expected_tokens, guess_acceptance
+from sakiyomi.verifiers import VERIFIERS
+from toys import save_model, tiny_llama, tiny_tokenizer
+
+pytest.importorskip("matplotlib")
+
+PAIRED = [name for name in SECTIONS if name not in ("memory", "predicted")]
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory: pytest.TempPathFactory) -> ReportConfig:
+    """A target, a draft, heads and a folder of both models; the report is not made yet."""
+    folder = tmp_path_factory.mktemp("models")
+    target, tokenizer = tiny_llama(layers=4), tiny_tokenizer()
+    save_model(folder / "pair" / "target", target, tokenizer)
+    save_model(folder / "pair" / "draft", tiny_llama(seed=1, layers=1), tokenizer)
+    write_heads(new_heads(target, heads=2), folder / "heads", base="toy")
+    return ReportConfig(
+        str(folder / "report"),
+        tuple(PAIRED),
+        target=str(folder / "pair" / "target"),
+        draft=f"model:{folder / 'pair' / 'draft'}",
+        heads=str(folder / "heads"),
+        sizes=(),
+        temperatures=(0.0, 1.0),
+        models=str(folder / "pair"),
+        gamma=2,
+        repeats=1,
+        max_new_tokens=8,
+        prompt_tokens=12,
+        count=2,
+        compile=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(toys: ReportConfig) -> dict[str, Row]:
+    return {row.name: row for row in run(toys)}
+
+
+# ---------------------------------------------------------------- sections
+
+
+def test_every_section_measures_and_draws(toys: ReportConfig, made: dict[str, Row]) -> None:
+    assert {name: row.error for name, row in made.items()} == dict.fromkeys(PAIRED)
+    for name in PAIRED:
+        for file in (f"{name}.png", f"{name}-dark.png"):
+            assert (Path(toys.out) / file).read_bytes().startswith(b"\x89PNG")
+        assert len(SECTIONS[name].alt(made[name])) > 40
+
+
+def test_numbers_are_what_they_say(made: dict[str, Row]) -> None:
+    ranks = made["ranks"].lines
+    assert [line["T=0, up to here"] for line in ranks] == sorted(line["T=0, up to here"] for line in ranks)
+    rounds = made["rounds"].lines
+    assert sum(line["T=1"] for line in rounds) == pytest.approx(1)
+    assert sum(line["T=1, alike"] for line in rounds) == pytest.approx(1)
+    for line in made["expected"].lines:
+        assert line["expected"] == pytest.approx(expected_tokens(line["alpha"], line["gamma"]))
+    names = {line["name"] for line in made["drafts"].lines}
+    assert {"bigram", "unigram", "its first 2 layers", "draft"} <= names
+    assert {line["target"] for line in made["drafts"].lines} >= {"target"}
+    ways = {line["name"] for line in made["temperature"].lines}
+    assert ways == {"plain", "sakiyomi", "sample and compare", "Medusa", "draft alone", "transformers assisted"}
+    greedy = [line for line in made["temperature"].lines if not line["temperature"] and line["name"] != "draft alone"]
+    assert all(line["equal"] for line in greedy)
+
+
+def test_the_tree_is_one_round(made: dict[str, Row]) -> None:
+    *nodes, own = made["tree"].lines
+    accepted = [line["node"] for line in nodes if line["state"] == "accepted"]
+    assert own["parent"] == (accepted[-1] if accepted else -1)
+    assert all(line["parent"] < line["node"] and 0 <= line["p"] <= 1 for line in nodes)
+
+
+def test_ranks_of_a_draft_that_is_the_target_are_all_the_first(toys: ReportConfig) -> None:
+    """A row too far, or too near, would be right now and then only."""
+    llm = LLM(toys.target, draft=f"model:{toys.target}", compile=False)
+    prompts = [[5, 6, 7, 8], [9, 10, 11]]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    texts = [Undrafted(llm).generate([prompt], params)[0].token_ids for prompt in prompts]
+    found = draft_ranks(llm.draft.model, prompts, texts)  # type: ignore[union-attr]
+    assert found.places == 22
+    assert found.accuracies()[0][0] == 1.0
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_what_was_measured_is_kept(
+    toys: ReportConfig, made: dict[str, Row], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def never(work: Any, note: Any) -> Row:
+        raise AssertionError("measured again")
+
+    measured: list[str] = []
+
+    def counted(work: Any, note: Any) -> Row:
+        measured.append("ranks")
+        return made["ranks"]
+
+    for name in PAIRED:
+        monkeypatch.setitem(running.SECTIONS, name, dataclasses.replace(SECTIONS[name], measure=never))
+    again = {row.name: row for row in run(toys)}
+    assert {name: row.to_dict() for name, row in again.items()} == {
+        name: json.loads(json.dumps(row.to_dict())) for name, row in made.items()
+    }
+    picture_of = Path(toys.out) / "ranks.png"
+    picture_of.unlink()
+    assert [row.name for row in run(dataclasses.replace(toys, sections=("ranks",), redraw=True))] == ["ranks"]
+    assert picture_of.is_file()
+    monkeypatch.setitem(running.SECTIONS, "ranks", dataclasses.replace(SECTIONS["ranks"], measure=counted))
+    list(run(dataclasses.replace(toys, sections=("ranks",), heads=None)))  # ranks do not depend on them
+    assert not measured
+    list(run(dataclasses.replace(toys, sections=("ranks",), gamma=3)))
+    list(run(dataclasses.replace(toys, sections=("ranks",), again=True)))
+    assert len(measured) == 2
+    with pytest.raises(InputError, match="holds no numbers"):
+        run(dataclasses.replace(toys, out=str(tmp_path / "new"), redraw=True))
+
+
+def test_a_section_that_fails_says_why_and_is_tried_again(toys: ReportConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(toys, out=str(tmp_path), sections=("medusa", "predicted"))
+    broken = dataclasses.replace(config, heads=str(tmp_path / "none"), predictions=str(tmp_path / "none.json"))
+    rows = list(run(broken))
+    assert all(row.error for row in rows)
+    text = (tmp_path / "index.html").read_text()
+    assert text.count("Not measured: ") == 2
+    assert "<img" not in text
+    assert not next(run(dataclasses.replace(config, sections=("medusa",)))).error
+    assert (tmp_path / "index.html").read_text().count("<img") == 1
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"row": {"row": "ranks"}}'])
+def test_damaged_numbers_are_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "ranks.json").write_text(content)
+    with pytest.raises(LoadError, match="damaged"):
+        run(ReportConfig(str(tmp_path), redraw=True))
+
+
+def test_refused_before_work(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no section 'rank'"):
+        run(ReportConfig(str(tmp_path), ("rank",)))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="out is"):
+        run(ReportConfig(str(tmp_path / "file")))
+    with pytest.raises(InputError, match="temperatures"):
+        ReportConfig("x", temperatures=(-1.0,))
+    with pytest.raises(InputError, match="leave one"):
+        ReportConfig("x", redraw=True, again=True)
+
+
+# ---------------------------------------------------------------- sections from elsewhere
+
+
+def tuned(path: Path) -> Path:
+    rows = [{"draft": "none", "gamma": "auto", "predicted_speedup": 1.0, "measured_speedup": 1.0, "error": 0.0}]
+    rows += [
+        {"draft": draft, "gamma": gamma, "predicted_speedup": 1.1 * gamma, "measured_speedup": gamma, "error": 0.1}
+        for draft in ("suffix", "model:a")
+        for gamma in (1, 2)
+    ]
+    path.write_text("a table\n" + json.dumps({"table": rows, "conditions": {"target": "t"}, "A/A": [0.9, 1.1]}) + "\n")
+    return path
+
+
+def test_predictions_of_a_file(tmp_path: Path) -> None:
+    file = tuned(tmp_path / "tuned.json")
+    (row,) = run(ReportConfig(str(tmp_path / "out"), ("predicted",), predictions=str(file)))
+    assert row.error is None
+    assert len(row.lines) == 4
+    assert row.conditions["median_error"] == pytest.approx(0.1)
+    assert "4 configurations" in SECTIONS["predicted"].alt(row)
+
+
+def test_accuracy_by_memory_is_drawn() -> None:
+    figures = {"accuracy": 0.5, "accuracy_spread": 0.1, "kv_bytes": 2e6, "starred": False}
+    lines = [{"name": name, "budget": None, "length": n} | figures for name in ("full", "h2o") for n in (128, 256)]
+    row = Row("memory", "right answers", lines)
+    pictures = [picture(SECTIONS["memory"], row, theme) for theme in THEMES]
+    assert pictures[0] != pictures[1]
+    assert "full 50 % with 2 MB" in SECTIONS["memory"].alt(row)
+
+
+# ---------------------------------------------------------------- the rival
+
+
+def test_sample_and_compare_gives_the_targets_own_text(toys: ReportConfig) -> None:
+    """The text is that of no draft at all, and what it accepts is the target's chance of the draft's best guess."""
+    llm = LLM(toys.target, draft="none", compile=False)
+    drafter = llm.drafter(toys.draft)
+    rival, plain = Undrafted(llm, GreedyDraft(drafter), strict=True), Undrafted(llm)
+    params = SamplingParams(max_new_tokens=400, temperature=1.0, seed=3, gamma=1, ignore_eos=True, acceptance="coupled")
+    prompt = [[5, 6, 7]]
+    (found,), (alone,) = rival.generate(prompt, params), plain.generate(prompt, params)
+    assert found.token_ids == alone.token_ids
+    ids = torch.tensor([[*prompt[0], *found.token_ids]])
+    from sakiyomi.loading import load_model
+
+    with torch.no_grad():
+        p, q = (
+            load_model(name, dtype="auto", device="cpu").model(ids).logits[0].double().softmax(-1)
+            for name in (toys.target, toys.draft.removeprefix("model:"))
+        )
+    known = [guess_acceptance(one.tolist(), other.tolist()) for one, other in zip(p, q, strict=True)][3:-1]
+    mean = sum(known) / len(known)
+    # Five standard deviations of the mean of at least 200 coins.
+    assert found.stats.alpha == pytest.approx(mean, abs=5 * (mean / 200) ** 0.5 + 0.02)
+    assert {"greedy-draft", "sample and compare"}.isdisjoint({*VERIFIERS, *DRAFTERS})
+
+
+# ---------------------------------------------------------------- the page
+
+
+class _Read(HTMLParser):
+    """Tags that are open, and what the page refers to."""
+
+    EMPTY = ("meta", "img", "source")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+        found = dict(attrs)
+        self.links += [str(found[name]) for name in ("src", "srcset", "href") if name in found]
+        if tag == "img":
+            self.images.append(found)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_no_other_file(toys: ReportConfig, made: dict[str, Row]) -> None:
+    text = (Path(toys.out) / "index.html").read_text()
+    read = _Read()
+    read.feed(text)
+    assert not read.open
+    assert all(link.startswith(("data:image/png;base64,", "#")) for link in read.links)
+    assert len(read.images) == len(PAIRED)
+    assert all(image["alt"] for image in read.images)
+    assert 'name="viewport"' in text
+    assert text.count('media="(prefers-color-scheme: dark)"') == len(PAIRED)
+    anchors = [link[1:] for link in read.links if link.startswith("#")]
+    assert all(f'id="{name}"' in text for name in anchors)
+    assert text.count("Command: <code>sakiyomi bench report OUT --sections ") == len(PAIRED)
+    assert text.count("Conditions: ") == len(PAIRED)
+
+
+def test_nothing_of_the_numbers_becomes_markup() -> None:
+    row = Row(
+        "x", "<title>", [{"name": "<b>", "figure": 0.123456, "none": None, "yes": True}], {"c": "<i>"}, ["<note>"]
+    )
+    text = page("<page>", [Shown("x", "<h>", "<t> `a < b`", "", row, "<command>", {}, {})])
+    assert not re.search(r"<(b|i|note|h|t|command|page)>", text)
+    assert "<code>a &lt; b</code>" in text
+    assert "<td>0.1235</td><td></td><td>yes</td>" in text
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_of_a_section_says_what_is_unusual(toys: ReportConfig) -> None:
+    words = shlex.split(toys.command("sizes", ("sizes", "heads")))
+    assert words[:6] == ["sakiyomi", "bench", "report", "OUT", "--sections", "sizes"]
+    assert words[words.index("--gamma") + 1] == "2"
+    assert words[words.index("--sizes") + 1] == "none"
+    assert "--no-compile" in words
+    assert "--temperatures" not in words
+    assert shlex.split(ReportConfig("x").command("ranks", ())) == [*words[:5], "ranks"]
+
+
+def test_on_the_command_line(toys: ReportConfig, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    words = shlex.split(toys.command("ranks", ()))[1:]
+    words[2] = out
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    assert [row["row"] for row in found["rows"]] == ["ranks"]
+    assert Path(found["page"]).is_file()
+    again = CliRunner().invoke(app, ["bench", "report", out, "--redraw"])
+    assert again.exit_code == 0, again.output
+    failed = CliRunner().invoke(app, ["bench", "report", out, "--sections", "predicted", "--predictions", "nothing"])
+    assert failed.exit_code == 1
+    assert "cannot be read" in failed.output
+    refused = CliRunner().invoke(app, ["bench", "report", out, "--sections", "nothing"])
+    assert refused.exit_code != 0

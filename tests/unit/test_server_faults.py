@@ -1,0 +1,447 @@
+"""Clients that go, lie, shout or dawdle, and an engine that fails: the others get their texts, and slots come back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
+
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.cli import app
+from sakiyomi.kernels.plan import Segment
+from sakiyomi.server.app import Server
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import api_error
+from server_toys import client, running, toy_llm
+from toys import save_model, tiny_llama, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+ENDLESS: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def own() -> LLM:
+    return toy_llm("none")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[tuple[Server, str]]:
+    with running(toy_llm(max_batch=2), max_queue=2, max_body=20_000) as found:
+        yield found
+
+
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def idle(server: Server) -> bool:
+    return server.worker.load == 0 and not server.llm.engine.busy
+
+
+def figures(url: str) -> dict[str, float]:
+    """Of ``/metrics``, those with no label but the model, and request_success by reason."""
+    found = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
+            found["/".join([sample.name, *labels])] = sample.value
+    return found
+
+
+def works(url: str, own: LLM) -> None:
+    reply = client(url).completions.create(model="toy", prompt="The fox", max_tokens=12, temperature=0)
+    assert reply.choices[0].text == own.generate("The fox", SamplingParams(max_new_tokens=12)).text
+
+
+# ---------------------------------------------------------------- clients
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_dropped_client_frees_its_slot(site: tuple[Server, str], own: LLM, stream: bool) -> None:
+    server, url = site
+    before = figures(url).get("vllm:request_success_total/abort", 0)
+    if stream:
+        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}) as reply:
+            next(reply.iter_lines())
+            assert server.worker.load == 1
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=0.3)
+    until(lambda: idle(server))
+    assert figures(url)["vllm:request_success_total/abort"] == before + 1
+    assert figures(url)["vllm:num_requests_running"] == 0
+    works(url, own)
+
+
+def test_a_full_queue_says_when_to_come_again(site: tuple[Server, str], own: LLM) -> None:
+    server, url = site
+    with ThreadPoolExecutor(4) as pool:
+        stop = threading.Event()
+
+        def hold(_: int) -> None:
+            with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=30) as reply:
+                for _ in reply.iter_lines():
+                    if stop.is_set():
+                        return
+
+        try:
+            held = [pool.submit(hold, i) for i in range(4)]
+            until(lambda: server.worker.load == 4)
+            until(lambda: figures(url)["vllm:num_requests_waiting"] == 2)
+            with pytest.raises(openai.RateLimitError, match="try again") as caught:
+                client(url).completions.create(model="toy", prompt="a")
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+        finally:
+            stop.set()
+        for one in held:
+            one.exception()
+    until(lambda: idle(server))
+    works(url, own)
+
+
+def test_a_slow_reader_holds_up_nobody(own: LLM) -> None:
+    """It asks and does not read: its text is written, its slot is free, and when its time is up it is cut off."""
+    with running(toy_llm("none", max_batch=1), request_timeout=1.5) as (server, url):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            slow.connect((host, int(port)))
+            body = json.dumps(ENDLESS | {"stream": True, "max_tokens": 300, "trace": True}).encode()
+            head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json"]
+            slow.sendall("\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body)
+            until(lambda: server.worker.load == 1)
+            works(url, own)  # in the only slot
+            until(lambda: idle(server))
+
+
+def test_a_request_ends_when_its_time_is_up(own: LLM) -> None:
+    with running(toy_llm("none", max_batch=1), request_timeout=0.4) as (server, url):
+        reply = httpx.post(f"{url}/v1/completions", json=ENDLESS)
+        assert reply.status_code == 504 and reply.json()["error"]["code"] == "timeout"
+        assert reply.headers["x-should-retry"] == "false"
+        with pytest.raises(openai.APIError, match="not done within"):
+            list(client(url).completions.create(**{k: v for k, v in ENDLESS.items() if k != "ignore_eos"},
+                                                stream=True, extra_body={"ignore_eos": True}))  # fmt: skip
+        until(lambda: idle(server))
+
+
+# ---------------------------------------------------------------- bodies
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "code"),
+    [
+        (b"", 400, "invalid_body"),
+        (b"{", 400, "invalid_json"),
+        (b"\xff\xfe", 400, None),
+        (b"[]", 400, None),
+        (b"null", 400, None),
+        (b'{"model": "toy"}', 400, "missing_field"),
+        (b'{"model": "toy", "prompt": "a", "temperature": NaN}', 400, "invalid_value"),
+        (b'{"model": "toy", "prompt": "a", "temperature": 1e999}', 400, "invalid_value"),
+        (b'{"model": "toy", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, None),
+        (b'{"model": "toy", "prompt": "a\\ud800"}', 400, None),
+        (b'{"model": "toy", "prompt": ["a", 1]}', 400, "invalid_value"),
+        (b'{"model": "toy", "prompt": "a", "max_tokens": true}', 400, "invalid_value"),
+        (b"[" * 9000, 400, None),
+        (b'{"model": "toy", "prompt": "' + b"a" * 20_000 + b'"}', 413, "body_too_large"),
+    ],
+)
+def test_bodies_that_are_none(site: tuple[Server, str], content: bytes, status: int, code: str | None) -> None:
+    reply = httpx.post(f"{site[1]}/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert reply.status_code == status, reply.text
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert code is None or reply.json()["error"]["code"] == code
+
+
+def test_ten_megabytes_are_refused_before_they_are_read(site: tuple[Server, str], own: LLM) -> None:
+    def parts() -> Iterator[bytes]:  # without a length, so that only counting helps
+        for _ in range(10):
+            yield b"a" * 1_000_000
+
+    for content in (b"a" * 10_000_000, parts()):
+        try:
+            reply = httpx.post(f"{site[1]}/v1/completions", content=content)
+        except httpx.WriteError:
+            continue  # cut off while it was sending
+        assert reply.status_code == 413
+    works(site[1], own)
+
+
+def test_a_form_of_a_foreign_page_is_no_request(site: tuple[Server, str]) -> None:
+    """A page can have a browser post text/plain anywhere without asking; no header lets it read an answer either."""
+    content = json.dumps({"model": "toy", "prompt": "a"})
+    headers = {"content-type": "text/plain", "origin": "http://evil.example"}
+    reply = httpx.post(f"{site[1]}/v1/completions", content=content, headers=headers)
+    assert reply.status_code == 400
+    assert "access-control-allow-origin" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "text", ["\u0000", "\ufeffa", "a\u0301", "👨‍👩‍👧🇯🇵", "\u202egnirts", "x\r\n\t", "﷽" * 50, "\U0010ffff"]
+)
+def test_unicode_of_every_kind(site: tuple[Server, str], own: LLM, text: str) -> None:
+    reply = client(site[1]).completions.create(
+        model="toy", prompt=text, max_tokens=8, temperature=0, user=text, stop=[text]
+    )
+    expected = own.generate(text, SamplingParams(max_new_tokens=8, stop=[text]))
+    assert reply.choices[0].text == expected.text
+
+
+# ---------------------------------------------------------------- keys, origins, logs
+
+
+def test_a_key_guards_all_but_the_health() -> None:
+    with running(toy_llm("none"), api_key="secret") as (_, url):
+        assert httpx.get(f"{url}/health").status_code == 200
+        for path in ("/v1/models", "/metrics"):
+            assert httpx.get(url + path).status_code == 401
+            for wrong in ("Bearer", "Bearer secre", "Bearer secrets", "Basic secret", "secret", "Bearer é"):
+                assert httpx.get(url + path, headers={"authorization": wrong.encode()}).status_code == 401
+            assert httpx.get(url + path, headers={"authorization": "bearer secret"}).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            client(url, api_key="other").models.list()
+        assert client(url, api_key="secret").models.list()
+
+
+def test_origins_that_were_named_may_call() -> None:
+    with running(toy_llm("none"), cors_origins=("http://friend.example",), api_key="secret") as (_, url):
+        ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        for name, allowed in (("http://friend.example", True), ("http://evil.example", False)):
+            reply = httpx.options(f"{url}/v1/completions", headers=ask | {"origin": name})
+            assert (reply.headers.get("access-control-allow-origin") == name) == allowed
+            reply = httpx.get(f"{url}/v1/models", headers={"origin": name})
+            assert reply.status_code == 401
+            assert (reply.headers.get("access-control-allow-origin") == name) == allowed  # it may read why
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    fields = [getattr(record, "fields", {}) for record in caplog.records]
+    return [line for line in fields if line.get("path") == "/v1/completions"]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_the_log_has_no_prompts_unless_it_is_told_to(caplog: pytest.LogCaptureFixture, wanted: bool) -> None:
+    with running(toy_llm("none"), log_prompts=wanted) as (_, url), caplog.at_level(logging.DEBUG, "sakiyomi"):
+        for stream in (False, True):
+            reply = client(url).completions.create(
+                model="toy", prompt="The secret word", max_tokens=40, temperature=0, user="ann", stream=stream
+            )
+            text = "".join(e.choices[0].text for e in reply) if stream else reply.choices[0].text  # type: ignore[union-attr]
+        until(lambda: len(lines(caplog)) == 2)  # the stream's comes after its last event
+    said = "".join(json.dumps(getattr(r, "fields", {}), ensure_ascii=False) + r.getMessage() for r in caplog.records)
+    assert ("secret word" in said) == (json.dumps(text, ensure_ascii=False) in said) == wanted
+    found = lines(caplog)
+    assert [(line["status"], line["user"], line["completion_tokens"]) for line in found] == [(200, "ann", 40)] * 2
+    assert all(line["finish_reason"] == "length" and line["first_token_ms"] > 0 for line in found)
+
+
+# ---------------------------------------------------------------- the engine
+
+
+def failing(llm: LLM, error: Exception, when: Callable[[Sequence[Segment]], bool], m: pytest.MonkeyPatch) -> None:
+    """Passes raise where this is true of their segments."""
+    score = llm.target.score
+
+    def broken(segments: Sequence[Segment], **options: Any) -> torch.Tensor:
+        if when(segments):
+            raise error
+        return score(segments, **options)
+
+    m.setattr(llm.target, "score", broken)
+
+
+CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: 12")
+
+
+@pytest.mark.parametrize("error", [CPU, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_out_of_memory_ends_who_needs_it_alone(
+    own: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception, prompt: bool
+) -> None:
+    """Passes with a request beyond 120 tokens fail; they are made again for each by itself."""
+    llm = toy_llm(max_batch=4)
+    limit = 120
+
+    def large(segments: Sequence[Segment]) -> bool:
+        return any(s.length + len(s.tokens) > limit for s in segments)
+
+    failing(llm, error, large, monkeypatch)
+    with running(llm) as (server, url), ThreadPoolExecutor(4) as pool:
+        prompts = ["The fox", "The little river", "The wood"]
+        big = "x y z" * 40 if prompt else "x y z" * 10
+
+        def ask(text: str) -> str:
+            return (
+                client(url).completions.create(model="toy", prompt=text, max_tokens=80, temperature=0).choices[0].text
+            )
+
+        replies = {text: pool.submit(ask, text) for text in [big, *prompts]}
+        with pytest.raises(openai.InternalServerError, match="did not get the memory") as caught:
+            replies[big].result()
+        assert caught.value.status_code == 503
+        for text in prompts:
+            assert replies[text].result() == own.generate(text, SamplingParams(max_new_tokens=80)).text
+        until(lambda: idle(server))
+
+
+def test_a_round_that_fails_ends_its_requests_and_not_the_server(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm("none")
+    broken = threading.Event()
+    failing(llm, ValueError("a defect"), lambda _: broken.is_set(), monkeypatch)
+    with running(llm) as (_, url):
+        broken.set()
+        reply = httpx.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "a"})
+        assert reply.status_code == 500 and "a defect" not in reply.text
+        assert httpx.get(f"{url}/health").status_code == 503
+        broken.clear()
+        works(url, own)
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert figures(url)["vllm:request_success_total/error"] == 1
+
+
+def test_a_drafter_that_fails_is_left_out(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy_llm()
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no draft today")
+
+    monkeypatch.setattr(llm.draft, "propose", broken)
+    with running(llm) as (_, url):
+        works(url, own)
+
+
+def test_a_long_prompt_lets_short_ones_pass(own: LLM) -> None:
+    """It takes hundreds of chunks; who comes after it is done long before."""
+    llm = toy_llm("none", chunk_size=8)
+    with running(llm) as (_, url), ThreadPoolExecutor(2) as pool:
+        ended: dict[str, float] = {}
+
+        def ask(prompt: str) -> None:
+            client(url).completions.create(model="toy", prompt=prompt, max_tokens=4, temperature=0)
+            ended[prompt[:5]] = time.monotonic()
+
+        long = pool.submit(ask, "abcde" * 700)
+        until(lambda: llm.engine.busy)
+        pool.submit(ask, "short").result()
+        long.result()
+        assert ended["short"] < ended["abcde"]
+
+
+def test_what_is_our_own_fault_is_not_told_to_clients() -> None:
+    found = api_error(RuntimeError("/etc/passwd"))
+    assert found.status == 500 and "passwd" not in found.message
+
+
+def test_values_that_no_server_has_are_refused() -> None:
+    for values in (
+        {"port": 70000},
+        {"max_queue": -1},
+        {"request_timeout": float("nan")},
+        {"log_format": "xml"},
+        {"api_key": ""},
+    ):
+        with pytest.raises(Exception, match=next(iter(values))):
+            ServerConfig(**values)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- the process
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    started: list[subprocess.Popen[str]] = []
+    tokenizer = tiny_tokenizer()
+    save_model(tmp_path / "toy", tiny_llama(max_position_embeddings=100_000), tokenizer)
+
+    def start(*flags: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve", *flags]
+        command += ["--target", str(tmp_path / "toy"), "--compile", "false", "--port", "0"]
+        path = os.pathsep.join([str(ROOT / "src"), *(p for p in sys.path if p)])
+        run = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment,
+        )  # fmt: skip
+        started.append(run)
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("serving"):
+                return run, line.split()[-1]
+        raise AssertionError("it never listened")
+
+    yield start
+    for run in started:
+        run.kill()
+        run.wait()
+        assert run.stderr is not None
+        run.stderr.close()
+
+
+def test_told_to_stop_it_ends_in_good_order(process: Any) -> None:
+    """Requests that end in time do, the others are told so; the process then ends by itself, with exit code 0."""
+    run, url = process("--shutdown-timeout", "3", "--log-format", "json", SAKIYOMI_SERVED_NAME="toy")
+
+    def lines(tokens: int) -> list[str]:
+        asked = ENDLESS | {"stream": True, "max_tokens": tokens}
+        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as reply:
+            found = []
+            for line in reply.iter_lines():
+                found.append(line)
+                begun.release()
+            return [line for line in found if line]
+
+    begun = threading.Semaphore(0)
+    with ThreadPoolExecutor(2) as pool:
+        short, endless = pool.submit(lines, 100), pool.submit(lines, 90_000)
+        begun.acquire(timeout=30)
+        run.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.HTTPError):  # nobody is let in any more
+            httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=2).raise_for_status()
+        assert short.result()[-1] == "data: [DONE]"
+        assert json.loads(endless.result()[-1].removeprefix("data: "))["error"]["code"] == "stopping"
+    assert run.wait(20) == 0
+    last = [json.loads(line) for line in run.stderr if line.startswith("{")]
+    assert any("stopping" in line["message"] for line in last)
+    assert [line["status"] for line in last if line.get("path") == "/v1/completions"] == [200, 200]
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ServerConfig] = []
+    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model: toy_llm("none"))
+    monkeypatch.setattr("sakiyomi.server.run.serve", lambda llm, config, listening: served.append(config))
+    monkeypatch.setattr("sakiyomi.server.logs.set_up", lambda kind: None)
+    file = tmp_path / "serve.toml"
+    file.write_text('served_name = "of-the-file"\nmax_queue = 3\nmax_n = 2\ncors_origins = ["http://a.example"]\n')
+    environment = {"SAKIYOMI_SERVED_NAME": "toy", "SAKIYOMI_MAX_N": "5", "SAKIYOMI_CONFIG": str(file)}
+    done = CliRunner().invoke(app, ["serve", "--max-n", "1", "--no-reuse"], env=environment)
+    assert done.exit_code == 0, done.output
+    expected = ServerConfig(served_name="toy", max_queue=3, max_n=1, cors_origins=("http://a.example",), reuse=False)
+    assert served == [expected]
+    for text, word in (("nonsense = 1", "nonsense"), ("= 1", "TOML"), ('port = "x"', "port")):
+        file.write_text(text)
+        done = CliRunner().invoke(app, ["serve", "--config", str(file)])
+        assert done.exit_code != 0 and word in done.output
+    assert CliRunner().invoke(app, ["serve", "--config", "nowhere.toml"]).exit_code == 1

@@ -1,0 +1,300 @@
+"""The server as OpenAI's own client sees it: texts are the library's, alone or in company, at once or as they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.server.app import Server
+from server_toys import client, running, toy_llm
+
+AHEAD = {"speculation": {"gamma": 3}}
+PROMPTS = ["Once upon a time", "The fox went", "むかしむかし", "One day she said: ", "A smile 😀"]
+
+
+@pytest.fixture(scope="module")
+def own() -> LLM:
+    """The library, to compare with."""
+    return toy_llm("none")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[tuple[Server, str]]:
+    with running(toy_llm(max_batch=6)) as found:
+        yield found
+
+
+@pytest.fixture
+def api(site: tuple[Server, str]) -> OpenAI:
+    return client(site[1])
+
+
+def wanted(own: LLM, prompt: Any, **values: Any) -> Any:
+    return own.generate(prompt, SamplingParams(**values))
+
+
+def complete(api: OpenAI, prompt: Any, **values: Any) -> Any:
+    return api.completions.create(
+        model="toy", prompt=prompt, extra_body=AHEAD | values.pop("body", {}), **({"max_tokens": 24} | values)
+    )
+
+
+# ---------------------------------------------------------------- texts
+
+
+def test_a_completion_is_the_librarys_text(api: OpenAI, own: LLM) -> None:
+    reply = complete(api, PROMPTS[0], temperature=0, max_tokens=24.0)  # to JSON a whole number
+    expected = wanted(own, PROMPTS[0], max_new_tokens=24)
+    assert reply.choices[0].text == expected.text
+    assert reply.choices[0].finish_reason == expected.finish_reason
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (
+        expected.prompt_tokens,
+        len(expected.token_ids),
+    )
+
+
+def test_reading_ahead_is_in_the_figures_and_can_be_left(api: OpenAI) -> None:
+    ahead = complete(api, PROMPTS[0], temperature=0)
+    alone = complete(api, PROMPTS[0], temperature=0, body={"speculation": {"drafter": "off"}})
+    figures = ahead.usage.speculation
+    assert figures["accepted"] > 0 and figures["drafted"] > figures["accepted"]
+    assert ahead.usage.completion_tokens_details.accepted_prediction_tokens == figures["accepted"]
+    assert figures["tau"] == pytest.approx((ahead.usage.completion_tokens - 1) / figures["rounds"])
+    assert alone.usage.speculation | {"rounds": 0} == {
+        "rounds": 0, "drafted": 0, "accepted": 0, "acceptance_rate": 0.0, "tau": 1.0,
+    }  # fmt: skip
+    assert alone.choices[0].text == ahead.choices[0].text
+
+
+def test_samples_of_several_prompts_are_those_of_the_library(api: OpenAI, own: LLM) -> None:
+    how = {"temperature": 0.9, "top_p": 0.95, "seed": 5}
+    reply = complete(api, PROMPTS[:2], n=2, **how)
+    expected = wanted(own, PROMPTS[:2], n=2, max_new_tokens=24, **how)
+    assert [choice.text for choice in reply.choices] == [sample.text for part in expected for sample in part]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in reply.choices}) == 4
+
+
+def test_token_ids_go_in_as_they_are(api: OpenAI, own: LLM) -> None:
+    ids = own.tokenizer(PROMPTS[1])["input_ids"]
+    assert complete(api, ids, temperature=0).choices[0].text == complete(api, PROMPTS[1], temperature=0).choices[0].text
+
+
+def test_texts_are_the_same_in_company(site: tuple[Server, str], own: LLM) -> None:
+    """Twenty at once on six places, greedy and seeded, long prompts among them."""
+    long = " ".join(PROMPTS[:2] * 80)
+    asked = [
+        {"prompt": prompt + str(i), "temperature": temperature, "seed": 7, "max_tokens": 20}
+        for i, temperature in enumerate((0, 0.8, 0, 1.0))
+        for prompt in [*PROMPTS[:4], long]
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(lambda values: complete(client(site[1]), **values).choices[0].text, asked))
+    for values, text in zip(asked, found, strict=True):
+        expected = wanted(own, values["prompt"], max_new_tokens=20, temperature=values["temperature"], seed=7)
+        assert text == expected.text
+
+
+# ---------------------------------------------------------------- streams
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_stream_is_the_text_an_event_a_round(api: OpenAI, prompt: str) -> None:
+    whole = complete(api, prompt, temperature=0)
+    events = list(complete(api, prompt, temperature=0, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
+    assert [event.choices[0].finish_reason for event in events[:-1]][-1] == whole.choices[0].finish_reason
+    assert events[-1].choices == [] and events[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len(events) == 1 + events[-1].usage.speculation["rounds"] + 1  # the prefill, the rounds, the figures
+    assert len({event.id for event in events}) == 1
+
+
+def test_a_chat_streams_its_choices_side_by_side(api: OpenAI) -> None:
+    how: dict[str, Any] = {
+        "model": "toy", "messages": [{"role": "user", "content": "Hello"}], "n": 2, "seed": 3, "max_tokens": 12,
+    }  # fmt: skip
+    whole = api.chat.completions.create(**how)
+    texts = {0: "", 1: ""}
+    reasons = {}
+    for i, event in enumerate(api.chat.completions.create(**how, stream=True)):
+        choice = event.choices[0]
+        if i == 0:
+            assert choice.delta.role == "assistant"
+        texts[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    assert [choice.message.content for choice in whole.choices] == [texts[0], texts[1]]
+    assert [choice.finish_reason for choice in whole.choices] == [reasons[0], reasons[1]]
+
+
+def test_a_trace_says_where_each_token_came_from(api: OpenAI) -> None:
+    events = list(complete(api, PROMPTS[0], temperature=0, stream=True, body={"trace": True}))
+    parts = [part for event in events for part in event.choices[0].trace]
+    tokens = [token for part in parts for token in part["tokens"]]
+    assert "".join(token["text"] for token in tokens) == "".join(event.choices[0].text for event in events)
+    assert {token["status"] for token in tokens} >= {"plain", "accepted", "recovered"}
+    assert all(0 < token["target_prob"] <= 1 for token in tokens)
+    assert [token["round"] for token in tokens] == sorted(token["round"] for token in tokens)
+    assert parts[0]["round"] is None  # the prefill's
+    for part in parts[1:]:
+        tree = part["round"]
+        assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["target_probs"]) == len(tree["texts"])
+        accepted = [tree["tokens"][node] for node in tree["path"]]
+        assert [*accepted, tree["token"]][: len(part["tokens"])] == [token["token_id"] for token in part["tokens"]]
+    assert parts[-1]["stats"]["tokens"] == len(tokens)
+    assert 0 < parts[0]["stats"]["seconds"] < parts[-1]["stats"]["seconds"]
+    whole = complete(api, PROMPTS[0], temperature=0, body={"trace": True})
+    again = [token for part in whole.choices[0].trace for token in part["tokens"]]
+    assert [(t["token_id"], t["status"], t["text"]) for t in again] == [
+        (t["token_id"], t["status"], t["text"]) for t in tokens
+    ]
+
+
+# ---------------------------------------------------------------- options
+
+
+def test_stop_strings_end_the_text(api: OpenAI) -> None:
+    text = complete(api, PROMPTS[1], temperature=0).choices[0].text
+    middle = text[len(text) // 2 : len(text) // 2 + 3]
+    reply = complete(api, PROMPTS[1], temperature=0, stop=[middle, "never there"])
+    assert reply.choices[0].text == text[: text.index(middle)]
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_log_probabilities(api: OpenAI, own: LLM) -> None:
+    reply = complete(api, PROMPTS[0], temperature=0.7, seed=1, logprobs=3)
+    found = reply.choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == reply.usage.completion_tokens
+    assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+    for name, value, best in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert value < 0 and len(best) <= 3 and max(best.values()) >= value - 1e-5
+        if name in best:
+            assert best[name] == pytest.approx(value, abs=1e-4)
+    streamed = list(complete(api, PROMPTS[0], temperature=0.7, seed=1, logprobs=3, stream=True))
+    assert [offset for event in streamed for offset in event.choices[0].logprobs.text_offset] == found.text_offset
+
+
+def test_log_probabilities_of_a_chat_have_bytes(api: OpenAI) -> None:
+    reply = api.chat.completions.create(
+        model="toy", messages=[{"role": "user", "content": "😀"}], max_tokens=12, seed=2, logprobs=True, top_logprobs=2
+    )
+    content = reply.choices[0].logprobs.content
+    data = b"".join(bytes(entry.bytes) for entry in content)
+    assert data.decode(errors="replace").startswith(reply.choices[0].message.content.rstrip("\ufffd"))
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    assert math.exp(content[0].top_logprobs[0].logprob) <= 1
+
+
+def test_biases_and_penalties_change_the_text(api: OpenAI, own: LLM) -> None:
+    plain = wanted(own, PROMPTS[0], max_new_tokens=24)
+    first = plain.token_ids[0]
+    biased = complete(api, PROMPTS[0], temperature=0, logit_bias={str(first): -100})
+    assert biased.choices[0].text == wanted(own, PROMPTS[0], max_new_tokens=24, logit_bias={first: -100.0}).text
+    assert biased.choices[0].text != plain.text
+    # With the largest penalty, of a model whose logits are small, no token comes twice until others have come.
+    reply = complete(
+        api, PROMPTS[0], temperature=0, presence_penalty=2, frequency_penalty=2, logprobs=0, max_tokens=200
+    )
+    usual = complete(api, PROMPTS[0], temperature=0, logprobs=0, max_tokens=200)
+    assert len(set(reply.choices[0].logprobs.tokens)) > len(set(usual.choices[0].logprobs.tokens))
+
+
+def test_a_penalty_is_counted_along_the_drafts_path(api: OpenAI) -> None:
+    how = {"temperature": 0, "frequency_penalty": 1.5, "max_tokens": 60}
+    alone = complete(api, PROMPTS[2], **how, body={"speculation": {"drafter": "off"}})
+    ahead = complete(api, PROMPTS[2], **how)
+    assert ahead.choices[0].text == alone.choices[0].text
+    assert ahead.usage.speculation["accepted"] > 0
+
+
+# ---------------------------------------------------------------- conversations
+
+
+def test_the_next_turn_goes_on_from_the_last_one(api: OpenAI, own: LLM) -> None:
+    said = [{"role": "user", "content": "Tell me of the fox who lived in a wood, and of the river."}]
+    first = api.chat.completions.create(model="toy", messages=said, max_tokens=16, temperature=0)
+    said += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And then?"},
+    ]
+    second = api.chat.completions.create(model="toy", messages=said, max_tokens=16, temperature=0)
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 1
+    ids = own.tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    expected = wanted(own, [own.tokenizer(ids, add_special_tokens=False)["input_ids"]], max_new_tokens=16)[0]
+    assert second.choices[0].message.content == expected.text
+
+
+def test_a_message_may_come_back_as_it_was_given(api: OpenAI) -> None:
+    """Clients send the whole message object of a reply, null fields and all; texts may come in parts."""
+    said: list[Any] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]}
+    ]
+    said.append({"role": "user", "content": "Hello", "name": "Ann"})
+    first = api.chat.completions.create(model="toy", messages=said, max_tokens=8)
+    said += [first.choices[0].message.model_dump(), {"role": "user", "content": "Go on"}]
+    assert api.chat.completions.create(model="toy", messages=said, max_tokens=8).choices[0].message.role == "assistant"
+
+
+def test_without_a_template_a_chat_is_one_text() -> None:
+    with running(toy_llm("none", template=None)) as (_, url):
+        api = client(url)
+        said = [{"role": "user", "content": "The fox"}]
+        chat = api.chat.completions.create(model="toy", messages=said, max_tokens=8, temperature=0)
+        text = api.completions.create(model="toy", prompt="The fox", max_tokens=8, temperature=0)
+        assert chat.choices[0].message.content == text.choices[0].text
+        with pytest.raises(openai.BadRequestError, match="system message has no place"):
+            api.chat.completions.create(model="toy", messages=[{"role": "system", "content": "Be kind."}, *said])
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "param"),
+    [
+        ({"body": {"best_of": 2}}, "'best_of' is not supported", "best_of"),
+        ({"body": {"speculation": {"width": 2}}}, "speculation.width", "speculation.width"),
+        ({"body": {"speculation": {"drafter": "medusa"}}}, "this server knows", "speculation.drafter"),
+        ({"body": {"speculation": {"drafter": "off", "gamma": 2}}}, "leave them out", "speculation"),
+        ({"body": {"kv_budget": 64}}, "fixed when the model is loaded", "kv_budget"),
+        ({"temperature": 3}, "temperature", "temperature"),
+        ({"temperature": "1"}, "temperature", "temperature"),
+        ({"n": 17}, "17 samples", "n"),
+        ({"logit_bias": {"x": 1}}, "token ids", "logit_bias"),
+        ({"logit_bias": {"4000": 1}}, "token ids below 320", "logit_bias"),
+        ({"prompt": ""}, "empty", "prompt"),
+        ({"prompt": [400]}, "the model's vocabulary has 320 tokens", "prompt"),
+        ({"prompt": "x" * 5000}, "shorten it", "prompt"),
+        ({"max_tokens": 5000}, "room for", "max_tokens"),
+        ({"stream_options": {"include_usage": True}}, "needs stream", "stream_options"),
+    ],
+)
+def test_what_cannot_be_met_is_a_400_that_names_it(api: OpenAI, values: dict[str, Any], words: str, param: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        complete(api, **({"prompt": "a"} | values))
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert caught.value.code
+
+
+def test_an_unknown_model_is_a_404(api: OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server has 'toy'"):
+        api.completions.create(model="gpt-4o", prompt="a")
+    with pytest.raises(openai.NotFoundError):
+        api.models.retrieve("gpt-4o")
+    assert api.models.retrieve("toy").max_model_len == 4096  # type: ignore[attr-defined]
+    assert [model.id for model in api.models.list()] == ["toy"]
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])
+def test_paths_that_are_not_there(site: tuple[Server, str], method: str, path: str, status: int) -> None:
+    reply = httpx.request(method, site[1] + path)
+    assert reply.status_code == status
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
