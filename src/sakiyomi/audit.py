@@ -4,7 +4,7 @@ Under greedy search our tokens have to be those of transformers' ``generate``. U
 depends on the seed alone, so that drafted and plain text have to be equal too. Where they are not, the difference is
 explained (see ``referee``) or it is a defect. With ``exact=True`` our own texts have to be equal to the last token,
 near-ties included. Under the ratio rule and its kin the text depends on the draft, and only its distribution is the
-target's: there tokens are counted (see ``frequencies``). Weights that were rounded are in no transformers model: there
+target's: that is tested (see ``sampled``). Weights that were rounded are in no transformers model: there
 the reference is the text that the same engine writes plainly, and its own passes are the judge. This module prints
 nothing.
 """
@@ -16,25 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.audit_report import AWAY, ODDS, POWER, AuditConfig, AuditReport, Check, SampledCheck, Texts
+from sakiyomi.audit_report import AuditConfig, AuditReport, Check, SampledCheck, Texts, shape_name
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.errors import InputError
-from sakiyomi.frequencies import Frequencies
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence, Referee, Scores, coupled_scores, greedy_scores
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampled import SampledTests, drafted_kind
 from sakiyomi.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter
-    from sakiyomi.tree import DraftKind
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "audit"]
 
-AT_ONCE, SAMPLE_TOKENS = 32, 64
-FIRST_SEED = 20_240
 Key = tuple[str, int] | None
 """Rule and seed of a sampled text; None of a greedy one."""
 
@@ -114,15 +110,14 @@ def audit(
     for drafter in drafters:
         auditor.drafted(Undrafted(engine, drafter, strict=strict), drafter, expected, plain)
     if config.sampled or config.verifiers:
-        chosen: list[Drafter | None] = [*drafters] or [None]
-        auditor.frequencies([(Undrafted(engine, drafter, strict=strict), drafter) for drafter in chosen])
+
+        def beside(drafter: Drafter | None) -> Undrafted:
+            return Undrafted(engine, drafter, strict=strict)
+
+        tests = SampledTests(beside, drafters, auditor.tested, ids, referee, config, note)
+        report.untested = tests.untested
+        report.sampled += tests.run()
     return report
-
-
-def _kind(drafter: Drafter, params: SamplingParams) -> DraftKind:
-    kind_for = getattr(drafter, "kind_for", None)
-    kind: DraftKind = kind_for(params) if kind_for else drafter.kind
-    return kind
 
 
 class _Auditor:
@@ -133,9 +128,9 @@ class _Auditor:
         rules = [VERIFIERS[name] for name in config.verifiers] or [rule for rule in VERIFIERS.values() if rule.lossless]
         names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
         known = list(zip(names, rules, strict=True))
-        # Whether a rule's text depends on the seed alone: then it is compared, else its tokens are counted.
+        # Whether a rule's text depends on the seed alone: then it is compared, else its distribution is tested.
         self.coupled = [name for name, rule in known if rule.rule == "coupled"]
-        self.counted = [name for name, rule in known if rule.rule == "ratio"]
+        self.tested = [name for name, rule in known if rule.rule != "coupled" and name != "greedy"]
 
     def plain(self, llm: Any, expected: Texts) -> dict[Key, Texts]:
         """Check plain text; it comes back by rule and seed, None for the greedy one."""
@@ -151,7 +146,7 @@ class _Auditor:
     def drafted(self, llm: Any, drafter: Drafter, expected: Texts, plain: Mapping[Key, Texts]) -> None:
         """Check text that was written with a draft."""
         for shape in self.config.shapes():
-            self.note(f"checking {drafter.name}, {_shape_name(shape)}")
+            self.note(f"checking {drafter.name}, {shape_name(shape)}")
             where: dict[str, Any] = {"gamma": shape.get("gamma"), "drafter": drafter.name, "tree": "tree" in shape}
             texts = self._write(llm, self.config.greedy(shape))
             self._compare("drafted", self.report.reference, expected, texts, **where)
@@ -161,39 +156,8 @@ class _Auditor:
             self._compare("drafted", "plain", plain[None], together, **where, batch=len(together))
             for key in itertools.product(self.coupled, self.config.seeds):
                 params = self.config.seeded(key[1], shape, key[0])
-                if _kind(drafter, params) in VERIFIERS[key[0]].takes:
+                if drafted_kind(drafter, params) in VERIFIERS[key[0]].takes:
                     self._compare("drafted", "plain", plain[key], self._write(llm, params), key=key, **where)
-
-    def frequencies(self, engines: Sequence[tuple[Any, Drafter | None]]) -> None:
-        """Count the tokens of every drafter, rule and shape that go together: the longest chain, and the tree."""
-        shapes = self.config.shapes()[-2:]
-        planned = []
-        for (llm, drafter), name, shape in itertools.product(engines, self.counted, shapes):
-            params = replace(self.config.seeded(0, shape, name), max_new_tokens=SAMPLE_TOKENS)
-            if drafter is None or _kind(drafter, params) in VERIFIERS[name].takes:
-                planned.append((llm, drafter, params, shape))
-        # Tails are somewhat heavier than chi-square's where cells are rare (frequencies.LEAST).
-        level = ODDS / 4 / max(len(planned), 1)
-        for llm, drafter, params, shape in planned:
-            named = None if drafter is None else drafter.name
-            what = f"{params.acceptance}, {named or 'no draft'}, {_shape_name(shape)}"
-            counted, texts, drafted, accepted = Frequencies(), 0, 0, 0
-            sampler = Sampler(params, llm.engine.target.vocab_size)
-            prompts = self.report.prompts
-            fit = counted.fit(level, AWAY)
-            while fit.power < POWER and counted.tokens < self.config.samples:
-                self.note(f"counting {what}: {counted.tokens} tokens, power {fit.power:.3f} of {POWER}")
-                some = [prompts[(texts + i) % len(prompts)] for i in range(AT_ONCE)]
-                for prompt, done in zip(
-                    some, llm.generate(some, replace(params, seed=FIRST_SEED + texts)), strict=True
-                ):
-                    logits = self.referee.logits(prompt, done.token_ids)
-                    counted.add(sampler.probs(logits), done.token_ids)
-                    drafted, accepted = drafted + done.stats.drafted, accepted + done.stats.accepted
-                texts += len(some)
-                fit = counted.fit(level, AWAY)
-            found = SampledCheck(params.acceptance, named, shape.get("gamma"), texts, drafted, accepted, fit)
-            self.report.frequencies.append(found)
 
     def _write(self, llm: Any, params: SamplingParams, *, batched: bool = False) -> Texts:
         prompts = self.report.prompts
@@ -260,7 +224,3 @@ class _Auditor:
         self.report.checks.append(
             Check(rule, what, against, gamma, seed, batch, len(texts), equal, tokens, tuple(found), drafter, tree)
         )
-
-
-def _shape_name(shape: Mapping[str, Any]) -> str:
-    return "tree" if "tree" in shape else f"gamma {shape['gamma']}"

@@ -6,20 +6,20 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
+from sakiyomi.params import ACCEPTANCES, SamplingParams
 from sakiyomi.referee import Divergence
 
 if TYPE_CHECKING:
     from sakiyomi.frequencies import Fit
     from sakiyomi.kernels.rounding import RoundingReport
 
-__all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "Texts"]
+__all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "Texts", "shape_name"]
 
 Texts = list[list[int]]
 ODDS = 1e-6
 """Of a false alarm among all sampled checks of an audit together."""
 POWER, AWAY = 0.999, 0.02
-"""Tokens are drawn until a distribution so far from the target's is seen with this chance."""
+"""Tokens are played until a distribution so far from the target's is seen with this chance."""
 TREE = (1, 2, 1)
 """Counts of the tree that is checked beside the chains: siblings at two depths."""
 Shape = dict[str, Any]
@@ -35,9 +35,10 @@ class AuditConfig:
         gammas: draft tokens a round to check.
         seeds: seeds of sampled texts.
         temperature: of sampled texts.
-        sampled: whether frequencies of tokens are tested for the rules whose text depends on the draft.
-        verifiers: acceptance rules to check, the frequencies of those named too; none: all that are lossless.
-        samples: most tokens that are drawn for one test of frequencies; fewer do where they are enough.
+        sampled: whether the distribution of tokens is tested for the rules whose text depends on the draft.
+        verifiers: acceptance rules to check, the distribution under those named too; none: all that are lossless.
+        samples: most tokens that are played for one test; fewer do where they are enough.
+        texts: that the pair itself writes for one test of the whole; 0: only recorded rows are played.
     """
 
     max_new_tokens: int = 64
@@ -47,7 +48,8 @@ class AuditConfig:
     temperature: float = 1.0
     sampled: bool = False
     verifiers: tuple[str, ...] = ()
-    samples: int = 100_000
+    samples: int = 120_000
+    texts: int = 32
 
     def __post_init__(self) -> None:
         if not self.gammas or not self.seeds:
@@ -58,13 +60,14 @@ class AuditConfig:
             raise InputError(
                 f"temperature is {self.temperature}; sampled texts need one above 0, greedy ones are checked anyway"
             )
-        if self.samples < 1:
-            raise InputError(f"samples is {self.samples}; expected at least 1")
+        if self.samples < 1 or self.texts < 0:
+            raise InputError(f"samples is {self.samples} and texts {self.texts}; expected at least 1, and not below 0")
+        known = [name for name in ACCEPTANCES if name != "auto"]
+        if unknown := [name for name in self.verifiers if name not in known]:
+            raise InputError(f"verifiers names {unknown[0]!r}; this version has {', '.join(known)}")
         for shape in self.shapes():
             for seed in self.seeds:
                 self.seeded(seed, shape)
-        for rule in self.verifiers:
-            self.seeded(self.seeds[0], {}, rule)
 
     def shapes(self) -> list[Shape]:
         """What is drafted in a round, as parameters: a chain of each length, and a tree."""
@@ -127,20 +130,23 @@ class Check:
 
 @dataclass(frozen=True)
 class SampledCheck:
-    """One test of frequencies.
+    """One test of the distribution of sampled tokens.
 
     Attributes:
+        how: "whole": texts of the pair itself; "played": rows of the pair, recorded and played through the engine;
+            "neighbours": the same texts, each token against that of the request beside it.
         rule: name of the acceptance rule.
         drafter: its name; None: nothing was drafted.
-        gamma: None where a tree was drafted.
+        shape: what was drafted in a round, or the kind of draft where rows were played.
         texts: that were written.
         drafted, accepted: tokens of drafts; where none were accepted or refused, nothing was shown.
         fit: the test.
     """
 
+    how: str
     rule: str
     drafter: str | None
-    gamma: int | None
+    shape: str
     texts: int
     drafted: int
     accepted: int
@@ -149,6 +155,11 @@ class SampledCheck:
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
         return asdict(self) | {"fit": self.fit.to_dict()}
+
+
+def shape_name(shape: Shape) -> str:
+    """What is drafted in a round, in words."""
+    return "tree" if "tree" in shape else f"gamma {shape['gamma']}"
 
 
 @dataclass
@@ -166,7 +177,8 @@ class AuditReport:
         rounding: what the rounding changed; None where nobody knows, or nothing was rounded.
         tokenizer: of the target.
         checks: comparisons of texts.
-        frequencies: tests of sampled text; their odds of a false alarm are ``ODDS`` all together.
+        sampled: tests of sampled text; their odds of a false alarm are ``ODDS`` all together.
+        untested: rules that take no draft of these drafters.
     """
 
     noise: float
@@ -178,12 +190,13 @@ class AuditReport:
     rounding: RoundingReport | None = None
     tokenizer: Any = field(default=None, repr=False)
     checks: list[Check] = field(default_factory=list)
-    frequencies: list[SampledCheck] = field(default_factory=list)
+    sampled: list[SampledCheck] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)
 
     @property
     def defects(self) -> int:
-        """Differences that nothing explains, over all checks, and tests of frequencies that failed."""
-        return sum(check.defects for check in self.checks) + sum(not check.fit.ok for check in self.frequencies)
+        """Differences that nothing explains, over all checks, and tests of sampled text that failed."""
+        return sum(check.defects for check in self.checks) + sum(not check.fit.ok for check in self.sampled)
 
     @property
     def ok(self) -> bool:
@@ -202,6 +215,7 @@ class AuditReport:
             "reference": self.reference,
             "rounding": asdict(self.rounding) if self.rounding is not None else None,
             "checks": [check.to_dict() for check in self.checks],
-            "frequencies": [check.to_dict() for check in self.frequencies],
-            "false_alarm_odds": ODDS if self.frequencies else 0.0,
+            "sampled": [check.to_dict() for check in self.sampled],
+            "untested": self.untested,
+            "false_alarm_odds": ODDS if self.sampled else 0.0,
         }

@@ -1,15 +1,15 @@
 """How often tokens came, against what the target's own probabilities make expected: a chi-square test of sampled text.
 
 Every token of every text is a sample. Given what stands before it, a lossless sampler draws it from the target's
-distribution p, whatever was drafted; so for any division of the vocabulary that is made before the token is drawn,
-counts less expected counts are sums of martingale differences, whose covariance is known from p alone:
-diag(m) - m m' for a place where the parts have the masses m. The vocabulary is divided by rank in p (of 100000 tokens
-few are likely), and places by the rank of the token before, so that pairs of tokens are seen together: with a uniform
-shared by a round each token by itself may be as it should be.
+distribution p, whatever was drafted; so for any division of the vocabulary, and any grouping of places, that is made
+before the token is drawn, counts less expected counts are sums of martingale differences, whose covariance is known
+from p alone: diag(m) - m m' for a place where the parts have the masses m. The vocabulary is divided by rank in p (of
+100000 tokens few are likely). Places are grouped by what may have told on the token wrongly: the token before it (with
+a uniform shared by a round each token by itself may be as it should be), or that of another request of the batch.
 
-The test does not need texts of the same prompt, nor many texts; it knows no engine, drafter or rule. Sources: the
-chi-square test from p's own covariance, Pearson 1900; the central limit theorem for martingales, Hall and Heyde 1980,
-section 3.2.
+The test needs no texts of the same prompt, nor many texts; it knows no engine, drafter or rule. Sources: the
+chi-square test from p's own covariance, Pearson 1900; of the rows of a Markov chain, Anderson and Goodman 1957; the
+central limit theorem for martingales, Hall and Heyde 1980, section 3.2.
 """
 
 from __future__ import annotations
@@ -24,14 +24,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Fit", "Frequencies", "chance_to_see"]
+__all__ = ["Fit", "Frequencies", "Ranked", "chance_to_see", "rank"]
 
-RANKS = (1, 4, 16)
-"""Parts of the vocabulary: the most probable token, the next three, the next twelve, and the others."""
 LEAST = 100.0
 """Cells that are expected less often are joined, for the test relies on sums being nearly normal: with this many the
 chance of what chi-square calls one in a million was measured as up to 2.2 times that (with 25 as 5 times)."""
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Tokens of one text by rank.
+
+    Attributes:
+        part: (n,) part of the vocabulary that each token lies in.
+        mass: (n, parts) what the target gives to each part there.
+        possible: the target gives something to each of the tokens.
+    """
+
+    part: Ints
+    mass: Array
+    possible: bool
+
+
+def rank(probs: Tensor, tokens: Sequence[int], bounds: Sequence[int]) -> Ranked:
+    """Find the parts that tokens lie in.
+
+    Args:
+        probs: (n, V) the target's distributions, each given the tokens before it.
+        tokens: (n,) what came.
+        bounds: ranks at which parts end; (1, 4): the most probable token, the next three, the others.
+    """
+    chosen = torch.tensor(list(tokens), dtype=torch.int64, device=probs.device)[:, None]
+    own = probs.gather(1, chosen)
+    # Of equal ones (many, in bfloat16) the smaller id has the better rank: parts must not depend on what came.
+    before = (probs == own) & (torch.arange(probs.shape[1], device=probs.device) < chosen)
+    ranks = ((probs > own) | before).sum(1)
+    ends = [min(bound, probs.shape[1]) for bound in bounds]
+    best = probs.topk(ends[-1], dim=1).values.double()
+    whole = probs.double().sum(1)
+    sums = torch.stack([torch.zeros_like(whole), *(best[:, :end].sum(1) for end in ends), whole])
+    mass: Array = (torch.diff(sums, dim=0) / whole).clamp_min(0).T.cpu().numpy()
+    part = torch.bucketize(ranks, torch.tensor(list(bounds), device=ranks.device), right=True)
+    return Ranked(part.cpu().numpy(), mass, not bool((own == 0).any()))
 
 
 @dataclass(frozen=True)
@@ -70,46 +106,36 @@ class Fit:
 
 
 class Frequencies:
-    """Counts of tokens by rank, behind tokens of each rank."""
+    """Counts of tokens by part of the vocabulary, in groups of places.
 
-    def __init__(self) -> None:
-        parts = len(RANKS) + 1
+    Args:
+        groups, parts: how many of each.
+    """
+
+    def __init__(self, groups: int, parts: int) -> None:
         self.tokens = 0
-        self._seen: Array = np.zeros((parts, parts))
-        self._expected: Array = np.zeros((parts, parts))
-        self._covariance: Array = np.zeros((parts, parts, parts))
+        self._parts = parts
+        self._seen: Array = np.zeros((groups, parts))
+        self._expected: Array = np.zeros((groups, parts))
+        self._covariance: Array = np.zeros((groups, parts, parts))
         self._impossible = False
 
-    def add(self, probs: Tensor, tokens: Sequence[int]) -> None:
-        """Count a text.
+    def add(self, text: Ranked, groups: Sequence[int] | Ints) -> None:
+        """Count a text, or the first tokens of it.
 
         Args:
-            probs: (n, V) the target's distributions, each given the tokens before it.
-            tokens: (n,) what came.
+            text: ranked by as many parts.
+            groups: (at most n,) group of each place, known before its token was drawn.
         """
-        if not tokens:
-            return
-        chosen = torch.tensor(list(tokens), device=probs.device)[:, None]
-        own = probs.gather(1, chosen)
-        # Of equal ones (many, in bfloat16) the smaller id has the better rank: parts must not depend on what came.
-        before = (probs == own) & (torch.arange(probs.shape[1], device=probs.device) < chosen)
-        rank = ((probs > own) | before).sum(1)
-        bounds = [min(bound, probs.shape[1]) for bound in RANKS]
-        best = probs.topk(bounds[-1], dim=1).values.double()
-        inside = [best[:, :bound].sum(1) for bound in bounds]
-        whole = probs.double().sum(1)
-        masses = torch.diff(torch.stack([torch.zeros_like(whole), *inside, whole]), dim=0) / whole
-        mass: Array = masses.clamp_min(0).T.cpu().numpy()
-        part = torch.bucketize(rank, torch.tensor(RANKS, device=rank.device), right=True).cpu().numpy()
-        self._impossible |= bool((own == 0).any())
-        behind = np.concatenate([[0], part[:-1]])
-        parts = len(RANKS) + 1
-        for group in range(parts):
+        behind = np.asarray(groups, np.int64)
+        part, mass = text.part[: len(behind)], text.mass[: len(behind)]
+        self._impossible |= not text.possible
+        for group in np.unique(behind):
             here = mass[behind == group]
-            self._seen[group] += np.bincount(part[behind == group], minlength=parts)
+            self._seen[group] += np.bincount(part[behind == group], minlength=self._parts)
             self._expected[group] += here.sum(0)
             self._covariance[group] += np.diag(here.sum(0)) - here.T @ here
-        self.tokens += len(tokens)
+        self.tokens += len(behind)
 
     def fit(self, level: float, away: float = 0.02) -> Fit:
         """Test the counts.

@@ -29,11 +29,13 @@ class AuditOptions:
         gammas: draft tokens a round to check (again for each).
         seeds: seeds of the sampled texts (again for each).
         temperature: of the sampled texts.
-        sampled: also count the tokens of text whose rule makes it depend on the draft (ratio, block, traversal), a
-            chain and a tree each, until a distribution .02 of total variation away would be seen; takes minutes.
+        sampled: also test the distribution of text whose rule makes it depend on the draft (ratio, block, traversal),
+            until one .02 of total variation away would be seen; takes minutes.
         drafts: other drafters to check beside the same target (again for each).
-        verifiers: acceptance rules to check, counts of those named too (again for each); all lossless ones if none is.
-        samples: most tokens that are counted for each rule, drafter and shape.
+        verifiers: acceptance rules to check, the distribution under those named too (again for each); all lossless
+            ones if none is.
+        samples: most tokens that are played for each rule and kind of draft; fewer do where they are enough.
+        texts: that the pair itself writes for each rule, drafter and shape.
     """
 
     prompts: str | None = None
@@ -46,7 +48,8 @@ class AuditOptions:
     sampled: bool = False
     drafts: tuple[str, ...] = ()
     verifiers: tuple[str, ...] = ()
-    samples: int = 100_000
+    samples: int = 120_000
+    texts: int = 32
 
 
 def register(app: typer.Typer) -> None:
@@ -58,7 +61,7 @@ def register(app: typer.Typer) -> None:
         AuditOptions,
         JsonOption,
         help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
-        "plain; under the coupled rule sampled text too; with --sampled the frequencies of tokens under the others. "
+        "plain; under the coupled rule sampled text too; with --sampled the distribution of text under the others. "
         "With quantize, or a cache within a budget, everything against plain text of that target. Exit "
         "code 1 if a defect was found.",
     )(audit)
@@ -85,6 +88,7 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
             sampled=options.sampled,
             verifiers=options.verifiers,
             samples=options.samples,
+            texts=options.texts,
         )
         values = model.values()
         target, draft = values.pop("target"), values.pop("draft")
@@ -133,8 +137,8 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
             for check in report.checks
         ]
     )
-    if report.frequencies:
-        _show_frequencies(report)
+    if report.sampled:
+        _show_sampled(report)
     for check in report.checks:
         for found in check.divergences:
             what = "DEFECT" if found.defect else "near-tie"
@@ -147,11 +151,13 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
             )
     if report.drafter is None:
         console.out("there was no draft: only plain text was checked; pass --draft model:FOLDER", highlight=False)
+    for rule in report.untested:
+        console.out(f"{rule} was not tested: it takes no draft of these drafters", highlight=False)
     verdict = "no defect" if report.ok else f"{report.defects} DEFECTS: the output is not the target's own"
     console.out(verdict, highlight=False)
 
 
-def _show_frequencies(report: AuditReport) -> None:
+def _show_sampled(report: AuditReport) -> None:
     from sakiyomi.audit_report import AWAY, ODDS, POWER
     from sakiyomi.cli.output import stdout, table
 
@@ -160,26 +166,34 @@ def _show_frequencies(report: AuditReport) -> None:
             {
                 "rule": check.rule,
                 "draft": check.drafter,
-                "gamma": "tree" if check.gamma is None else check.gamma,
+                "test": check.how,
+                "drafted": check.shape,
                 "tokens": check.fit.tokens,
-                "accepted": f"{check.accepted} of {check.drafted}",
+                "accepted": f"{check.accepted / check.drafted:.0%}" if check.drafted else None,
                 "chi-square": f"{check.fit.statistic:.1f} ({check.fit.freedom})",
                 "p": f"{check.fit.p:.2g}",
-                "TV": f"{check.fit.distance:.4f} (noise {check.fit.noise:.4f})",
-                "power": f"{check.fit.power:.4f}",
+                "TV": f"{check.fit.distance:.4f}",
+                "by chance": f"{check.fit.noise:.4f}",
+                f"power at {AWAY}": f"{check.fit.power:.4f}",
                 "": "" if check.fit.ok else "DEFECT",
             }
-            for check in report.frequencies
+            for check in report.sampled
         ]
     )
     console = stdout()
     console.out(
-        f"tokens counted by rank, behind tokens of each rank; power against a total variation of {AWAY}; odds of a "
-        f"false alarm in all these together {ODDS:g}",
+        "whole: texts of the pair itself; played: rows of the pair, played through the engine and the rule; "
+        f"neighbours: the same texts, against the requests beside them. Odds of a false alarm in all: {ODDS:g}",
         highlight=False,
     )
-    if any(check.fit.power < POWER for check in report.frequencies):
-        console.out(f"some were given too few tokens for a power of {POWER}: raise --samples", highlight=False)
+    weak = [check for check in report.sampled if check.how != "whole" and check.fit.ok and check.fit.power < POWER]
+    if weak:
+        least = min(check.fit.power for check in weak)
+        console.out(
+            f"{len(weak)} tests were given too few tokens: their power is down to {least:.3f}; raise --samples for "
+            f"{POWER}",
+            highlight=False,
+        )
 
 
 def _word(tokenizer: Any, token: int) -> str:
