@@ -15,6 +15,7 @@ central limit theorem for martingales, Hall and Heyde 1980, section 3.2.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Fit", "Frequencies", "Ranked", "chance_to_see", "rank"]
+__all__ = ["Fit", "Frequencies", "Ranked", "chance_to_see", "rank", "shift_to_see"]
 
 LEAST = 100.0
 """Cells that are expected less often are joined, for the test relies on sums being nearly normal: with this many the
@@ -82,6 +83,7 @@ class Fit:
         noise: about how much noise alone makes.
         power: the least chance to see a distribution ``away`` from the target's, at this level.
         away: the total variation over the cells that ``power`` is about.
+        seen: the total variation that is seen with a chance of ``sure``; infinite where there are no cells.
         level: the text is called another's where p is below it.
     """
 
@@ -93,6 +95,7 @@ class Fit:
     noise: float
     power: float
     away: float
+    seen: float
     level: float
 
     @property
@@ -102,7 +105,7 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        return asdict(self) | {"ok": self.ok}
+        return asdict(self) | {"ok": self.ok, "seen": None if self.seen == math.inf else self.seen}
 
 
 class Frequencies:
@@ -137,12 +140,13 @@ class Frequencies:
             self._covariance[group] += np.diag(here.sum(0)) - here.T @ here
         self.tokens += len(behind)
 
-    def fit(self, level: float, away: float = 0.02) -> Fit:
+    def fit(self, level: float, away: float = 0.02, sure: float = 0.999) -> Fit:
         """Test the counts.
 
         Args:
             level: odds of a false alarm.
             away: the total variation that ``Fit.power`` is about.
+            sure: the power that ``Fit.seen`` is about.
         """
         from scipy import stats
 
@@ -162,7 +166,8 @@ class Frequencies:
         # By Cauchy and Schwarz d' C^-1 d >= (s'd)^2 / (s'C s) for the signs s of d, and s'd is twice the distance.
         shift = (2 * away * count) ** 2 / widest if widest else 0.0
         power = chance_to_see(shift, freedom, level)
-        return Fit(self.tokens, statistic, freedom, p, distance / count, noise / count, power, away, level)
+        seen = away * (shift_to_see(sure, freedom, level) / shift) ** 0.5 if shift and freedom else math.inf
+        return Fit(self.tokens, statistic, freedom, p, distance / count, noise / count, power, away, seen, level)
 
     def _cells(self) -> list[tuple[Array, Array, Array]]:
         """Counts, what was expected and the covariance of each group; cells that are expected too seldom are joined."""
@@ -185,6 +190,16 @@ def chance_to_see(shift: float, freedom: int, level: float) -> float:
     from scipy import stats
 
     return float(stats.ncx2.sf(stats.chi2.isf(level, freedom), freedom, shift)) if freedom and shift else 0.0
+
+
+def shift_to_see(power: float, freedom: int, level: float) -> float:
+    """The noncentrality at which ``chance_to_see`` is so large."""
+    from scipy.optimize import brentq
+
+    most = 1.0
+    while chance_to_see(most, freedom, level) < power:
+        most *= 2.0
+    return float(brentq(lambda shift: chance_to_see(shift, freedom, level) - power, 0.0, most))
 
 
 def _joined(expected: Array) -> Array:

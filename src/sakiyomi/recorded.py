@@ -28,8 +28,9 @@ WIDTH = 4
 STATES = 1 + WIDTH
 Narrow = tuple[Tensor, Tensor]
 """(n,) token ids and their probabilities, sum 1."""
-HEARD, CONSIDERED = 32, 128
+HEARD, CONSIDERED = 32, 64
 """Rows of a text that are kept, and rows of each model among which a choice is made."""
+HOTTER = (1.0, 2.0, 4.0)
 
 
 def narrow(row: Tensor) -> Narrow:
@@ -84,7 +85,8 @@ class Recording:
     def of(cls, target: Sequence[Narrow], draft: Sequence[Narrow]) -> Recording:
         """Choose rows on which a wrong rule shows best, and make a chain of them.
 
-        A rule is to be right for any two of them, so that a row of the target may meet what the draft said elsewhere.
+        A rule is to be right for any two of them, so that a row of the target may meet what the draft said elsewhere,
+        and both be taken as they are at higher temperatures: of a model that is sure of itself few others tell much.
 
         Args:
             target, draft: rows at the same places, at least one.
@@ -95,6 +97,7 @@ class Recording:
         for row, i in enumerate(picked):
             for table, (ids, values) in ((p, target[i]), (q, draft[i])):
                 table[row, torch.searchsorted(tokens, ids)] = values
+        p, q = (torch.cat([_hotter(rows, times) for times in HOTTER]) for rows in (p, q))
         worth = torch.stack([telling(row, q) for row in p])
         chosen = worth.flatten().sort(descending=True, stable=True).indices[:STATES]
         # Of fewer pairs than states some stand for several.
@@ -139,6 +142,12 @@ def telling(target: Tensor, draft: Tensor) -> Tensor:
     half, mass = _normalised((target / 2 - draft).clamp_min(0))
     level = mass * (half - rest).abs().sum(1) / 2
     return coin * level * (1 - (target * target).sum())
+
+
+def _hotter(rows: Tensor, times: float) -> Tensor:
+    """Distributions as they are at a temperature so many times as high."""
+    hotter = rows ** (1 / times) * (rows > 0)
+    return hotter / hotter.sum(1, keepdim=True)
 
 
 def _normalised(rows: Tensor) -> tuple[Tensor, Tensor]:

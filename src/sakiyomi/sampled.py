@@ -152,7 +152,7 @@ class SampledTests:
                 ranked = rank(self._probs(request, sampler), request.output, WHOLE)
                 counted.add(ranked, [0, *ranked.part[:-1]])
                 drafted, accepted = drafted + request.stats.drafted, accepted + request.stats.accepted
-        fit = counted.fit(self._level, AWAY)
+        fit = counted.fit(self._level, AWAY, POWER)
         shape = shape_name(test.shape)
         return SampledCheck("whole", test.rule, test.name, shape, self._config.texts, drafted, accepted, fit)
 
@@ -217,7 +217,7 @@ class SampledTests:
             for one, other in itertools.pairwise(ranked):
                 beside.add(one, other.part)
             texts += len(done)
-            fits = [counted.fit(level, AWAY) for counted in (single, beside)]
+            fits = [counted.fit(level, AWAY, POWER) for counted in (single, beside)]
             self._note(f"playing {what}: {single.tokens} tokens, power {fits[0].power:.3f} of {POWER}")
             enough = single.tokens >= most or min(fit.power for fit in fits) >= POWER
             early = bool(looks) and single.tokens >= looks[0]

@@ -175,6 +175,7 @@ def _show_sampled(report: AuditReport) -> None:
                 "TV": f"{check.fit.distance:.4f}",
                 "by chance": f"{check.fit.noise:.4f}",
                 f"power at {AWAY}": f"{check.fit.power:.4f}",
+                f"{POWER} from": f"{check.fit.seen:.3f}" if check.fit.freedom else None,
                 "": "" if check.fit.ok else "DEFECT",
             }
             for check in report.sampled
@@ -183,7 +184,8 @@ def _show_sampled(report: AuditReport) -> None:
     console = stdout()
     console.out(
         "whole: texts of the pair itself; played: rows of the pair, played through the engine and the rule; "
-        f"neighbours: the same texts, against the requests beside them. Odds of a false alarm in all: {ODDS:g}",
+        "neighbours: the same texts, against the requests beside them. A total variation as in the last column is seen "
+        f"with power {POWER}. Odds of a false alarm in all: {ODDS:g}",
         highlight=False,
     )
     weak = [check for check in report.sampled if check.how != "whole" and check.fit.ok and check.fit.power < POWER]
