@@ -64,6 +64,7 @@ def audit(
     config, options = config or AuditConfig(), dict(options or {})
     note("loading the engine")
     engine = LLM(target, draft=draft, **options)
+    drafters = [drafter for drafter in (engine.draft, *map(engine.drafter, drafts)) if drafter is not None]
     ids = [engine.tokenizer(text).input_ids[: config.prompt_tokens] for text in prompts]
     longest = max(map(len, ids))
     if longest + config.max_new_tokens > engine.max_context:
@@ -104,7 +105,6 @@ def audit(
     auditor = _Auditor(report, referee, config, note)
     note("checking plain text")
     plain = auditor.plain(Undrafted(engine), expected)
-    drafters = [drafter for drafter in (engine.draft, *map(engine.drafter, drafts)) if drafter is not None]
     report.drafter = ", ".join(drafter.name for drafter in drafters) or None
     strict = bool(options.get("strict"))
     for drafter in drafters:

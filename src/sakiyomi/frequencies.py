@@ -166,8 +166,8 @@ class Frequencies:
         # By Cauchy and Schwarz d' C^-1 d >= (s'd)^2 / (s'C s) for the signs s of d, and s'd is twice the distance.
         shift = (2 * away * count) ** 2 / widest if widest else 0.0
         power = chance_to_see(shift, freedom, level)
-        seen = away * (shift_to_see(sure, freedom, level) / shift) ** 0.5 if shift and freedom else math.inf
-        return Fit(self.tokens, statistic, freedom, p, distance / count, noise / count, power, away, seen, level)
+        least = away * (shift_to_see(sure, freedom, level) / shift) ** 0.5 if shift and freedom else math.inf
+        return Fit(self.tokens, statistic, freedom, p, distance / count, noise / count, power, away, least, level)
 
     def _cells(self) -> list[tuple[Array, Array, Array]]:
         """Counts, what was expected and the covariance of each group; cells that are expected too seldom are joined."""

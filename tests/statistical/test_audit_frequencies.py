@@ -34,7 +34,7 @@ from toys import save_model, tiny_llama, tiny_tokenizer
 
 PROMPTS = ["Once upon a time", "The fox"]
 PARTS = (1, 4, 16)
-SHORT = AuditConfig(max_new_tokens=32, gammas=(2,), seeds=(0,), samples=40_000, texts=4)
+SHORT = AuditConfig(max_new_tokens=32, gammas=(2,), seeds=(0,), samples=32_000, texts=4)
 
 
 class BonusFromDraft(broken.BonusFromDraft):
