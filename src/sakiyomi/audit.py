@@ -3,25 +3,36 @@
 Under greedy search our tokens have to be those of transformers' ``generate``. Under the coupled rule sampled text
 depends on the seed alone, so that drafted and plain text have to be equal too. Where they are not, the difference is
 explained (see ``referee``) or it is a defect. With ``exact=True`` our own texts have to be equal to the last token,
-near-ties included. Weights that were rounded are in no transformers model: there the reference is the text that the
-same engine writes plainly, and its own passes are the judge. This module prints nothing.
+near-ties included. Under the ratio rule and its kin the text depends on the draft, and only its distribution is the
+target's: that is tested (see ``sampled``). Weights that were rounded are in no transformers model: there
+the reference is the text that the same engine writes plainly, and its own passes are the judge. This module prints
+nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sakiyomi.audit_report import AuditConfig, AuditReport, Check, Texts
+from sakiyomi.audit_report import AuditConfig, AuditReport, Check, SampledCheck, Texts, shape_name
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.errors import InputError
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence, Referee, Scores, coupled_scores, greedy_scores
+from sakiyomi.sampled import SampledTests, drafted_kind
+from sakiyomi.verifiers import VERIFIERS
 
-__all__ = ["AuditConfig", "AuditReport", "Check", "audit"]
+if TYPE_CHECKING:
+    from sakiyomi.drafters import Drafter
+
+__all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "audit"]
+
+Key = tuple[str, int] | None
+"""Rule and seed of a sampled text; None of a greedy one."""
 
 
 def audit(
@@ -29,6 +40,7 @@ def audit(
     draft: Any = "auto",
     *,
     prompts: Sequence[str],
+    drafts: Sequence[Any] = (),
     config: AuditConfig | None = None,
     options: Mapping[str, Any] | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -38,6 +50,7 @@ def audit(
     Args:
         target, draft: as ``LLM`` takes them.
         prompts: texts to continue.
+        drafts: others to check beside the same target, each as ``LLM`` takes it.
         config: how much is checked.
         options: other arguments of ``LLM``: dtype, exact, quantize and so on.
         note: is told what is going on.
@@ -51,6 +64,7 @@ def audit(
     config, options = config or AuditConfig(), dict(options or {})
     note("loading the engine")
     engine = LLM(target, draft=draft, **options)
+    drafters = [drafter for drafter in (engine.draft, *map(engine.drafter, drafts)) if drafter is not None]
     ids = [engine.tokenizer(text).input_ids[: config.prompt_tokens] for text in prompts]
     longest = max(map(len, ids))
     if longest + config.max_new_tokens > engine.max_context:
@@ -91,9 +105,18 @@ def audit(
     auditor = _Auditor(report, referee, config, note)
     note("checking plain text")
     plain = auditor.plain(Undrafted(engine), expected)
-    report.drafter = getattr(engine.draft, "name", None)
-    if engine.draft is not None:
-        auditor.drafted(engine, expected, plain)
+    report.drafter = ", ".join(drafter.name for drafter in drafters) or None
+    strict = bool(options.get("strict"))
+    for drafter in drafters:
+        auditor.drafted(Undrafted(engine, drafter, strict=strict), drafter, expected, plain)
+    if config.sampled or config.verifiers:
+
+        def beside(drafter: Drafter | None) -> Undrafted:
+            return Undrafted(engine, drafter, strict=strict)
+
+        tests = SampledTests(beside, drafters, auditor.tested, ids, referee, config, note)
+        report.untested = tests.untested
+        report.sampled += tests.run()
     return report
 
 
@@ -102,31 +125,39 @@ class _Auditor:
 
     def __init__(self, report: AuditReport, referee: Referee, config: AuditConfig, note: Callable[[str], None]) -> None:
         self.report, self.referee, self.config, self.note = report, referee, config, note
+        rules = [VERIFIERS[name] for name in config.verifiers] or [rule for rule in VERIFIERS.values() if rule.lossless]
+        names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
+        known = list(zip(names, rules, strict=True))
+        # Whether a rule's text depends on the seed alone: then it is compared, else its distribution is tested.
+        self.coupled = [name for name, rule in known if rule.rule == "coupled"]
+        self.tested = [name for name, rule in known if rule.rule != "coupled" and name != "greedy"]
 
-    def plain(self, llm: Any, expected: Texts) -> dict[int | None, Texts]:
-        """Check plain text; it comes back by seed, None for the greedy one."""
-        found: dict[int | None, Texts] = {None: self._write(llm, self.config.greedy())}
+    def plain(self, llm: Any, expected: Texts) -> dict[Key, Texts]:
+        """Check plain text; it comes back by rule and seed, None for the greedy one."""
+        found: dict[Key, Texts] = {None: self._write(llm, self.config.greedy())}
         self._compare("plain", self.report.reference, expected, found[None])
         together = self._write(llm, self.config.greedy(), batched=True)
         self._compare("plain", "plain", found[None], together, batch=len(together))
-        for seed in self.config.seeds:
-            found[seed] = self._write(llm, self.config.sampled(seed))
-            self._follow(found[seed], seed)
+        for key in itertools.product(self.coupled, self.config.seeds):
+            found[key] = self._write(llm, self.config.seeded(key[1], rule=key[0]))
+            self._follow(found[key], key)
         return found
 
-    def drafted(self, llm: Any, expected: Texts, plain: Mapping[int | None, Texts]) -> None:
+    def drafted(self, llm: Any, drafter: Drafter, expected: Texts, plain: Mapping[Key, Texts]) -> None:
         """Check text that was written with a draft."""
-        for gamma in self.config.gammas:
-            self.note(f"checking gamma {gamma}")
-            texts = self._write(llm, self.config.greedy(gamma))
-            self._compare("drafted", self.report.reference, expected, texts, gamma)
+        for shape in self.config.shapes():
+            self.note(f"checking {drafter.name}, {shape_name(shape)}")
+            where: dict[str, Any] = {"gamma": shape.get("gamma"), "drafter": drafter.name, "tree": "tree" in shape}
+            texts = self._write(llm, self.config.greedy(shape))
+            self._compare("drafted", self.report.reference, expected, texts, **where)
             if self.report.exact:
-                self._compare("drafted", "plain", plain[None], texts, gamma)
-            together = self._write(llm, self.config.greedy(gamma), batched=True)
-            self._compare("drafted", "plain", plain[None], together, gamma, batch=len(together))
-            for seed in self.config.seeds:
-                texts = self._write(llm, self.config.sampled(seed, gamma))
-                self._compare("drafted", "plain", plain[seed], texts, gamma, seed)
+                self._compare("drafted", "plain", plain[None], texts, **where)
+            together = self._write(llm, self.config.greedy(shape), batched=True)
+            self._compare("drafted", "plain", plain[None], together, **where, batch=len(together))
+            for key in itertools.product(self.coupled, self.config.seeds):
+                params = self.config.seeded(key[1], shape, key[0])
+                if drafted_kind(drafter, params) in VERIFIERS[key[0]].takes:
+                    self._compare("drafted", "plain", plain[key], self._write(llm, params), key=key, **where)
 
     def _write(self, llm: Any, params: SamplingParams, *, batched: bool = False) -> Texts:
         prompts = self.report.prompts
@@ -134,11 +165,11 @@ class _Auditor:
             return [list(done.token_ids) for done in llm.generate(prompts, params)]
         return [list(llm.generate([prompt], params)[0].token_ids) for prompt in prompts]
 
-    def _scores(self, seed: int | None) -> tuple[Scores, float]:
-        if seed is None:
+    def _scores(self, key: Key) -> tuple[Scores, float]:
+        if key is None:
             return greedy_scores, self.referee.limit()
         # Each text was a list of one: its key is (seed, 0).
-        return coupled_scores(self.config.sampled(seed), 0), self.referee.limit(self.config.temperature)
+        return coupled_scores(self.config.seeded(key[1]), 0), self.referee.limit(self.config.temperature)
 
     def _compare(
         self,
@@ -146,12 +177,12 @@ class _Auditor:
         against: str,
         expected: Texts,
         got: Texts,
-        gamma: int | None = None,
-        seed: int | None = None,
         *,
+        key: Key = None,
         batch: int = 1,
+        **where: Any,
     ) -> None:
-        scores, limit = self._scores(seed)
+        scores, limit = self._scores(key)
         if self.report.exact and against == "plain":
             limit = 0.0
         found = []
@@ -165,15 +196,15 @@ class _Auditor:
                 # The texts part at a near-tie; what follows is judged token by token.
                 divergence = self.referee.follow(i, prompt, text, scores=scores, limit=limit) or divergence
             found.append(divergence)
-        self._add(what, against, got, found, gamma, seed, batch)
+        self._add(what, against, got, found, key, batch, **where)
 
-    def _follow(self, texts: Texts, seed: int) -> None:
-        scores, limit = self._scores(seed)
+    def _follow(self, texts: Texts, key: Key) -> None:
+        scores, limit = self._scores(key)
         judged = (
             self.referee.follow(i, prompt, text, scores=scores, limit=limit)
             for i, (prompt, text) in enumerate(zip(self.report.prompts, texts, strict=True))
         )
-        self._add("plain", "logits", texts, [found for found in judged if found is not None], None, seed, 1)
+        self._add("plain", "logits", texts, [found for found in judged if found is not None], key, 1)
 
     def _add(
         self,
@@ -181,12 +212,15 @@ class _Auditor:
         against: str,
         texts: Texts,
         found: list[Divergence],
-        gamma: int | None,
-        seed: int | None,
+        key: Key,
         batch: int,
+        *,
+        gamma: int | None = None,
+        drafter: str | None = None,
+        tree: bool = False,
     ) -> None:
-        rule = "greedy" if seed is None else "coupled"
-        tokens = sum(map(len, texts))
+        rule, seed = key or ("greedy", None)
+        tokens, equal = sum(map(len, texts)), len(texts) - len(found)
         self.report.checks.append(
-            Check(rule, what, against, gamma, seed, batch, len(texts), len(texts) - len(found), tokens, tuple(found))
+            Check(rule, what, against, gamma, seed, batch, len(texts), equal, tokens, tuple(found), drafter, tree)
         )

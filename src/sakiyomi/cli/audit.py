@@ -29,6 +29,13 @@ class AuditOptions:
         gammas: draft tokens a round to check (again for each).
         seeds: seeds of the sampled texts (again for each).
         temperature: of the sampled texts.
+        sampled: also test the distribution of text whose rule makes it depend on the draft (ratio, block, traversal),
+            until one .02 of total variation away would be seen; takes minutes.
+        drafts: other drafters to check beside the same target (again for each).
+        verifiers: acceptance rules to check, the distribution under those named too (again for each); all lossless
+            ones if none is.
+        samples: most tokens that are played for each rule and kind of draft; fewer do where they are enough.
+        texts: that the pair itself writes for each rule, drafter and shape.
     """
 
     prompts: str | None = None
@@ -38,6 +45,11 @@ class AuditOptions:
     gammas: tuple[int, ...] = (1, 2, 5)
     seeds: tuple[int, ...] = (0, 1)
     temperature: float = 1.0
+    sampled: bool = False
+    drafts: tuple[str, ...] = ()
+    verifiers: tuple[str, ...] = ()
+    samples: int = 120_000
+    texts: int = 32
 
 
 def register(app: typer.Typer) -> None:
@@ -49,8 +61,9 @@ def register(app: typer.Typer) -> None:
         AuditOptions,
         JsonOption,
         help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
-        "plain; under the coupled rule sampled text too. With quantize, or a cache within a budget, everything "
-        "against plain text of that target. Exit code 1 if a defect was found.",
+        "plain; under the coupled rule sampled text too; with --sampled the distribution of text under the others. "
+        "With quantize, or a cache within a budget, everything against plain text of that target. Exit "
+        "code 1 if a defect was found.",
     )(audit)
 
 
@@ -72,11 +85,20 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
             gammas=options.gammas,
             seeds=options.seeds,
             temperature=options.temperature,
+            sampled=options.sampled,
+            verifiers=options.verifiers,
+            samples=options.samples,
+            texts=options.texts,
         )
         values = model.values()
         target, draft = values.pop("target"), values.pop("draft")
         report = logic.audit(
-            target, draft, prompts=texts[: options.count], config=config, options=values, note=status.update
+            *(target, draft),
+            prompts=texts[: options.count],
+            drafts=options.drafts,
+            config=config,
+            options=values,
+            note=status.update,
         )
     _show(model, report)
     if output.json:
@@ -102,8 +124,9 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
             {
                 "rule": check.rule,
                 "text": check.what,
+                "draft": check.drafter,
                 "against": check.against,
-                "gamma": check.gamma,
+                "gamma": "tree" if check.tree else check.gamma,
                 "seed": check.seed,
                 "batch": check.batch,
                 "equal": f"{check.equal} of {check.texts}",
@@ -114,6 +137,8 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
             for check in report.checks
         ]
     )
+    if report.sampled:
+        _show_sampled(report)
     for check in report.checks:
         for found in check.divergences:
             what = "DEFECT" if found.defect else "near-tie"
@@ -126,8 +151,51 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
             )
     if report.drafter is None:
         console.out("there was no draft: only plain text was checked; pass --draft model:FOLDER", highlight=False)
+    for rule in report.untested:
+        console.out(f"{rule} was not tested: it takes no draft of these drafters", highlight=False)
     verdict = "no defect" if report.ok else f"{report.defects} DEFECTS: the output is not the target's own"
     console.out(verdict, highlight=False)
+
+
+def _show_sampled(report: AuditReport) -> None:
+    from sakiyomi.audit_report import AWAY, ODDS, POWER
+    from sakiyomi.cli.output import stdout, table
+
+    table(
+        [
+            {
+                "rule": check.rule,
+                "draft": check.drafter,
+                "test": check.how,
+                "drafted": check.shape,
+                "tokens": check.fit.tokens,
+                "accepted": f"{check.accepted / check.drafted:.0%}" if check.drafted else None,
+                "chi-square": f"{check.fit.statistic:.1f} ({check.fit.freedom})",
+                "p": f"{check.fit.p:.2g}",
+                "TV": f"{check.fit.distance:.4f}" if check.fit.freedom else None,
+                "by chance": f"{check.fit.noise:.4f}" if check.fit.freedom else None,
+                f"power at {AWAY}": f"{check.fit.power:.4f}",
+                f"{POWER} from": f"{check.fit.seen:.3f}" if check.fit.freedom else None,
+                "": "" if check.fit.ok else "DEFECT",
+            }
+            for check in report.sampled
+        ]
+    )
+    console = stdout()
+    console.out(
+        "whole: texts of the pair itself; played: rows of the pair, played through the engine and the rule; "
+        "neighbours: the same texts, against the requests beside them. A total variation as in the last column is seen "
+        f"with power {POWER}. Odds of a false alarm in all: {ODDS:g}",
+        highlight=False,
+    )
+    weak = [check for check in report.sampled if check.how != "whole" and check.fit.ok and check.fit.power < POWER]
+    if weak:
+        least = min(check.fit.power for check in weak)
+        console.out(
+            f"{len(weak)} tests were given too few tokens: their power is down to {least:.3f}; raise --samples for "
+            f"{POWER}",
+            highlight=False,
+        )
 
 
 def _word(tokenizer: Any, token: int) -> str:
