@@ -88,7 +88,6 @@ def predicted(work: Work, note: Note) -> Row:
             count=max(2, config.count),
             prompt_tokens=config.prompt_tokens,
             max_new_tokens=max(8, config.max_new_tokens),
-            laps=config.repeats,
             all=True,
             dtype=config.dtype,
             device=config.device,

@@ -1,0 +1,196 @@
+"""What there is to learn about drafters: how often they are right, on many texts; what they cost, on a few."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.errors import DraftError
+from sakiyomi.tuning.predict import Chains, Expected, RoundCosts, by_chance, by_place, by_rank, usual, weighed
+from sakiyomi.tuning.watch import Heard, Round, watched
+
+if TYPE_CHECKING:
+    from sakiyomi.llm import LLM
+    from sakiyomi.params import SamplingParams
+
+__all__ = ["BATCH", "DEEP", "GAMMAS", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
+
+GAMMAS = (1, 2, 3, 4, 6, 8)
+RUN = (1, 4, 8)  # those between are told from these
+DEEP = RUN[-1]
+ALONE = 8  # texts that are written one at a time
+BATCH = 16
+Prompts = Sequence[list[int]]
+Note = Callable[[str], None]
+Gamma = int | str
+
+
+@dataclass
+class Candidate:
+    """A drafter on the target, with what is known of it.
+
+    Attributes:
+        spec: how a user asks for it.
+        heard: itself.
+        fixed, weighing: engines for chains of a given length and for "auto": each learns from its own rounds alone.
+        alone: rounds of texts that were written one at a time, by gamma.
+        many: the same of texts that were written in batches.
+    """
+
+    spec: str
+    heard: Heard
+    fixed: Undrafted
+    weighing: Undrafted
+    alone: dict[Gamma, list[Sequence[Round]]] = field(default_factory=dict)
+    many: dict[int, list[Sequence[Round]]] = field(default_factory=dict)
+
+    @classmethod
+    def on(cls, llm: LLM, spec: str) -> Candidate | None:
+        """A drafter made ready beside a target; None for "none".
+
+        Raises:
+            SakiyomiError: it cannot be used there.
+        """
+        drafter = llm.drafter(spec)
+        if drafter is None:
+            return None
+        heard = Heard(drafter)
+        return cls(spec, heard, *(Undrafted(llm, heard, strict=True) for _ in range(2)))
+
+    def engine(self, gamma: Gamma) -> Undrafted:
+        """The one for this gamma."""
+        return self.weighing if gamma == "auto" else self.fixed
+
+    def write(self, prompts: Prompts, params: SamplingParams, gamma: Gamma) -> list[Sequence[Round]]:
+        """Rounds of texts that are written at once."""
+        written = watched(self.engine(gamma).engine, self.heard, prompts, replace(params, gamma=gamma))
+        return [text.rounds for text in written]
+
+    def chains(self) -> list[Round]:
+        """All rounds of chains whose times are known."""
+        return [part for gamma in RUN for text in self.alone[gamma] for part in text]
+
+
+class Calibration:
+    """Rounds of every drafter on the same texts.
+
+    A few texts are written one at a time, by everyone before the next one is begun and with plain decoding between,
+    since machines drift: they say what rounds take. Many are written in batches: they say how often drafts are right,
+    which no batch changes.
+
+    Args:
+        llm: the target, without a drafter.
+        params: of all texts.
+        candidates: drafters.
+        refused: who cannot be used, and why; who fails here is added.
+
+    Attributes:
+        texts: how many were written in batches.
+    """
+
+    def __init__(
+        self, llm: LLM, params: SamplingParams, candidates: Iterable[Candidate], refused: list[dict[str, str]]
+    ) -> None:
+        self.llm, self.params = llm, params
+        self.candidates = {candidate.spec: candidate for candidate in candidates}
+        self.refused = refused
+        self.undrafted = Undrafted(llm)
+        self.plain: list[Round] = []
+        self.texts = 0
+
+    def run(self, prompts: Prompts, ends: tuple[float, float], note: Note) -> None:
+        """Learn.
+
+        Args:
+            prompts: at least one.
+            ends: when to stop writing texts alone, and in batches, by the monotonic clock; some are written anyhow.
+            note: told what is being done.
+        """
+        note("warming up")
+        self._plain(prompts[0])
+        self._each(lambda candidate: [candidate.write(prompts[:1], self.params, gamma) for gamma in (*RUN, "auto")])
+        self.plain.clear()
+        for number, prompt in enumerate(prompts[:ALONE], start=1):
+            note(f"timing, text {number}")
+            self._plain(prompt)
+            self._each(functools.partial(self._time, prompt))
+            if number > 1 and time.monotonic() > ends[0]:
+                break
+        for first in range(0, len(prompts), BATCH):
+            some = prompts[first : first + BATCH]
+            note(f"counting what is right, texts {first + 1} to {first + len(some)}")
+            self._each(functools.partial(self._count, some))
+            self.texts += len(some)
+            if time.monotonic() > ends[1]:
+                break
+
+    def _each(self, work: Callable[[Candidate], object]) -> None:
+        for spec, candidate in list(self.candidates.items()):
+            try:
+                work(candidate)
+            except DraftError as error:
+                del self.candidates[spec]
+                self.refused.append({"draft": spec, "refused": error.message})
+
+    def _plain(self, prompt: list[int]) -> None:
+        self.plain += watched(self.undrafted.engine, None, [prompt], self.params)[0].rounds
+
+    def _time(self, prompt: list[int], candidate: Candidate) -> None:
+        for gamma in (*RUN, "auto"):
+            candidate.alone.setdefault(gamma, []).extend(candidate.write([prompt], self.params, gamma))
+        self._plain(prompt)
+
+    def _count(self, prompts: Prompts, candidate: Candidate) -> None:
+        for gamma in RUN:
+            candidate.many.setdefault(gamma, []).extend(candidate.write(prompts, self.params, gamma))
+
+    # ------------------------------------------------------------ what follows
+
+    def rows(self, tokens: int) -> int:
+        """Rows that a pass over so many tokens has."""
+        return self.llm.target.padded(tokens)
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a plain round."""
+        return usual([part.seconds for part in self.plain])
+
+    def passes(self) -> dict[int, float]:
+        """Seconds of a target pass by its rows, of all texts that were written alone."""
+        found: dict[int, list[float]] = {}
+        for part in [*self.plain, *(part for candidate in self.candidates.values() for part in candidate.chains())]:
+            found.setdefault(self.rows(part.nodes + 1), []).append(part.score)
+        return {rows: usual(seconds) for rows, seconds in sorted(found.items())}
+
+    def costs(self, candidate: Candidate) -> RoundCosts:
+        """Of rounds of chains with this drafter."""
+        return RoundCosts.of(candidate.chains(), self.rows, self.passes())
+
+    def predict(self, candidate: Candidate) -> dict[Gamma, Expected]:
+        """Of every length, and of "auto"."""
+        costs, plain, chains = self.costs(candidate), self.plain_seconds, Chains(candidate.many)
+        found: dict[Gamma, Expected] = {gamma: chains.expect(gamma, costs, self.rows, plain) for gamma in GAMMAS}
+        found["auto"] = weighed(candidate.alone["auto"], candidate.alone[DEEP], candidate.many[DEEP], plain)
+        return found
+
+    def described(self, candidate: Candidate) -> dict[str, Any]:
+        """What was found out about a drafter: acceptance by place, rank and confidence, and its times."""
+        deep, costs = Chains(candidate.many).rounds(DEEP), self.costs(candidate)
+        alphas, weighing = by_place(deep), [part for text in candidate.alone["auto"] for part in text]
+        judged = sum(min(part.tokens, part.depth) for part in deep)
+        step = costs.draft(DEEP) / DEEP
+        return {
+            "draft": candidate.spec,
+            "alpha": sum(min(part.tokens - 1, part.depth) for part in deep) / judged if judged else 0.0,
+            "hit": sum(part.depth > 0 for part in deep) / max(len(deep), 1),
+            "alphas": alphas,
+            "by_rank": by_rank(weighing),
+            "by_confidence": by_chance(deep),
+            "draft_ms": 1000 * step,
+            "c": step / self.plain_seconds,
+            "overhead_ms": 1000 * costs.other(4),
+        }
