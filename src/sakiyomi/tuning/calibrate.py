@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["BATCH", "DEEP", "GAMMAS", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
-RUN = (1, 4, 8)  # those between are told from these
+RUN = (1, 3, 6, 8)  # those between are told from these
 DEEP = RUN[-1]
 ALONE = 8  # texts that are written one at a time
 BATCH = 16
+WARM = 16  # new tokens of texts that only warm up
 Prompts = Sequence[list[int]]
 Note = Callable[[str], None]
 Gamma = int | str
@@ -39,6 +40,7 @@ class Candidate:
         fixed, weighing: engines for chains of a given length and for "auto": each learns from its own rounds alone.
         alone: rounds of texts that were written one at a time, by gamma.
         many: the same of texts that were written in batches.
+        plain: rounds of plain decoding between those of ``alone``: what they are compared with.
     """
 
     spec: str
@@ -47,6 +49,7 @@ class Candidate:
     weighing: Undrafted
     alone: dict[Gamma, list[Sequence[Round]]] = field(default_factory=dict)
     many: dict[int, list[Sequence[Round]]] = field(default_factory=dict)
+    plain: list[Round] = field(default_factory=list)
 
     @classmethod
     def on(cls, llm: LLM, spec: str) -> Candidate | None:
@@ -69,6 +72,11 @@ class Candidate:
         """Rounds of texts that are written at once."""
         written = watched(self.engine(gamma).engine, self.heard, prompts, replace(params, gamma=gamma))
         return [text.rounds for text in written]
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a plain round."""
+        return usual([part.seconds for part in self.plain])
 
     def chains(self) -> list[Round]:
         """All rounds of chains whose times are known."""
@@ -99,7 +107,7 @@ class Calibration:
         self.candidates = {candidate.spec: candidate for candidate in candidates}
         self.refused = refused
         self.undrafted = Undrafted(llm)
-        self.plain: list[Round] = []
+        self.plain: list[Sequence[Round]] = []
         self.texts = 0
 
     def run(self, prompts: Prompts, ends: tuple[float, float], note: Note) -> None:
@@ -112,13 +120,14 @@ class Calibration:
         """
         note("warming up")
         self._plain(prompts[0])
-        self._each(lambda candidate: [candidate.write(prompts[:1], self.params, gamma) for gamma in (*RUN, "auto")])
+        short = replace(self.params, max_new_tokens=min(WARM, self.params.max_new_tokens))
+        self._each(lambda candidate: [candidate.write(prompts[:1], short, gamma) for gamma in (DEEP, "auto")])
         self.plain.clear()
         for number, prompt in enumerate(prompts[:ALONE], start=1):
             note(f"timing, text {number}")
             self._plain(prompt)
             self._each(functools.partial(self._time, prompt))
-            if number > 1 and time.monotonic() > ends[0]:
+            if time.monotonic() > ends[0]:
                 break
         for first in range(0, len(prompts), BATCH):
             some = prompts[first : first + BATCH]
@@ -137,12 +146,14 @@ class Calibration:
                 self.refused.append({"draft": spec, "refused": error.message})
 
     def _plain(self, prompt: list[int]) -> None:
-        self.plain += watched(self.undrafted.engine, None, [prompt], self.params)[0].rounds
+        self.plain.append(watched(self.undrafted.engine, None, [prompt], self.params)[0].rounds)
 
     def _time(self, prompt: list[int], candidate: Candidate) -> None:
         for gamma in (*RUN, "auto"):
             candidate.alone.setdefault(gamma, []).extend(candidate.write([prompt], self.params, gamma))
         self._plain(prompt)
+        for rounds in self.plain[-2:]:  # before and behind
+            candidate.plain += rounds
 
     def _count(self, prompts: Prompts, candidate: Candidate) -> None:
         for gamma in RUN:
@@ -157,12 +168,15 @@ class Calibration:
     @property
     def plain_seconds(self) -> float:
         """Of a plain round."""
-        return usual([part.seconds for part in self.plain])
+        return usual([part.seconds for text in self.plain for part in text])
 
     def passes(self) -> dict[int, float]:
         """Seconds of a target pass by its rows, of all texts that were written alone."""
         found: dict[int, list[float]] = {}
-        for part in [*self.plain, *(part for candidate in self.candidates.values() for part in candidate.chains())]:
+        rounds = [part for text in self.plain for part in text]
+        for candidate in self.candidates.values():
+            rounds += candidate.chains()
+        for part in rounds:
             found.setdefault(self.rows(part.nodes + 1), []).append(part.score)
         return {rows: usual(seconds) for rows, seconds in sorted(found.items())}
 
@@ -171,8 +185,12 @@ class Calibration:
         return RoundCosts.of(candidate.chains(), self.rows, self.passes())
 
     def predict(self, candidate: Candidate) -> dict[Gamma, Expected]:
-        """Of every length, and of "auto"."""
-        costs, plain, chains = self.costs(candidate), self.plain_seconds, Chains(candidate.many)
+        """Of every length, and of "auto".
+
+        A drafter is compared with the plain rounds that were run between its own: a machine may be half as fast a
+        minute later, and that is no merit of the next one.
+        """
+        costs, plain, chains = self.costs(candidate), candidate.plain_seconds, Chains(candidate.many)
         found: dict[Gamma, Expected] = {gamma: chains.expect(gamma, costs, self.rows, plain) for gamma in GAMMAS}
         found["auto"] = weighed(candidate.alone["auto"], candidate.alone[DEEP], candidate.many[DEEP], plain)
         return found
@@ -191,6 +209,6 @@ class Calibration:
             "by_rank": by_rank(weighing),
             "by_confidence": by_chance(deep),
             "draft_ms": 1000 * step,
-            "c": step / self.plain_seconds,
+            "c": step / candidate.plain_seconds,
             "overhead_ms": 1000 * costs.other(4),
         }
