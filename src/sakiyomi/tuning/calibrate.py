@@ -62,7 +62,7 @@ class Candidate:
         if drafter is None:
             return None
         heard = Heard(drafter)
-        return cls(spec, heard, *(Undrafted(llm, heard, strict=True) for _ in range(2)))
+        return cls(spec, heard, Undrafted(llm, heard, strict=True), Undrafted(llm, heard, strict=True))
 
     def engine(self, gamma: Gamma) -> Undrafted:
         """The one for this gamma."""
