@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import statistics
@@ -15,11 +16,11 @@ from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.drafters.oracle import Oracle
 from sakiyomi.tree import Draft, Draw, TokenTree
-from sakiyomi.tuning import profile
+from sakiyomi.tuning import profile, search
 from sakiyomi.tuning.beginnings import WHAT, WHO, beginnings
 from sakiyomi.tuning.calibrate import DEEP
 from sakiyomi.tuning.config import PairConfig
-from sakiyomi.tuning.predict import Chains, Curve, RoundCosts, by_chance, by_place, by_rank, weighed
+from sakiyomi.tuning.predict import Chains, Curve, RoundCosts, by_chance, by_place, by_rank, calm, usual, weighed
 from sakiyomi.tuning.profile import Profile, lasting, profile_path, read_profile, write_profile
 from sakiyomi.tuning.search import tune
 from sakiyomi.tuning.watch import Heard, Judged, Round, judged, watched
@@ -105,7 +106,7 @@ def test_what_weighs_for_itself() -> None:
 
 
 def test_curves() -> None:
-    readings = [(1, 1.0), (1, 9.0), (1, 1.0), *[(3, 2.0)] * 60, (2, 50.0)]
+    readings = [(1, 1.0), (1, 2.0), (1, 1.0), *[(3, 2.0)] * 60, (2, 50.0)]
     curve = Curve.of(readings)
     assert curve.points == ((1, pytest.approx(4 / 3)), (3, 2.0)), "what was hardly read is left out"
     assert curve(2) == pytest.approx(5 / 3)
@@ -114,6 +115,18 @@ def test_curves() -> None:
     shared = {1: 1.0, 8: 1.5}
     costs = RoundCosts.of([round_(4, 2, score=1.3)] * 3, lambda rows: 4 if rows < 8 else 8, shared)
     assert costs.score.points == ((1, 1.0), (4, 1.3), (8, 1.5))
+
+
+def test_other_work_counts_little() -> None:
+    """Of a round that met other work all parts shrink alike: their means add up to that of whole rounds."""
+    rounds = [round_(4, 2)] * 9 + [round_(4, 2, other=10.0), round_(0, 1, draft=0.0)]
+    found = calm(rounds)
+    assert found[:9] == rounds[:9]
+    assert found[9].seconds == pytest.approx(2 * rounds[0].seconds)
+    assert found[9].other / found[9].score == pytest.approx(10.0)
+    assert found[10].seconds == pytest.approx(rounds[10].seconds)
+    costs = RoundCosts.of(rounds[:10], same, {})
+    assert costs.round(4, same) == pytest.approx(usual(rounds[:10])) == pytest.approx(1.1 * rounds[0].seconds)
 
 
 def test_what_became_of_a_tree() -> None:
@@ -220,7 +233,7 @@ def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
         prompts=str(prompts),
         dtype="float32",
         device="cpu",
-        max_new_tokens=12,
+        max_new_tokens=28,
         finalists=2,
         seconds=1,
     )
@@ -290,12 +303,18 @@ def test_what_cannot_be_tuned(changes: dict[str, Any], words: str, target: Path)
         tune(PairConfig(**({"target": str(target), "dtype": "float32", "device": "cpu"} | changes)))
 
 
+def test_texts_that_are_over_at_once(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SamplingParams", functools.partial(SamplingParams, stop_token_ids=tuple(range(256))))
+    with pytest.raises(InputError, match="end with their first token"):
+        tune(PairConfig(target=str(target), dtype="float32", device="cpu", count=2, max_new_tokens=8, seconds=1))
+
+
 def test_the_command(target: Path, kept: Path) -> None:
     flags = ["--target", str(target), "--dtype", "float32", "--device", "cpu", "--count", "2", "--max-new-tokens", "8"]
     done = CliRunner().invoke(
-        app, ["tune", *flags, "--temperature", "1", "--all", "--seconds", "1", "--no-save", "--json"]
+        app, ["tune", *flags, "--temperature", "0.1", "--all", "--seconds", "1", "--no-save", "--json"]
     )
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, (done.output, done.exception)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["file"] is None
     assert not kept.exists()

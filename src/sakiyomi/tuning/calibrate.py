@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-import time
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import DraftError
-from sakiyomi.tuning.predict import Chains, Expected, RoundCosts, by_chance, by_place, by_rank, usual, weighed
+from sakiyomi.errors import DraftError, InputError
+from sakiyomi.tuning.predict import Chains, Expected, RoundCosts, by_chance, by_place, by_rank, calm, usual, weighed
 from sakiyomi.tuning.watch import Heard, Round, watched
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
     from sakiyomi.params import SamplingParams
 
-__all__ = ["BATCH", "DEEP", "GAMMAS", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
+__all__ = ["ALONE", "BATCH", "DEEP", "GAMMAS", "OVER", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
 
 GAMMAS = (1, 2, 3, 4, 6, 8)
 RUN = (1, 3, 6, 8)  # those between are told from these
@@ -25,6 +25,7 @@ DEEP = RUN[-1]
 ALONE = 8  # texts that are written one at a time
 BATCH = 16
 WARM = 16  # new tokens of texts that only warm up
+OVER = "all texts end with their first token, so that there is no round to look at; give other prompts"
 Prompts = Sequence[list[int]]
 Note = Callable[[str], None]
 Gamma = int | str
@@ -76,7 +77,7 @@ class Candidate:
     @property
     def plain_seconds(self) -> float:
         """Of a plain round."""
-        return usual([part.seconds for part in self.plain])
+        return usual(self.plain)
 
     def chains(self) -> list[Round]:
         """All rounds of chains whose times are known."""
@@ -110,32 +111,22 @@ class Calibration:
         self.plain: list[Sequence[Round]] = []
         self.texts = 0
 
-    def run(self, prompts: Prompts, ends: tuple[float, float], note: Note) -> None:
-        """Learn.
-
-        Args:
-            prompts: at least one.
-            ends: when to stop writing texts alone, and in batches, by the monotonic clock; some are written anyhow.
-            note: told what is being done.
-        """
-        note("warming up")
-        self._plain(prompts[0])
+    def warm(self, prompt: list[int]) -> None:
+        """What the first text on a way pays for is no cost of later ones."""
+        self._plain(prompt)
         short = replace(self.params, max_new_tokens=min(WARM, self.params.max_new_tokens))
-        self._each(lambda candidate: [candidate.write(prompts[:1], short, gamma) for gamma in (DEEP, "auto")])
+        self._each(lambda candidate: [candidate.write([prompt], short, gamma) for gamma in (DEEP, "auto")])
         self.plain.clear()
-        for number, prompt in enumerate(prompts[:ALONE], start=1):
-            note(f"timing, text {number}")
-            self._plain(prompt)
-            self._each(functools.partial(self._time, prompt))
-            if time.monotonic() > ends[0]:
-                break
-        for first in range(0, len(prompts), BATCH):
-            some = prompts[first : first + BATCH]
-            note(f"counting what is right, texts {first + 1} to {first + len(some)}")
-            self._each(functools.partial(self._count, some))
-            self.texts += len(some)
-            if time.monotonic() > ends[1]:
-                break
+
+    def time(self, prompt: list[int]) -> None:
+        """A text alone, by everyone."""
+        self._plain(prompt)
+        self._each(functools.partial(self._time, prompt))
+
+    def count(self, prompts: Prompts) -> None:
+        """Texts in a batch, by everyone."""
+        self._each(functools.partial(self._count, prompts))
+        self.texts += len(prompts)
 
     def _each(self, work: Callable[[Candidate], object]) -> None:
         for spec, candidate in list(self.candidates.items()):
@@ -168,7 +159,7 @@ class Calibration:
     @property
     def plain_seconds(self) -> float:
         """Of a plain round."""
-        return usual([part.seconds for text in self.plain for part in text])
+        return usual([part for text in self.plain for part in text])
 
     def passes(self) -> dict[int, float]:
         """Seconds of a target pass by its rows, of all texts that were written alone."""
@@ -176,9 +167,9 @@ class Calibration:
         rounds = [part for text in self.plain for part in text]
         for candidate in self.candidates.values():
             rounds += candidate.chains()
-        for part in rounds:
+        for part in calm(rounds):
             found.setdefault(self.rows(part.nodes + 1), []).append(part.score)
-        return {rows: usual(seconds) for rows, seconds in sorted(found.items())}
+        return {rows: statistics.fmean(seconds) for rows, seconds in sorted(found.items())}
 
     def costs(self, candidate: Candidate) -> RoundCosts:
         """Of rounds of chains with this drafter."""
@@ -190,6 +181,11 @@ class Calibration:
         A drafter is compared with the plain rounds that were run between its own: a machine may be half as fast a
         minute later, and that is no merit of the next one.
         """
+        for texts in (self.plain, *candidate.alone.values(), *candidate.many.values()):
+            if not any(texts):
+                raise InputError(
+                    "all texts end with their first token, and no round is left to look at; give --prompts"
+                )
         costs, plain, chains = self.costs(candidate), candidate.plain_seconds, Chains(candidate.many)
         found: dict[Gamma, Expected] = {gamma: chains.expect(gamma, costs, self.rows, plain) for gamma in GAMMAS}
         found["auto"] = weighed(candidate.alone["auto"], candidate.alone[DEEP], candidate.many[DEEP], plain)

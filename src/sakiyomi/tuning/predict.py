@@ -25,6 +25,7 @@ __all__ = [
     "by_chance",
     "by_place",
     "by_rank",
+    "calm",
     "ratio_error",
     "usual",
     "weighed",
@@ -38,10 +39,22 @@ Rows = Callable[[int], int]
 Texts = Sequence[Sequence[Round]]
 
 
-def usual(seconds: Sequence[float]) -> float:
-    """The mean without what other work added: nothing counts as more than twice the median."""
-    most = 2 * statistics.median(seconds)
-    return statistics.fmean(min(reading, most) for reading in seconds)
+def calm(rounds: Sequence[Round]) -> list[Round]:
+    """Rounds without what other work added: none counts as more than twice the median of those of its depth.
+
+    All parts of such a round shrink alike. If each part were judged by itself, the short ones would lose more, and
+    rounds of many parts would seem cheaper than plain ones.
+    """
+    by_depth: dict[int, list[float]] = {}
+    for part in rounds:
+        by_depth.setdefault(part.depth, []).append(part.seconds)
+    most = {depth: 2 * statistics.median(seconds) for depth, seconds in by_depth.items()}
+    return [part.shrunk(min(1.0, most[part.depth] / part.seconds)) for part in rounds]
+
+
+def usual(rounds: Sequence[Round]) -> float:
+    """Mean seconds of calm rounds."""
+    return statistics.fmean(part.seconds for part in calm(rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +69,14 @@ class Curve:
 
     @classmethod
     def of(cls, readings: Iterable[tuple[int, float]]) -> Curve:
-        """What was usual at each count; a count that was hardly ever read says little beside others."""
+        """Means of what was read at each count; a count that was hardly ever read says little beside others."""
         found: dict[int, list[float]] = {}
         for count, seconds in readings:
             found.setdefault(count, []).append(seconds)
         least = SURE * sum(map(len, found.values()))
-        return cls(tuple((count, usual(found[count])) for count in sorted(found) if len(found[count]) >= least))
+        return cls(
+            tuple((count, statistics.fmean(found[count])) for count in sorted(found) if len(found[count]) >= least)
+        )
 
     def __call__(self, count: int) -> float:
         """Seconds at a count."""
@@ -94,6 +109,7 @@ class RoundCosts:
             rows: rows that a pass over so many tokens really has.
             shared: seconds of passes by rows, of whatever drafter, for those that this one's rounds do not have.
         """
+        rounds = calm(rounds)
         own = Curve.of((rows(part.nodes + 1), part.score) for part in rounds)
         score = dict(shared) | dict(own.points)
         return cls(
@@ -182,11 +198,7 @@ def weighed(texts: Texts, few: Texts, many: Texts, plain: float) -> Expected:
             have these.
         plain: seconds of a round that drafts nothing, without a drafter.
     """
-    rounds = [part for text in texts for part in text]
-    by_depth: dict[int, list[float]] = {}
-    for part in rounds:
-        by_depth.setdefault(part.depth, []).append(part.seconds)
-    seconds = sum(len(found) * usual(found) for found in by_depth.values()) / len(rounds)
+    seconds = usual([part for text in texts for part in text])
     accepted, there, everywhere = (
         statistics.fmean(part.tokens - 1 for text in some for part in text) for some in (texts, few, many)
     )

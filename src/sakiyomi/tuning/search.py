@@ -6,6 +6,7 @@ length and of "auto", which weighs each round anew (``predict``). The other prom
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from sakiyomi.errors import InputError, SakiyomiError
 from sakiyomi.params import SamplingParams
 from sakiyomi.prompts import read_prompts
 from sakiyomi.tuning.beginnings import beginnings
-from sakiyomi.tuning.calibrate import BATCH, Calibration, Candidate, Note, Prompts
+from sakiyomi.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.tuning.candidates import available, named
 from sakiyomi.tuning.config import PairConfig
 from sakiyomi.tuning.predict import Expected, ratio_error
@@ -87,12 +88,8 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     note("compiling")
     llm.wait()
     calibration = Calibration(llm, params, candidates, refused)
-    calibration.run(prompts[0::2], (began + TIMED * config.seconds, began + COUNTED * config.seconds), note)
     comparison = Comparison(calibration, params)
-    if config.all:
-        comparison.run(prompts[1::2], len(comparison.rows), None, note)
-    else:
-        comparison.run(prompts[1::2], config.finalists, began + config.seconds, note)
+    _learn_and_compare(config, calibration, comparison, prompts, began, note)
     found = _result(calibration, comparison, config.finalists)
     best = found["best"]
     found["conditions"] = machine.conditions(
@@ -118,23 +115,67 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     return found
 
 
+def _learn_and_compare(
+    config: PairConfig, calibration: Calibration, comparison: Comparison, prompts: Prompts, began: float, note: Note
+) -> None:
+    """Texts of all kinds, in an order that lets a machine which drifts spoil as little as possible.
+
+    Where everything is run, what is timed and what is compared are written by turns.
+    """
+
+    def late(share: float) -> bool:
+        return time.monotonic() > began + share * config.seconds
+
+    def timed(number: int, prompt: list[int]) -> None:
+        note(f"timing, text {number}")
+        calibration.time(prompt)
+
+    known, kept = prompts[0::2], prompts[1::2]
+    note("warming up")
+    calibration.warm(known[0])
+    for number, prompt in enumerate(known[: 1 if config.all else ALONE], start=1):
+        timed(number, prompt)
+        if late(TIMED):
+            break
+    for first in range(0, len(known), BATCH):
+        note(f"counting what is right, texts from {first + 1} on")
+        calibration.count(known[first : first + BATCH])
+        if late(COUNTED):
+            break
+    comparison.choose(None if config.all else config.finalists)
+    for number, prompt in enumerate(kept, start=1):
+        note(f"comparing, text {number}")
+        comparison.run(prompt)
+        if not config.all and late(1.0):
+            break
+        if config.all and number % (len(kept) // ALONE + 1) == 0:
+            timed(number, known[number % len(known)])
+    comparison.finish()
+
+
 @dataclass
 class _Runs:
     """Texts that a configuration has written for the comparison.
 
     Attributes:
-        row: of the table.
-        engine: with its drafter.
+        draft, gamma: what it is.
+        engine: with the drafter.
         texts: (tokens, passes, seconds) of each, behind the prompt's pass.
     """
 
-    row: dict[str, Any]
+    draft: str
+    gamma: Gamma
     engine: Undrafted
     texts: list[tuple[int, int, float]] = field(default_factory=list)
 
     @property
+    def rounds(self) -> int:
+        """Passes; 0: all texts were over at once."""
+        return sum(rounds for _, rounds, _ in self.texts)
+
+    @property
     def rate(self) -> float:
-        """Tokens a second."""
+        """Tokens a second, if there are rounds."""
         return sum(tokens for tokens, _, _ in self.texts) / sum(seconds for _, _, seconds in self.texts)
 
 
@@ -142,7 +183,7 @@ class Comparison:
     """Configurations by turns on prompts that nothing was learnt from.
 
     Args:
-        calibration: what was learnt.
+        calibration: what is learnt.
         params: of all texts.
 
     Attributes:
@@ -154,66 +195,80 @@ class Comparison:
 
     def __init__(self, calibration: Calibration, params: SamplingParams) -> None:
         self.calibration, self.params = calibration, params
-        plain = calibration.plain_seconds
-        self.rows = [_row(PLAIN, "auto", Expected(1.0, plain, 1.0, 0.0), plain)]
-        for spec, candidate in calibration.candidates.items():
-            self.rows += [_row(spec, gamma, found, plain) for gamma, found in calibration.predict(candidate).items()]
-        self.rows.sort(key=lambda row: row["predicted_speedup"], reverse=True)
+        self.rows: list[dict[str, Any]] = []
         self.texts = self.equal = self.written = 0
         self.spread = (1.0, 1.0)
+        undrafted = calibration.undrafted
+        self._plain = [_Runs(PLAIN, "auto", undrafted) for _ in range(2)]  # they differ by what the machine's noise is
+        self._runs: list[_Runs] = []
+        self._order: list[_Runs] = []
 
     @property
     def own(self) -> dict[str, Any]:
         """The row of plain decoding."""
         return next(row for row in self.rows if row["draft"] == PLAIN)
 
-    def run(self, prompts: Prompts, finalists: int, end: float | None, note: Note) -> None:
-        """Run the best of them, with plain decoding before, between and behind; fills the rows in.
-
-        Each prompt is run by everyone before the next one is.
+    def choose(self, finalists: int | None) -> None:
+        """Say who is compared.
 
         Args:
-            prompts: at least one.
-            finalists: how many.
-            end: when to stop, by the monotonic clock; one prompt is run anyhow. None: after the last one.
-            note: told what is being done.
+            finalists: how many, the best by what is known now; None: all.
         """
-        candidates, undrafted = self.calibration.candidates, self.calibration.undrafted
-        chosen = [row for row in self.rows if row["draft"] != PLAIN][:finalists]
-        runs = [_Runs(row, candidates[row["draft"]].engine(row["gamma"])) for row in chosen]
-        plain = [_Runs(self.own, undrafted) for _ in range(2)]  # by turns: they differ by what the machine's noise is
-        order: list[_Runs] = [plain[0]]
-        for number, run in enumerate(runs, start=1):
-            order.append(run)
-            if number % APART == 0 or number == len(runs):
-                order.append(plain[(len(order) - number) % 2])
-        for prompt in prompts:
-            self.texts += 1
-            note(f"comparing {len(runs)} configurations, text {self.texts}")
-            texts = [self._write(run, prompt) for run in order]
-            self.equal += sum(text == texts[0] for text in texts)
-            self.written += len(texts)
-            if end is not None and time.monotonic() > end:
-                break
-        base = _Runs(self.own, undrafted, [text for run in plain for text in run.texts])
-        ratio = plain[1].rate / plain[0].rate
-        self.spread = (min(ratio, 1 / ratio), max(ratio, 1 / ratio))
-        for run in (base, *runs):
-            self._fill(run, base.rate)
+        candidates = self.calibration.candidates
+        chosen = [row for row in self._predicted() if row["draft"] != PLAIN][:finalists]
+        self._runs = [
+            _Runs(row["draft"], row["gamma"], candidates[row["draft"]].engine(row["gamma"])) for row in chosen
+        ]
+        self._order = [self._plain[0]]
+        for number, run in enumerate(self._runs, start=1):
+            self._order.append(run)
+            if number % APART == 0 or number == len(self._runs):
+                self._order.append(self._plain[(len(self._order) - number) % 2])
+
+    def run(self, prompt: list[int]) -> None:
+        """A prompt by everyone, with plain decoding before, between and behind."""
+        texts = [self._write(run, prompt) for run in self._order]
+        self.equal += sum(text == texts[0] for text in texts)
+        self.written += len(texts)
+        self.texts += 1
+
+    def finish(self) -> None:
+        """Put predictions and what was measured side by side."""
+        self.rows = self._predicted()
+        first, second = self._plain
+        both = _Runs(PLAIN, "auto", first.engine, first.texts + second.texts)
+        if first.rounds and second.rounds:
+            ratio = second.rate / first.rate
+            self.spread = (min(ratio, 1 / ratio), max(ratio, 1 / ratio))
+        if not both.rounds:
+            raise InputError(OVER)
+        runs = {(run.draft, run.gamma): run for run in (both, *self._runs)}
+        for row in self.rows:
+            run = runs.get((row["draft"], row["gamma"]))
+            if run is not None and run.rounds:
+                _fill(row, run, both.rate)
+
+    def _predicted(self) -> list[dict[str, Any]]:
+        found = {spec: self.calibration.predict(one) for spec, one in self.calibration.candidates.items()}
+        plain = self.calibration.plain_seconds
+        rows = [_row(PLAIN, "auto", Expected(1.0, plain, 1.0, 0.0), plain)]
+        rows += [_row(spec, gamma, one, plain) for spec, known in found.items() for gamma, one in known.items()]
+        return sorted(rows, key=lambda row: float(row["predicted_speedup"]), reverse=True)
 
     def _write(self, run: _Runs, prompt: list[int]) -> list[int]:
-        (done,) = run.engine.generate([prompt], replace(self.params, gamma=run.row["gamma"]))
+        (done,) = run.engine.generate([prompt], replace(self.params, gamma=run.gamma))
         stats = done.stats
         run.texts.append((stats.committed, stats.rounds, stats.seconds - stats.prefill_seconds))
         return done.token_ids
 
-    def _fill(self, run: _Runs, base: float) -> None:
-        row, tokens = run.row, [(tokens, rounds) for tokens, rounds, _ in run.texts]
-        row["measured_tau"] = sum(count for count, _ in tokens) / sum(rounds for _, rounds in tokens)
-        row["measured_tokens_per_second"] = run.rate
-        row["measured_speedup"] = run.rate / base
-        row["error"] = row["predicted_speedup"] / row["measured_speedup"] - 1.0
-        row["sampling"] = (row["sampling"] ** 2 + ratio_error(tokens) ** 2) ** 0.5
+
+def _fill(row: dict[str, Any], run: _Runs, base: float) -> None:
+    tokens = [(tokens, rounds) for tokens, rounds, _ in run.texts]
+    row["measured_tau"] = sum(count for count, _ in tokens) / sum(rounds for _, rounds in tokens)
+    row["measured_tokens_per_second"] = run.rate
+    row["measured_speedup"] = run.rate / base
+    row["error"] = row["predicted_speedup"] / row["measured_speedup"] - 1.0
+    row["sampling"] = math.hypot(row["sampling"], ratio_error(tokens))
 
 
 def _row(draft: str, gamma: int | str, expected: Expected, plain: float) -> dict[str, Any]:

@@ -56,6 +56,10 @@ class Round:
         """The whole round."""
         return self.draft + self.score + self.other
 
+    def shrunk(self, share: float) -> Round:
+        """The same in so much of its time."""
+        return replace(self, draft=share * self.draft, score=share * self.score, other=share * self.other)
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
