@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sakiyomi import InputError, theory
+from sakiyomi.bench.spec.config import SpecConfig
 from sakiyomi.cli import app
 from sakiyomi.planning import PlanConfig, plan
 from sakiyomi.tuning.config import PairConfig
@@ -112,7 +113,7 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_guide(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that plan are run; of those that tune, which take minutes, the flags are looked up."""
+    """Those that plan are run; of those that tune or ask questions, which take minutes, the flags are looked up."""
     monkeypatch.chdir(tmp_path)
     program, name, *flags = shlex.split(command)
     assert program == "sakiyomi"
@@ -121,8 +122,8 @@ def test_commands_of_the_guide(command: str, tmp_path: Path, monkeypatch: pytest
         assert done.exit_code == 0, done.output
         assert ("times plain" in done.stdout) != ("do not speculate" in done.stdout)
     else:
-        known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(PairConfig)}
-        assert name == "tune"
+        config = {"tune": PairConfig, "bench": SpecConfig}[name]
+        known = {"--" + field.name.replace("_", "-") for field in dataclasses.fields(config)} | {"--json", "--plot"}
         assert {flag for flag in flags if flag.startswith("--")} <= known
 
 
