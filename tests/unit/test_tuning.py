@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from sakiyomi import LLM, InputError, LoadError, SamplingParams, theory
+from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.drafters.oracle import Oracle
 from sakiyomi.tree import Draft, Draw, TokenTree
+from sakiyomi.tuning import profile, search
+from sakiyomi.tuning.beginnings import WHAT, WHO, beginnings
+from sakiyomi.tuning.calibrate import DEEP
 from sakiyomi.tuning.config import PairConfig
-from sakiyomi.tuning.predict import Curve, RoundCosts, by_chance, by_place, by_rank, places, replay
+from sakiyomi.tuning.predict import Chains, Curve, RoundCosts, by_chance, by_place, by_rank, calm, usual, weighed
 from sakiyomi.tuning.profile import Profile, lasting, profile_path, read_profile, write_profile
-from sakiyomi.tuning.search import DEEP, tune
+from sakiyomi.tuning.search import tune
 from sakiyomi.tuning.watch import Heard, Judged, Round, judged, watched
 from train_toys import tiny_target
 
@@ -28,61 +33,100 @@ def same(rows: int) -> int:
     return rows
 
 
-def rounds_of(right: list[bool], gamma: int) -> list[int]:
-    """Depths and tokens of the rounds of a chain that goes wrong where a text says so."""
-    found, place = [], 0
-    while place < len(right):
-        accepted = 0
-        while accepted < gamma and place + accepted < len(right) - 1 and right[place + accepted]:
-            accepted += 1
-        found.append(accepted + 1)
-        place += accepted + 1
-    return found
-
-
 def round_(depth: int, tokens: int, **more: Any) -> Round:
     given = {"draft": 0.1 * depth, "score": 1.0, "other": 0.05} | more
     return Round(depth, depth, tokens, **given)
 
 
+def chains_of(right: list[bool], gamma: int) -> list[Round]:
+    """Rounds of a chain that goes wrong where a text says so."""
+    found, place = [], 0
+    while place < len(right):
+        accepted = 0
+        while accepted < gamma and place + accepted < len(right) - 1 and right[place + accepted]:
+            accepted += 1
+        found.append(round_(gamma, accepted + 1))
+        place += accepted + 1
+    return found
+
+
 @pytest.mark.parametrize("alpha", [0.3, 0.7, 0.85])
-def test_other_lengths_are_counted_on_the_same_text(alpha: float) -> None:
-    """Rounds of 8 say what rounds of 1 to 8 would have been: nearly to the token, and as theory expects."""
-    rng = random.Random(7)
-    right = [rng.random() < alpha for _ in range(6000)]
-    seen = [round_(8, tokens) for tokens in rounds_of(right, 8)]
-    text = places(seen, 8)
-    assert len(text) == len(right)
-    for gamma in (1, 2, 3, 5, 8):
-        found = replay([text], gamma, FREE, same, 1.0)
-        assert found.tau == pytest.approx(len(right) / len(rounds_of(right, gamma)), rel=0.03)
-        assert found.tau == pytest.approx(theory.expected_tokens(alpha, gamma), rel=0.06)
+def test_lengths_between(alpha: float) -> None:
+    """Of a text where a draft is better behind a mistake: lengths that were not run are told from those that were."""
+    rng, right = random.Random(7), [True]
+    for _ in range(12000):
+        right.append(rng.random() < (alpha if right[-1] else (1 + alpha) / 2))
+    text = Chains({gamma: [chains_of(right, gamma)] for gamma in (1, 4, 8)})
+    for gamma in (1, 2, 3, 4, 6, 8):
+        found = text.expect(gamma, FREE, same, 1.0)
+        assert found.tau == pytest.approx(len(right) / len(chains_of(right, gamma)), rel=0.01)
         assert found.speedup == pytest.approx(found.tau)
-    assert by_place(seen)[:3] == pytest.approx([alpha] * 3, abs=0.06)
+        assert found.sampling == 0.0, "of one text nothing is known"
+    assert by_place(text.rounds(8))[2:5] == pytest.approx([alpha] * 3, abs=0.06)
+
+
+def test_what_texts_differ_by() -> None:
+    """The standard error of tau is that of many draws, and shrinks with the root of their number."""
+    rng = random.Random(3)
+
+    def texts(count: int) -> list[list[Round]]:
+        return [
+            chains_of([rng.random() < alpha for _ in range(60)], 4) for alpha in (rng.random() for _ in range(count))
+        ]
+
+    draws = [Chains({1: [], 4: texts(50)}) for _ in range(100)]
+    taus = [draw.tau(4) for draw in draws]
+    told = statistics.fmean(draw.expect(4, FREE, same, 1.0).sampling for draw in draws)
+    assert told == pytest.approx(statistics.stdev(taus) / statistics.fmean(taus), rel=0.2)
+    assert Chains({1: [], 4: texts(800)}).expect(4, FREE, same, 1.0).sampling == pytest.approx(told / 4, rel=0.3)
 
 
 def test_drafters_that_stop_by_themselves() -> None:
     """A draft of two that was right, then nothing to say, then a draft of four that was wrong at once."""
-    text = places([round_(2, 3), round_(0, 1), round_(4, 1)], 8)
-    assert [(place.run, place.length) for place in text] == [(2, 2), (1, 1), (0, 0), (0, 0), (0, 4)]
+    text = Chains(
+        {1: [[round_(1, 2), round_(1, 1), round_(0, 1), round_(1, 1)]], 8: [[round_(2, 3), round_(0, 1), round_(4, 1)]]}
+    )
     costs = RoundCosts(Curve(((1, 1.0), (5, 1.4))), Curve(((0, 0.0), (4, 0.4))), Curve(((0, 0.1),)))
-    found = replay([text], 1, costs, same, 1.1)
-    # One of two right; its last token alone; nothing; a wrong one: 4 rounds, two of them with a draft.
-    assert found.tau == pytest.approx(5 / 4)
-    assert found.round_seconds == pytest.approx((2 * (1.1 + 0.1 + 0.1) + 2 * (1.0 + 0.1)) / 4)
+    found = text.expect(8, costs, same, 1.1)
+    assert found.tau == pytest.approx(5 / 3)
+    assert found.round_seconds == pytest.approx((1.2 + 0.2 + 1.0 + 1.4 + 0.4 + 3 * 0.1) / 3)
     assert found.speedup == pytest.approx(1.1 * found.tau / found.round_seconds)
+    cut = text.expect(2, costs, same, 1.1)
+    assert cut.round_seconds == pytest.approx((1.2 + 0.2 + 1.0 + 1.2 + 0.2 + 3 * 0.1) / 3)
+
+
+def test_what_weighs_for_itself() -> None:
+    """The few texts were easy ones, half as much again accepted as on all; one round met other work."""
+    few, many = [[round_(8, 7)] * 5], [[round_(8, 5)] * 50]
+    texts = [[round_(3, 4, score=1.0)] * 9 + [round_(3, 4, score=90.0)]]
+    found = weighed(texts, few, many, 1.0)
+    assert found.tau == pytest.approx(1 + 3 * 4 / 6)
+    assert found.round_seconds == pytest.approx(1.1 * 1.35)
+    assert weighed(texts, [[round_(8, 1)]], many, 1.0).tau == 4.0
 
 
 def test_curves() -> None:
-    readings = [(1, 1.0), (1, 9.0), (1, 1.2), (3, 2.0), (3, 2.0), (3, 2.0), (2, 50.0)]
+    readings = [(1, 1.0), (1, 2.0), (1, 1.0), *[(3, 2.0)] * 60, (2, 50.0)]
     curve = Curve.of(readings)
-    assert curve.points == ((1, 1.2), (3, 2.0)), "medians, and what was read once is left out"
-    assert curve(2) == pytest.approx(1.6)
-    assert curve(5) == pytest.approx(2.8)
+    assert curve.points == ((1, pytest.approx(4 / 3)), (3, 2.0)), "what was hardly read is left out"
+    assert curve(2) == pytest.approx(5 / 3)
+    assert curve(5) == pytest.approx(8 / 3)
     assert Curve.of([(4, 2.0)])(1) == 2.0
     shared = {1: 1.0, 8: 1.5}
     costs = RoundCosts.of([round_(4, 2, score=1.3)] * 3, lambda rows: 4 if rows < 8 else 8, shared)
     assert costs.score.points == ((1, 1.0), (4, 1.3), (8, 1.5))
+
+
+def test_other_work_counts_little() -> None:
+    """Of a round that met other work all parts shrink alike: their means add up to that of whole rounds."""
+    rounds = [round_(4, 2)] * 9 + [round_(4, 2, other=10.0), round_(0, 1, draft=0.0)]
+    found = calm(rounds)
+    assert found[:9] == rounds[:9]
+    assert found[9].seconds == pytest.approx(2 * rounds[0].seconds)
+    assert found[9].other / found[9].score == pytest.approx(10.0)
+    assert found[10].seconds == pytest.approx(rounds[10].seconds)
+    costs = RoundCosts.of(rounds[:10], same, {})
+    assert costs.round(4, same) == pytest.approx(usual(rounds[:10])) == pytest.approx(1.1 * rounds[0].seconds)
 
 
 def test_what_became_of_a_tree() -> None:
@@ -123,12 +167,16 @@ def test_rounds_are_those_of_the_engine(target: Path) -> None:
     assert heard.kind == llm.draft.kind
     llm.engine._drafting.drafter = heard
     params = SamplingParams(max_new_tokens=13, gamma=3, ignore_eos=True)
-    tokens, rounds = watched(llm.engine, heard, [5, 6, 7], params)
-    assert len(tokens) == 13
-    assert sum(part.tokens for part in rounds) == 12, "the prompt's pass gives the first"
-    assert [part.depth for part in rounds] == [3, 3, 3]
-    assert all(place.rank == 0 for part in rounds for place in part.judged)
-    assert all(part.score > 0 for part in rounds)
+    alone = watched(llm.engine, heard, [[5, 6, 7]], params)
+    together = watched(llm.engine, heard, [[5, 6, 7], [8, 9]], params)
+    assert together[0].tokens == alone[0].tokens
+    for text in (*alone, *together):
+        assert len(text.tokens) == 13
+        assert sum(part.tokens for part in text.rounds) == 12, "the prompt's pass gives the first"
+        assert [part.depth for part in text.rounds] == [3, 3, 3]
+        assert all(place.rank == 0 for part in text.rounds for place in part.judged)
+        assert all(part.score > 0 for part in text.rounds)
+    assert not llm.engine.busy
 
 
 def test_a_profile_is_followed(target: Path, kept: Path) -> None:
@@ -185,9 +233,9 @@ def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
         prompts=str(prompts),
         dtype="float32",
         device="cpu",
-        max_new_tokens=20,
+        max_new_tokens=28,
         finalists=2,
-        laps=1,
+        seconds=1,
     )
     found = tune(config)
     json.dumps(found)
@@ -203,18 +251,48 @@ def test_a_target_is_tuned(target: Path, kept: Path, tmp_path: Path) -> None:
     assert facts[f"model:{drafts / 'small'}"]["alphas"] == [1.0] * DEEP
     assert "refused" in facts[f"model:{drafts / 'broken'}"]
     assert found["A/A"][0] <= 1.0 <= found["A/A"][1]
-    assert found["equal"] == found["texts"]
+    assert found["equal"] == found["texts"] == 4, "two finalists, and plain decoding twice"
+    assert (found["conditions"]["calibrated_on"], found["conditions"]["compared_on"]) == (2, 1)
     llm = load(target)
     assert llm.profile is not None
     assert (llm.profile.draft, llm.profile.gamma) == (lasting(found["best"]["draft"]), found["best"]["gamma"])
     assert Path(found["file"]).parent == kept
 
 
+def test_beginnings() -> None:
+    """No prompt comes twice; what calibrates and what compares have all sentences."""
+    found = beginnings(9999)
+    assert len(set(found)) == len(found) == 2717
+    for half in (found[0:128:2], found[1:128:2]):
+        for sentence in (*WHO, *WHAT):
+            assert any(sentence in text for text in half)
+
+
+def test_where_there_is_no_profile_nothing_is_looked_at(
+    target: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To tell a model from others takes longer the larger its vocabulary is."""
+    looked = []
+    real = profile.fingerprint
+    monkeypatch.setattr(profile, "fingerprint", lambda *given: looked.append(given) or real(*given))
+    assert load(target).profile is None
+    kept.mkdir()
+    (kept / "0123456789abcdef-0123456789abcdef.json").write_text("{}")
+    assert load(target).profile is None
+    assert not looked
+    llm = load(target)
+    write_profile(profile_path(llm.target, llm.tokenizer), Profile("suffix", 3, 1.5))
+    looked.clear()
+    assert load(target).profile == Profile("suffix", 3, 1.5)
+    assert len(looked) == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"count": 1}, "count is 1"),
-        ({"laps": 0}, "laps is 0"),
+        ({"seconds": 0}, "seconds is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0"),
         ({"draft": ("nonsense",)}, "unknown draft 'nonsense'"),
         ({"drafts": "/nowhere"}, "no folder"),
         ({"max_new_tokens": 120}, "do not fit into 128"),
@@ -225,13 +303,24 @@ def test_what_cannot_be_tuned(changes: dict[str, Any], words: str, target: Path)
         tune(PairConfig(**({"target": str(target), "dtype": "float32", "device": "cpu"} | changes)))
 
 
+def test_texts_that_are_over_at_once(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SamplingParams", functools.partial(SamplingParams, stop_token_ids=tuple(range(256))))
+    with pytest.raises(InputError, match="end with their first token"):
+        tune(PairConfig(target=str(target), dtype="float32", device="cpu", count=2, max_new_tokens=8, seconds=1))
+
+
 def test_the_command(target: Path, kept: Path) -> None:
     flags = ["--target", str(target), "--dtype", "float32", "--device", "cpu", "--count", "2", "--max-new-tokens", "8"]
-    done = CliRunner().invoke(app, ["tune", *flags, "--laps", "1", "--finalists", "1", "--no-save", "--json"])
-    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(
+        app, ["tune", *flags, "--temperature", "0.1", "--all", "--seconds", "1", "--no-save", "--json"]
+    )
+    assert done.exit_code == 0, (done.output, done.exception)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["file"] is None
     assert not kept.exists()
     assert "predicted against measured" in done.stdout
-    misplaced = CliRunner().invoke(app, ["tune", "--laps", "1", "medusa", "x"])
+    assert "texts are equal" not in done.stdout, "they are drawn"
+    assert all("measured_speedup" in row for row in found["table"])
+    assert 0 < found["of_fastest"] <= 1
+    misplaced = CliRunner().invoke(app, ["tune", "--seconds", "1", "medusa", "x"])
     assert misplaced.exit_code == 2

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
         PairConfig,
         JsonOption,
         help="Find the drafter and gamma that are fastest for a target on this machine.\n\nEvery drafter that is "
-        "there, and those that are given, writes a few texts: how often each place of its drafts is right, and what "
+        "there, and those that are given, writes some texts: how often drafts are right, and what "
         "draft, pass and the rest of a round take, predict the speed of every length; the best few are run on other "
         "prompts. What is fastest is kept, and used by draft auto from then on; it may be not to speculate.",
     )(pair)
@@ -82,6 +82,7 @@ def _configurations(found: dict[str, Any]) -> list[dict[str, Any]]:
                     "draft": row["draft"],
                     "gamma": None if row["draft"] == "none" else str(row["gamma"]),
                     "tau": row["predicted_tau"],
+                    "+-": f"{row['sampling']:.1%}",
                     "predicted": row["predicted_tokens_per_second"],
                     "speed-up": row["predicted_speedup"],
                     "measured": row.get("measured_tokens_per_second"),
@@ -105,7 +106,8 @@ def _summary(found: dict[str, Any]) -> list[str]:
     if errors:
         lines.append(
             f"predicted against measured speed-up of {errors['of']}: off by {errors['median']:.1%} (median), "
-            f"{errors['worst']:.1%} at worst"
+            f"{errors['worst']:.1%} at worst; by the choice of texts alone {errors['sampling']:.1%} is to be expected "
+            f"({facts['calibrated_on']} to calibrate, {facts['compared_on']} to compare)"
         )
     if best["draft"] == "none":
         lines.append("do not speculate: plain decoding is fastest here")
@@ -113,10 +115,13 @@ def _summary(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"best: --draft {best['draft']} --gamma {best['gamma']}, {best['measured_speedup']:.2f} times plain"
         )
-    lines.append(
-        f"{found['equal']} of {found['texts']} texts are equal"
-        + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)")
-    )
+    if found["of_fastest"] < 1.0:
+        lines.append(f"that is {found['of_fastest']:.1%} of the fastest one of all that were run")
+    if not facts["temperature"]:
+        lines.append(
+            f"{found['equal']} of {found['texts']} texts are equal"
+            + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)")
+        )
     lines.append(f"it took {facts['seconds']:.0f} s")
     lines.append(f"kept in {found['file']}; draft auto uses it" if found["file"] else "nothing was kept (no-save)")
     return lines

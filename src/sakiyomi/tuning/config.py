@@ -18,14 +18,16 @@ class PairConfig:
         draft: drafter to consider (again for each), beside those that need nothing but the target: none,
             prompt-lookup, suffix, ngram, its own first layers, itself in 8 bits, the draft and heads that belong to it.
         drafts: folder of candidates, each a folder with a small model; those that do not fit are listed with why.
-        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
-            stories. Half of them calibrate, the other half is kept for the comparison.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default beginnings of stories.
+            Every other one calibrates, the others are kept for the comparison.
         count: prompts that are used at most.
         prompt_tokens: prompts are cut to this many tokens.
         max_new_tokens: new tokens of each text.
+        temperature: of the texts; 0: greedy.
         finalists: configurations that are run beside plain decoding, those with the best predictions.
-        laps: how often each of them is run; medians count.
-        all: run every configuration, however it was predicted, and say how far predictions were off.
+        seconds: how long it takes, about: so many prompts are used as there is time for.
+        all: run every configuration on all prompts that are kept, however it was predicted and however long it takes,
+            and say how far predictions were off.
         dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
         quantize: int8 or int4: as the target will run.
@@ -36,11 +38,12 @@ class PairConfig:
     draft: tuple[str, ...] = ()
     drafts: str | None = None
     prompts: str | None = None
-    count: int = 8
+    count: int = 128
     prompt_tokens: int = 64
     max_new_tokens: int = 64
+    temperature: float = 0.0
     finalists: int = 4
-    laps: int = 3
+    seconds: int = 150
     all: bool = False
     dtype: str = "auto"
     device: str = "auto"
@@ -48,6 +51,7 @@ class PairConfig:
     save: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 2), ("prompt_tokens", 1), ("max_new_tokens", 8), ("finalists", 1), ("laps", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        least = {"count": 2, "prompt_tokens": 1, "max_new_tokens": 8, "temperature": 0, "finalists": 1, "seconds": 1}
+        for name, number in least.items():
+            if not getattr(self, name) >= number:
+                raise InputError(f"{name} is {getattr(self, name)}; expected at least {number}")

@@ -1,15 +1,14 @@
 """From rounds on some texts to the speed of every chain length: a model of acceptance and one of time. Pure floats.
 
-Acceptance: at each place of a text the draft either went on as the text does, or did not, or had nothing to say. A
-chain of gamma that begins there is accepted up to the first place that was missed, so that rounds of any gamma up to
-the one that was run can be counted on the same text (section 3.1 of arXiv 2211.17192 takes places to be independent
-and alike; here they are as they were). Time: a round is the pass over its rows, the draft's passes, and what is
-outside both, each the median of what was measured (``theory.round_speedup``).
+Acceptance: chains of a few lengths are counted on many texts; those between are the longer ones, looked at only so far
+(section 3.1 of arXiv 2211.17192 takes places to be independent and alike; here they are as they were). Time: a round is
+the pass over its rows, the draft's passes, and what is outside both, as they were measured (``theory.round_speedup``).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +17,44 @@ from dataclasses import dataclass
 from sakiyomi.theory import positional_acceptance, round_speedup
 from sakiyomi.tuning.watch import Round
 
-__all__ = ["Curve", "Expected", "Place", "RoundCosts", "by_chance", "by_place", "by_rank", "places", "replay"]
+__all__ = [
+    "Chains",
+    "Curve",
+    "Expected",
+    "RoundCosts",
+    "by_chance",
+    "by_place",
+    "by_rank",
+    "calm",
+    "ratio_error",
+    "usual",
+    "weighed",
+]
 
-SURE = 3  # readings
+SURE = 0.02  # share of the readings
 BUCKETS = (0.0, 0.5, 0.8, 0.95, 1.0)
 """Borders of the drafter's own confidence."""
+Rows = Callable[[int], int]
+"""Rows that a pass over so many tokens really has."""
+Texts = Sequence[Sequence[Round]]
+
+
+def calm(rounds: Sequence[Round]) -> list[Round]:
+    """Rounds without what other work added: none counts as more than twice the median of those of its depth.
+
+    All parts of such a round shrink alike. If each part were judged by itself, the short ones would lose more, and
+    rounds of many parts would seem cheaper than plain ones.
+    """
+    by_depth: dict[int, list[float]] = {}
+    for part in rounds:
+        by_depth.setdefault(part.depth, []).append(part.seconds)
+    most = {depth: 2 * statistics.median(seconds) for depth, seconds in by_depth.items()}
+    return [part.shrunk(min(1.0, most[part.depth] / part.seconds)) for part in rounds]
+
+
+def usual(rounds: Sequence[Round]) -> float:
+    """Mean seconds of calm rounds."""
+    return statistics.fmean(part.seconds for part in calm(rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +69,14 @@ class Curve:
 
     @classmethod
     def of(cls, readings: Iterable[tuple[int, float]]) -> Curve:
-        """Medians of what was read at each count; a count that was read once or twice says little beside others."""
+        """Means of what was read at each count; a count that was hardly ever read says little beside others."""
         found: dict[int, list[float]] = {}
         for count, seconds in readings:
             found.setdefault(count, []).append(seconds)
-        sure = {count: seconds for count, seconds in found.items() if len(seconds) >= SURE} or found
-        return cls(tuple((count, statistics.median(sure[count])) for count in sorted(sure)))
+        least = SURE * sum(map(len, found.values()))
+        return cls(
+            tuple((count, statistics.fmean(found[count])) for count in sorted(found) if len(found[count]) >= least)
+        )
 
     def __call__(self, count: int) -> float:
         """Seconds at a count."""
@@ -67,7 +101,7 @@ class RoundCosts:
     other: Curve
 
     @classmethod
-    def of(cls, rounds: Sequence[Round], rows: Callable[[int], int], shared: Mapping[int, float]) -> RoundCosts:
+    def of(cls, rounds: Sequence[Round], rows: Rows, shared: Mapping[int, float]) -> RoundCosts:
         """From rounds of chains of several depths.
 
         Args:
@@ -75,6 +109,7 @@ class RoundCosts:
             rows: rows that a pass over so many tokens really has.
             shared: seconds of passes by rows, of whatever drafter, for those that this one's rounds do not have.
         """
+        rounds = calm(rounds)
         own = Curve.of((rows(part.nodes + 1), part.score) for part in rounds)
         score = dict(shared) | dict(own.points)
         return cls(
@@ -83,22 +118,9 @@ class RoundCosts:
             Curve.of((part.depth, part.other) for part in rounds),
         )
 
-    def round(self, depth: int, rows: Callable[[int], int]) -> float:
+    def round(self, depth: int, rows: Rows) -> float:
         """Seconds of a round with a chain of this depth; 0: nothing is drafted."""
-        return self.score(rows(depth + 1)) + self.draft(depth) * (depth > 0) + self.other(depth)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A place of a text, as the draft saw it.
-
-    Attributes:
-        run: tokens that a chain from here on would have right.
-        length: tokens that it would have; the drafter's own end, not that of the gamma that was asked for.
-    """
-
-    run: int
-    length: int
+        return self.score(rows(depth + 1)) + self.draft(depth) + self.other(depth)
 
 
 @dataclass(frozen=True)
@@ -109,69 +131,96 @@ class Expected:
         tau: tokens a round.
         round_seconds: mean time of one.
         speedup: over plain decoding.
+        sampling: standard error of tau by the choice of texts, in shares of it.
     """
 
     tau: float
     round_seconds: float
     speedup: float
+    sampling: float
 
 
-def places(rounds: Sequence[Round], gamma: int) -> list[Place]:
-    """Every place of one text, from its rounds.
+@dataclass(frozen=True)
+class Chains:
+    """Rounds of chains of a few lengths, each on the same texts.
 
-    A chain that the text follows shows its places too: a chain that begins at its second token goes on with the third.
-    Behind a chain of the full gamma that was right to its end nobody knows; there the draft is right as often as at the
-    last place of the chains, evenly spread.
-
-    Args:
-        rounds: of chains of ``gamma``.
-        gamma: what was asked for.
+    Attributes:
+        texts: rounds of each text, by gamma; 1 is among them.
     """
-    last = (by_place(rounds) or [0.0])[-1]
-    right: list[bool] = []
-    lengths: list[int] = []
-    owed = 0.0
-    for part in rounds:
-        accepted, full = part.tokens - 1, part.depth >= gamma
-        for step in range(part.tokens):
-            if step < accepted:
-                hit = True
-            elif full and accepted >= gamma:
-                owed += last
-                hit = owed >= 1.0
-                owed -= hit
-            else:
-                hit = False
-            right.append(hit)
-            lengths.append(gamma if full else part.depth - step)
-    runs = [0] * (len(right) + 1)
-    for place in reversed(range(len(right))):
-        runs[place] = 1 + runs[place + 1] if right[place] else 0
-    return [Place(min(run, length), length) for run, length in zip(runs, lengths, strict=False)]
+
+    texts: Mapping[int, Texts]
+
+    def rounds(self, gamma: int) -> list[Round]:
+        """All those of a length that was run."""
+        return [part for text in self.texts[gamma] for part in text]
+
+    def tau(self, gamma: int) -> float:
+        """Tokens a round.
+
+        Of a length that was not run: longer chains looked at only so far, corrected as that is off at the next shorter
+        length. It is because rounds begin at other places, where some drafters are better or worse than elsewhere.
+        """
+        low, high = self._between(gamma)
+        found = self._cut(high, gamma)
+        if low == high:
+            return found
+        off = self._cut(low, low) / self._cut(high, low) - 1.0
+        return found * (1.0 + off * (high - gamma) / (high - low))
+
+    def expect(self, gamma: int, costs: RoundCosts, rows: Rows, plain: float) -> Expected:
+        """Of chains of this length, on these texts.
+
+        Args:
+            gamma: at most the longest one.
+            costs: of rounds with this drafter.
+            rows: rows that a pass over so many tokens really has.
+            plain: seconds of a round that drafts nothing, without a drafter.
+        """
+        high = self._between(gamma)[1]
+        tau = self.tau(gamma)
+        seconds = statistics.fmean(costs.round(min(part.depth, gamma), rows) for part in self.rounds(high))
+        return Expected(tau, seconds, round_speedup(tau, 0.0, seconds / plain), ratio_error(counts(self.texts[high])))
+
+    def _between(self, gamma: int) -> tuple[int, int]:
+        """The longest that was run and is not longer, and the shortest that is not shorter."""
+        return max(run for run in self.texts if run <= gamma), min(run for run in self.texts if run >= gamma)
+
+    def _cut(self, run: int, gamma: int) -> float:
+        return 1.0 + statistics.fmean(min(part.tokens - 1, gamma) for part in self.rounds(run))
 
 
-def replay(
-    texts: Sequence[Sequence[Place]], gamma: int, costs: RoundCosts, rows: Callable[[int], int], plain: float
-) -> Expected:
-    """Rounds of a chain of gamma on these texts.
+def weighed(texts: Texts, few: Texts, many: Texts, plain: float) -> Expected:
+    """Of rounds that weighed for themselves how far to read ahead, on few texts.
 
     Args:
-        texts: places of each, at least one in all.
-        gamma: at most what the places were taken with.
-        costs: of rounds with this drafter.
-        rows: rows that a pass over so many tokens really has.
+        texts: their rounds.
+        few, many: rounds of long chains on the same texts, and on many: where those have more accepted on the many, so
+            have these.
         plain: seconds of a round that drafts nothing, without a drafter.
     """
-    depths: list[int] = []
-    for text in texts:
-        place = 0
-        while place < len(text):
-            depth = min(gamma, text[place].length)
-            place += min(text[place].run, depth) + 1
-            depths.append(depth)
-    seconds = sum(costs.round(depth, rows) for depth in depths) / len(depths)
-    tau = sum(map(len, texts)) / len(depths)
-    return Expected(tau, seconds, round_speedup(tau, 0.0, seconds / plain))
+    seconds = usual([part for text in texts for part in text])
+    accepted, there, everywhere = (
+        statistics.fmean(part.tokens - 1 for text in some for part in text) for some in (texts, few, many)
+    )
+    tau = 1.0 + accepted * (everywhere / there if there else 1.0)
+    return Expected(tau, seconds, round_speedup(tau, 0.0, seconds / plain), ratio_error(counts(texts)))
+
+
+def counts(texts: Texts) -> list[tuple[int, int]]:
+    """(tokens, rounds) of each text."""
+    return [(sum(part.tokens for part in text), len(text)) for text in texts if text]
+
+
+def ratio_error(pairs: Sequence[tuple[float, float]]) -> float:
+    """Standard error of sum of the first / sum of the second, in shares of it, if pairs were drawn by chance.
+
+    Cochran, Sampling Techniques (1977), equation 6.13. Of a single pair nothing is known: 0.
+    """
+    if len(pairs) < 2:
+        return 0.0
+    first, second = (math.fsum(part) for part in zip(*pairs, strict=True))
+    left = math.fsum((a - first / second * b) ** 2 for a, b in pairs)
+    return math.sqrt(len(pairs) * left / (len(pairs) - 1)) / first
 
 
 def by_place(rounds: Sequence[Round]) -> list[float]:

@@ -57,19 +57,32 @@ def profile_path(target: PackedModel, tokenizer: Any) -> Path:
 
     In the folder ``$SAKIYOMI_PROFILES``, else beside the compiled kernels.
     """
-    device = target.device
-    key = {
-        "processor": machine.processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
-        "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype),
-        "quantize": None if target.rounding is None else target.rounding.kind,
-        "exact": target.exact,
-        "offloaded": target.offloaded,
-        **fingerprint(target.module, tokenizer),
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return _folder() / f"{_setting(target)}-{_digest(fingerprint(target.module, tokenizer))}.json"
+
+
+def _folder() -> Path:
     own = os.environ.get("SAKIYOMI_PROFILES")
-    return (Path(own) if own else cache_folder() / "profiles") / f"{digest[:32]}.json"
+    return Path(own) if own else cache_folder() / "profiles"
+
+
+def _setting(target: PackedModel) -> str:
+    """Of what is known of a target without looking at its weights and its vocabulary."""
+    device = target.device
+    return _digest(
+        {
+            "processor": machine.processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
+            "threads": torch.get_num_threads(),
+            "dtype": str(target.dtype),
+            "quantize": None if target.rounding is None else target.rounding.kind,
+            "exact": target.exact,
+            "offloaded": target.offloaded,
+            "vocabulary": target.vocab_size,
+        }
+    )
+
+
+def _digest(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_profile(path: Path) -> Profile | None:
@@ -92,8 +105,9 @@ def read_profile(path: Path) -> Profile | None:
 
 def find_profile(target: PackedModel, tokenizer: Any) -> Profile | None:
     """The profile of a target; None: there is none, or what it names is gone, which the log says."""
-    path = profile_path(target, tokenizer)
-    found = read_profile(path)
+    if not any(_folder().glob(f"{_setting(target)}-*.json")):
+        return None  # to tell a model from others takes a while: all of its vocabulary is read
+    found = read_profile(profile_path(target, tokenizer))
     if found is None:
         return None
     for part in parse_drafters(found.draft):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.tree import Draft
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sakiyomi.generate import Engine
     from sakiyomi.params import SamplingParams
 
-__all__ = ["Heard", "Judged", "Round", "watched"]
+__all__ = ["Heard", "Judged", "Round", "Written", "judged", "watched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,37 @@ class Round:
         """The whole round."""
         return self.draft + self.score + self.other
 
+    def shrunk(self, share: float) -> Round:
+        """The same in so much of its time."""
+        return replace(self, draft=share * self.draft, score=share * self.score, other=share * self.other)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One text.
+
+    Attributes:
+        tokens: new ones.
+        rounds: those behind the prompt's pass, which gives the first token.
+    """
+
+    tokens: list[int]
+    rounds: tuple[Round, ...]
+
 
 class Heard:
-    """A drafter whose last draft can be looked at; in all else it is the drafter.
+    """A drafter whose last drafts can be looked at; in all else it is the drafter.
 
     Args:
         drafter: who proposes.
+
+    Attributes:
+        last: drafts of the last round, by request.
     """
 
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
-        self.last = Draft.empty()
+        self.last: dict[int, Draft] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.drafter, name)
@@ -74,47 +94,46 @@ class Heard:
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
         drafts: list[Draft] = self.drafter.propose(contexts, gammas)
-        self.last = drafts[0]
+        self.last = {context.id: draft for context, draft in zip(contexts, drafts, strict=True)}
         return drafts
 
 
 def watched(
-    engine: Engine, heard: Heard | None, prompt: Sequence[int], params: SamplingParams
-) -> tuple[list[int], list[Round]]:
-    """Run one request alone, and note every round after the prompt.
+    engine: Engine, heard: Heard | None, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> list[Written]:
+    """Run some requests at once, and note every round behind their prompts.
 
     Args:
         engine: nothing else runs on it.
         heard: its drafter; None: it has none.
-        prompt: token ids.
-        params: of the request.
-
-    Returns:
-        (new tokens, rounds).
+        prompts: token ids of each; of more than one the rounds' seconds are those of passes that they share.
+        params: of all requests.
     """
-    request = engine.submit(list(prompt), params, live=False)
-    stats, rounds = request.stats, []
+    requests = [engine.submit(list(prompt), params, live=False) for prompt in prompts]
+    found: list[list[Round]] = [[] for _ in requests]
     try:
-        while not request.over:
-            before = (stats.draft_seconds, stats.score_seconds, stats.prefill_seconds)
-            count, length = stats.rounds, len(request.tokens)
+        while not all(request.over for request in requests):
+            before = [(replace(request.stats), len(request.tokens)) for request in requests]
             if heard is not None:
-                heard.last = Draft.empty()
+                heard.last = {}
             began = time.perf_counter()
             engine.step()
             seconds = time.perf_counter() - began
-            if stats.rounds == count:
-                continue
-            draft, score = stats.draft_seconds - before[0], stats.score_seconds - before[1]
-            other = seconds - draft - score - (stats.prefill_seconds - before[2])
-            fresh = request.tokens[length:]
-            proposed = heard.last if heard is not None else Draft.empty()
-            rounds.append(
-                Round(len(proposed), proposed.tree.depth, len(fresh), draft, score, other, judged(proposed, fresh))
-            )
+            for request, rounds, (stats, length) in zip(requests, found, before, strict=True):
+                if request.stats.rounds == stats.rounds:
+                    continue
+                draft = request.stats.draft_seconds - stats.draft_seconds
+                score = request.stats.score_seconds - stats.score_seconds
+                other = seconds - draft - score - (request.stats.prefill_seconds - stats.prefill_seconds)
+                fresh = request.tokens[length:]
+                proposed = Draft.empty() if heard is None else heard.last.get(request.id, Draft.empty())
+                rounds.append(
+                    Round(len(proposed), proposed.tree.depth, len(fresh), draft, score, other, judged(proposed, fresh))
+                )
     finally:
-        engine.remove(request.id)
-    return request.generation().token_ids, rounds
+        for request in requests:
+            engine.remove(request.id)
+    return [Written(r.generation().token_ids, tuple(rounds)) for r, rounds in zip(requests, found, strict=True)]
 
 
 def judged(draft: Draft, tokens: Sequence[int]) -> tuple[Judged, ...]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MEMORY", "PREDICTED"]
 
+TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than laps
+
 
 def memory(work: Work, note: Note) -> Row:
     """Right answers of some cache systems, by the bytes that they hold."""
@@ -85,10 +87,9 @@ def predicted(work: Work, note: Note) -> Row:
             target=config.target,
             draft=() if config.draft == "auto" else (config.draft,),
             prompts=config.prompts,
-            count=max(2, config.count),
+            count=max(2, TEXTS * config.count),
             prompt_tokens=config.prompt_tokens,
             max_new_tokens=max(8, config.max_new_tokens),
-            laps=config.repeats,
             all=True,
             dtype=config.dtype,
             device=config.device,
