@@ -228,7 +228,7 @@ class Comparison:
         self.texts += 1
 
     def _by_turns(self) -> list[_Runs]:
-        """Everyone, in another order for every prompt: what was run just before leaves the processor's caches behind."""
+        """Everyone, in another order for every prompt: what ran just before leaves the processor's caches behind."""
         order = [self._plain[0]]
         for number, run in enumerate(random.Random(self.texts).sample(self._runs, len(self._runs)), start=1):
             order.append(run)
