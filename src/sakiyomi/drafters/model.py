@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -106,9 +107,10 @@ class ModelDrafter:
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
         readings: dict[int, Reading] = {}
+        # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
+        followed = self._follow([context for context in contexts if len(context.tokens) < self.model.max_context])
         for context, gamma in zip(contexts, gammas, strict=True):
-            # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
-            if len(context.tokens) < self.model.max_context and self._follow(context):
+            if context.id in followed:
                 seat: _Seat = context.memory[self.name]
                 found = self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
                 if found is not None:
@@ -127,21 +129,35 @@ class ModelDrafter:
     def _sampler(self, context: Context) -> Sampler:
         return Sampler(context.params, self._vocab_size)
 
-    def _follow(self, context: Context) -> bool:
-        """Bring the request's place up to date, a chunk at most; whether the draft can go on from there this round."""
-        seat = self._seat(context)
+    def _follow(self, contexts: Sequence[Context]) -> set[int]:
+        """Bring requests' places up to date, a chunk of each at most; ids of those that can be drafted for this round.
+
+        New prompts share their passes: one of its own for each would keep all the others waiting.
+        """
         before = self.model.forward_seconds
-        if not seat.held and not self._reserve(seat, 1):  # the source is read here, at the prompt's expense
-            return False
-        if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
-            fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
-            if not self._knows(fresh) or not self._reserve(seat, len(fresh)):
-                return False
-            self.model.score([Segment(seat.slot, len(seat.held), fresh, prompt=True)], last=True)
-            seat.held.extend(fresh)
+        here: list[tuple[Context, _Seat]] = []
+        behind: list[tuple[_Seat, list[int]]] = []
+        for context in contexts:
+            seat = self._seat(context)
+            if not seat.held and not self._reserve(seat, 1):  # the source is read here, at the prompt's expense
+                continue
+            if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
+                fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
+                if not self._knows(fresh) or not self._reserve(seat, len(fresh)):
+                    continue
+                behind.append((seat, fresh))
+            here.append((context, seat))
+        while behind:
+            ends = itertools.accumulate(len(fresh) for _, fresh in behind)
+            count = max(1, sum(end <= CHUNK for end in ends))
+            segments = [Segment(seat.slot, len(seat.held), fresh, prompt=True) for seat, fresh in behind[:count]]
+            self.model.score(segments, last=True)
+            for seat, fresh in behind[:count]:
+                seat.held.extend(fresh)
+            del behind[:count]
         self.prefill_seconds += self.model.forward_seconds - before
-        missing = context.tokens[len(seat.held) :]
-        return len(missing) <= LONG and self._knows(missing)
+        missing = ((context.id, context.tokens[len(seat.held) :]) for context, seat in here)
+        return {request for request, tokens in missing if len(tokens) <= LONG and self._knows(tokens)}
 
     def _seat(self, context: Context) -> _Seat:
         """The request's place: of what was read ahead it keeps what was accepted."""
