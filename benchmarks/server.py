@@ -5,8 +5,9 @@
     python benchmarks/server.py --only overhead
 
 Servers are processes of their own on this machine, clients are threads of this one; run it alone on the machine. Laps
-go A B A B, the first of each is not counted; the figures are medians. Greedy float32 throughout; how many of the texts
-are equal is said. The last line is one JSON object.
+go A B A B, the first of each is not counted; the figures are medians. Greedy, in float32 unless told otherwise; it says
+how many of the texts are equal. Besides the clock, which other work on the machine spoils, the processor time that each
+server took for its tokens is compared. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import torch
 import transformers
 
@@ -55,8 +57,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(command: list[str], health: str, seconds: float = 300) -> Iterator[str]:
-    """A process that serves, and its address."""
+def server(command: list[str], health: str, seconds: float = 300) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of a process that serves, and the process."""
     port = free_port()
     source = os.pathsep.join([str(Path(sakiyomi.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryFile("w+") as said:
@@ -76,20 +78,20 @@ def server(command: list[str], health: str, seconds: float = 300) -> Iterator[st
                     said.seek(0)
                     raise SystemExit(f"{command} does not serve:\n{said.read()[-2000:]}")
                 time.sleep(0.3)
-            yield url
+            yield url, psutil.Process(process.pid)
         finally:
             process.terminate()
             process.wait(60)
 
 
-def ours(model: str, draft: str, batch: int) -> list[str]:
+def ours(model: str, draft: str, batch: int, dtype: str) -> list[str]:
     run = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve", "--target", model]
-    return [*run, "--draft", draft, "--dtype", "float32", "--max-batch", str(batch), "--served-name", model]
+    return [*run, "--draft", draft, "--dtype", dtype, "--max-batch", str(batch), "--served-name", model]
 
 
-def peers(model: str) -> list[str]:
+def peers(model: str, dtype: str) -> list[str]:
     run = [sys.executable, "-W", "ignore", "-m", "transformers.cli.transformers", "serve", model]
-    return [*run, "--continuous-batching", "--dtype", "float32", "--device", "cpu"]
+    return [*run, "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
 
 
 def stream(url: str, body: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
@@ -114,40 +116,58 @@ def asked(model: str, prompt: str, tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
 
 
-def lap(url: str, model: str, count: int, tokens: int, number: int, tokenizer: Any) -> tuple[float, list[str]]:
-    """Tokens a second of so many streams at once, counted by the tokenizer for all alike, and their texts."""
+def lap(
+    served: tuple[str, psutil.Process], model: str, count: int, tokens: int, number: int, tokenizer: Any
+) -> tuple[float, float, list[str]]:
+    """Tokens a second of so many streams at once, counted by the tokenizer for all alike, by the clock and by the
+    server's processor time, and their texts.
+    """
+    url, process = served
+    before = sum(process.cpu_times()[:2])
     with ThreadPoolExecutor(count) as pool:
         began = time.perf_counter()
         replies = pool.map(lambda prompt: stream(url, asked(model, prompt, tokens)), prompts(count, number))
         texts = [text for text, _, _ in replies]
         seconds = time.perf_counter() - began
-    return sum(len(tokenizer(text).input_ids) for text in texts) / seconds, texts
+    tokens_got = sum(len(tokenizer(text).input_ids) for text in texts)
+    return tokens_got / seconds, tokens_got / (sum(process.cpu_times()[:2]) - before), texts
 
 
 def throughput(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found: dict[str, list[float]] = {"ours": [], "peer": []}
+    found: dict[str, list[float]] = {"ours": [], "peer": [], "ours_cpu": [], "peer_cpu": []}
     equal: list[bool] = []
-    beside = peers(folder) if args.peer else ours(folder, "none", args.streams)
-    with server(ours(folder, draft, args.streams), "/health") as mine, server(beside, "/health") as other:
+    beside = peers(folder, args.dtype) if args.peer else ours(folder, "none", args.streams, args.dtype)
+    with (
+        server(ours(folder, draft, args.streams, args.dtype), "/health") as mine,
+        server(beside, "/health") as other,
+    ):
         for number in range(args.laps + 1):
-            first, texts = lap(mine, folder, args.streams, args.tokens, number, tokenizer)
-            second, others = lap(other, folder, args.streams, args.tokens, number, tokenizer)
+            first, first_cpu, texts = lap(mine, folder, args.streams, args.tokens, number, tokenizer)
+            second, second_cpu, others = lap(other, folder, args.streams, args.tokens, number, tokenizer)
             if number:
-                found["ours"].append(first)
-                found["peer"].append(second)
+                for key, value in zip(found, (first, second, first_cpu, second_cpu), strict=True):
+                    found[key].append(value)
                 equal += [a == b for a, b in zip(texts, others, strict=True)]
-    ratio = statistics.median(a / b for a, b in zip(found["ours"], found["peer"], strict=True))
+
+    def ratio(ours: str, peer: str) -> float:
+        return statistics.median(a / b for a, b in zip(found[ours], found[peer], strict=True))
+
     name = "transformers serve" if args.peer else "the same without a drafter"
     for label, key in (("sakiyomi", "ours"), (name, "peer")):
-        print(f"{label:<28}{statistics.median(found[key]):8.0f} tokens/s, {args.streams} streams")
-    print(f"ratio {ratio:.2f}; equal texts {sum(equal)} of {len(equal)}")
-    return {"peer": name, "tokens_per_second": found, "ratio": ratio, "equal": [sum(equal), len(equal)]}
+        clock, cpu = statistics.median(found[key]), statistics.median(found[f"{key}_cpu"])
+        print(f"{label:<28}{clock:8.0f} tokens/s, {cpu:.0f} a second of processor time; {args.streams} streams")
+    ratios = ratio("ours", "peer"), ratio("ours_cpu", "peer_cpu")
+    print(f"ratio {ratios[0]:.2f}, of processor time {ratios[1]:.2f}; equal texts {sum(equal)} of {len(equal)}")
+    return {
+        "peer": name, "tokens_per_second": found, "ratio": ratios[0], "cpu_ratio": ratios[1],
+        "equal": [sum(equal), len(equal)],
+    }  # fmt: skip
 
 
 def overhead(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds a round, here and through the server, of the same rounds; and the first token of 100 tokens."""
-    library = LLM(folder, draft, dtype="float32")
+    library = LLM(folder, draft, dtype=args.dtype)
     library.wait()
     params = SamplingParams(max_new_tokens=args.tokens, gamma=GAMMA)
     ahead = {"speculation": {"gamma": GAMMA}, "stream_options": FIGURES}
@@ -155,7 +175,7 @@ def overhead(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any
     there: list[float] = []
     first: list[float] = []
     filler = library.tokenizer(" ".join(prompts(12, 0))).input_ids
-    with server(ours(folder, draft, 8), "/health") as url:
+    with server(ours(folder, draft, 8, args.dtype), "/health") as (url, _):
         for number in range(args.laps + 1):
             for prompt in prompts(6, number):
                 times, rounds = [], 0
@@ -185,13 +205,15 @@ def main() -> None:
     parser.add_argument("--draft", default="model:tales-draft")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32", help="of all")
     parser.add_argument("--laps", type=int, default=5)
     parser.add_argument("--peer", action="store_true", help="beside transformers serve")
     parser.add_argument("--only", choices=["throughput", "overhead"])
     args = parser.parse_args()
     folder = str(sakiyomi.embedded(args.target)) if args.target == "tales" else args.target
     result: dict[str, Any] = {
-        "streams": args.streams, "tokens": args.tokens, "laps": args.laps, "cpus": os.cpu_count(),
+        "dtype": args.dtype, "streams": args.streams, "tokens": args.tokens, "laps": args.laps, "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "load_before": os.getloadavg()[0], "machine": platform.machine(), "torch": torch.__version__,
         "transformers": transformers.__version__,
     }  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -66,7 +67,8 @@ class Drafting:
         self._exact, self._strict = exact, strict
         self._without: set[int] = set()
         self._faults: dict[int, DraftError] = {}
-        self._gain = Gain()
+        # By graphs, and rows of a pass without drafts.
+        self._gains: defaultdict[tuple[frozenset[int], int], Gain] = defaultdict(Gain)
         self._timed: set[tuple[frozenset[int], int]] = set()
         self._overhead, self._step = 1e-4, 0.0
 
@@ -129,7 +131,7 @@ class Drafting:
         for request, draft, accepted in zip(requests, drafted.drafts, kept, strict=True):
             request.policy.observe(draft.tree.depth, accepted, seconds)
         if drafted.passes:
-            self._gain.add(1 + sum(kept) / len(kept), seconds)
+            self._gain(len(requests), graphs).add(1 + sum(kept) / len(kept), seconds)
             self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
         self._overhead += 0.1 * (overhead - self._overhead)
 
@@ -138,7 +140,7 @@ class Drafting:
     def _propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> list[Draft]:
         assert self.drafter is not None
         drafts = [Draft.empty()] * len(requests)
-        costs = functools.partial(self._costs, len(requests), graphs)
+        costs = functools.cache(functools.partial(self._costs, len(requests), graphs))  # the same for all of a round
         wanted: list[tuple[int, int]] = []
         for i, request in enumerate(requests):
             room = _room(request)
@@ -166,14 +168,25 @@ class Drafting:
         return drafts
 
     def _costs(self, batch: int, graphs: frozenset[int]) -> Costs:
-        score = functools.partial(self.target.pass_seconds, graphs=graphs)
-        depth, nodes = (FAR, FAR_NODES) if self.target.offloaded else (MOST, MOST_NODES)
+        score = functools.cache(functools.partial(self.target.pass_seconds, graphs=graphs))
+        if self.target.offloaded:
+            depth, nodes = FAR, FAR_NODES
+        else:
+            # No further than the largest graph, which all share: beyond it a row costs more than it can bring, and even
+            # to try out what such a pass costs would hold up everybody.
+            nodes = min(MOST_NODES, max(1, self.target.sizes[-1] // batch - 1))
+            depth = min(MOST, nodes)
         if (graphs, batch) not in self._timed:  # now, and not while a drafter's own time is taken
             self._timed.add((graphs, batch))
             for count in range(nodes + 1):
                 score(batch * (count + 1))
-        rate = self._gain.rate if self._gain.rounds >= SETTLED else 0.0
+        gain = self._gain(batch, graphs)
+        rate = gain.rate if gain.rounds >= SETTLED else 0.0
         return Costs(score, self._step, self._overhead, batch, rate, depth, nodes)
+
+    def _gain(self, batch: int, graphs: frozenset[int]) -> Gain:
+        """Of rounds like this one: what one of many requests gets says nothing of what one alone does."""
+        return self._gains[graphs, self.target.padded(batch)]
 
     def _checked(self, draft: Draft, request: Request) -> Draft:
         """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""

@@ -49,6 +49,7 @@ from sakiyomi.structure import structural_copy
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
+ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
 SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
 TRIAL = 80  # tokens of the self-test
 LARGE = 1 << 24  # bytes of weights, from which on fewer of its tokens will do
@@ -223,6 +224,10 @@ class PackedModel:
         # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
         waits = compile == "auto" and not exact and not quantize and prepared is None
         self.unsettled = waits and self._packable() and not native_at_hand()
+        # What many requests draft together has no place in the common sizes. A capture costs no compiler's seconds:
+        # there all have larger ones.
+        many = max_slots * ROWS_EACH > SIZES[-1] and not exact
+        self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else (*SIZES, 128) if many else SIZES
         if not self.passes_here:
             self._take(OwnAttention(self.cache))
         elif accelerated:
@@ -231,8 +236,6 @@ class PackedModel:
             self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
             self._take((None if self.unsettled else self._native()) or self._dense())
-        # A capture costs no compiler's seconds: there larger batches have their own as well.
-        self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else SIZES
         self._proven = False
         self._prompts: Dense | None = None  # what is tried out below sees everything
         if quantize:
@@ -324,9 +327,9 @@ class PackedModel:
                 state.attach_sources(self.sources)
         eager = self.offloaded or self.unsettled or not self.passes_here
         if self._compile and self.device.type == "cpu" and not eager:
-            self.graphs = Graphs(self._model, self.tap, state, self.device, SIZES, self.first_sizes)
+            self.graphs = Graphs(self._model, self.tap, state, self.device, self.sizes, self.first_sizes)
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
-                self.graphs.make(SIZES)
+                self.graphs.make(self.sizes)
 
     def _leave_notes(self) -> None:
         if self._noted is not None:

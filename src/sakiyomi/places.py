@@ -5,6 +5,7 @@ Knows no passes and no tokens' meaning; what may be used again of a slot is deci
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from sakiyomi.cache.slots import SlotCache
@@ -14,6 +15,8 @@ from sakiyomi.keeping import Everything, Keeping
 from sakiyomi.request import Place, Request
 
 __all__ = ["Places"]
+
+RECENTLY = 0.5  # seconds for which it holds what the system said of its memory: asking takes longer than all the rest
 
 
 class Places:
@@ -36,6 +39,7 @@ class Places:
         self._cache, self._keeping = cache, keeping
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._kept: list[Place] = []  # the longest unused first
+        self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
 
     def seat(self, request: Request) -> None:
         """A slot for a request: that of its conversation, rolled back to what the prompt shares with it, or a free one.
@@ -113,11 +117,16 @@ class Places:
             MemoryLimitError: they would not fit though nothing else were kept.
         """
         most, columns = self._cache.max_slots, max(request.last for request in requests)
-        self._cache.check(min(len(requests), most), columns)
         others = [place for place in self._kept if all(request.place is not place for request in requests)]
+        count, longest, when = self._fitted
+        now = time.monotonic()
+        if min(len(requests) + len(others), most) <= count and columns <= longest and now - when < RECENTLY:
+            return
+        self._cache.check(min(len(requests), most), columns)
         while others:
             try:
                 self._cache.check(min(len(requests) + len(others), most), columns)
-                return
+                break
             except MemoryLimitError:
                 self.release(others.pop(0))
+        self._fitted = (min(len(requests) + len(others), most), columns, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from sakiyomi.drafters.reading import Reading
 from sakiyomi.errors import MemoryLimitError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.sampling import Sampler
+from sakiyomi.tree import Draft
 
 if TYPE_CHECKING:
     from sakiyomi.cache.sources import Source
@@ -31,6 +33,7 @@ class _Seat:
         held: committed tokens whose keys and values lie there.
         sure: so many of those were compared with the committed tokens before.
         reading: the tree that was read last; its rows lie behind what is held.
+        ready: whether the draft can go on from there this round.
         source: what the request's rows attend to beside their own text.
     """
 
@@ -39,6 +42,7 @@ class _Seat:
     sampler: Sampler
     sure: int = 0
     reading: Reading | None = None
+    ready: bool = False
     source: Source | None = None
 
 
@@ -85,11 +89,16 @@ class ModelDrafter(LevelDrafter):
             )
             self.rewind(destination, length)
 
-    def _begin(self, context: Context, gamma: int) -> Reading | None:
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; all requests advance together, one pass a level."""
         # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
-        if len(context.tokens) >= self.model.max_context or not self._follow(context):
+        self._follow([context for context in contexts if len(context.tokens) < self.model.max_context])
+        return super().propose(contexts, gammas)
+
+    def _begin(self, context: Context, gamma: int) -> Reading | None:
+        seat: _Seat | None = context.memory.get(self.name)
+        if seat is None or not seat.ready:
             return None
-        seat: _Seat = context.memory[self.name]
         return self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
 
     def _done(self, reading: Reading) -> None:
@@ -103,21 +112,36 @@ class ModelDrafter(LevelDrafter):
     def _sampler(self, context: Context) -> Sampler:
         return Sampler(context.params, self._vocab_size)
 
-    def _follow(self, context: Context) -> bool:
-        """Bring the request's place up to date, a chunk at most; whether the draft can go on from there this round."""
-        seat = self._seat(context)
+    def _follow(self, contexts: Sequence[Context]) -> None:
+        """Bring requests' places up to date, a chunk of each at most.
+
+        New prompts share their passes: one of its own for each would keep all the others waiting.
+        """
         before = self.model.forward_seconds
-        if not seat.held and not self._reserve(seat, 1):  # the source is read here, at the prompt's expense
-            return False
-        if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
-            fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
-            if not self._knows(fresh) or not self._reserve(seat, len(fresh)):
-                return False
-            self.model.score([Segment(seat.slot, len(seat.held), fresh, prompt=True)], last=True)
-            seat.held.extend(fresh)
+        here: list[tuple[Context, _Seat]] = []
+        behind: list[tuple[_Seat, list[int]]] = []
+        for context in contexts:
+            seat = self._seat(context)
+            if not seat.held and not self._reserve(seat, 1):  # the source is read here, at the prompt's expense
+                continue
+            if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
+                fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
+                if not self._knows(fresh) or not self._reserve(seat, len(fresh)):
+                    continue
+                behind.append((seat, fresh))
+            here.append((context, seat))
+        while behind:
+            ends = itertools.accumulate(len(fresh) for _, fresh in behind)
+            count = max(1, sum(end <= CHUNK for end in ends))
+            segments = [Segment(seat.slot, len(seat.held), fresh, prompt=True) for seat, fresh in behind[:count]]
+            self.model.score(segments, last=True)
+            for seat, fresh in behind[:count]:
+                seat.held.extend(fresh)
+            del behind[:count]
         self.prefill_seconds += self.model.forward_seconds - before
-        missing = context.tokens[len(seat.held) :]
-        return len(missing) <= LONG and self._knows(missing)
+        for context, seat in here:
+            missing = context.tokens[len(seat.held) :]
+            seat.ready = len(missing) <= LONG and self._knows(missing)
 
     def _seat(self, context: Context) -> _Seat:
         """The request's place: of what was read ahead it keeps what was accepted."""
@@ -133,7 +157,7 @@ class ModelDrafter(LevelDrafter):
             self._keep(seat, seat.reading, tokens)
             right = len(held)
         del held[right:]
-        seat.sure, seat.reading = right, None
+        seat.sure, seat.reading, seat.ready = right, None, False
         return seat
 
     def _keep(self, seat: _Seat, reading: Reading, tokens: Sequence[int]) -> None:
