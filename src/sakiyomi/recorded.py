@@ -219,6 +219,10 @@ class TableModel:
     def known_seconds(self, rows: int, graphs: object = None) -> None:
         """Passes cost nothing that is worth a thought."""
 
+    def padded(self, rows: int) -> int:
+        """Passes come in every size."""
+        return rows
+
     def score(self, segments: Sequence[Segment], *, last: bool = False, graphs: object = None) -> Tensor:
         """See ``PackedModel.score``."""
         found: list[int] = []
