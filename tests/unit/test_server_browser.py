@@ -153,9 +153,9 @@ def test_stop_ends_it_here_and_in_the_server(page: Tab, site: tuple[Server, str]
     put(page, max=3500)
     send(page, "Go on", wait=False)
     page.until("current && current.tokens > 3")
-    shoot(page, "writing")
-    page.click("#stop")
+    page.click("#stop")  # nothing slow before it: the text must not be over
     page.until("under === null")
+    shoot(page, "stopped")
     assert page.run("$('status').textContent").startswith("Stopped after ")
     assert 3 < page.run("current.tokens") < 3500
     page.until("fetch('/health').then(() => true)")
