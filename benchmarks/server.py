@@ -4,7 +4,7 @@
     python benchmarks/server.py --streams 32 --peer    # beside transformers serve, turn by turn
     python benchmarks/server.py --only overhead
 
-Servers are processes of their own on this machine, clients are threads of this one; run it alone on the machine. Laps
+Servers are processes of their own on this machine, clients are tasks of this one; run it alone on the machine. Laps
 go A B A B, the first of each is not counted; the figures are medians. Greedy, in float32 unless told otherwise; it says
 how many of the texts are equal. Besides the clock, which other work on the machine spoils, the processor time that each
 server took for its tokens is compared. The last line is one JSON object.
@@ -13,6 +13,7 @@ server took for its tokens is compared. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
@@ -23,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,19 +96,48 @@ def peers(model: str, dtype: str) -> list[str]:
 
 def stream(url: str, body: dict[str, Any]) -> tuple[str, list[float], dict[str, Any]]:
     """The text, when each event came (after sending), and the figures of the last event."""
-    text, times, usage = "", [], {}
+    [reply] = asyncio.run(streams(url, [body]))
+    return reply
+
+
+async def streams(url: str, bodies: list[dict[str, Any]]) -> list[tuple[str, list[float], dict[str, Any]]]:
+    """The same of many at once."""
+    replies = await asyncio.gather(*(_exchange(url, body | {"stream": True}) for body in bodies))
+    return [_read(*reply) for reply in replies]
+
+
+async def _exchange(url: str, body: dict[str, Any]) -> tuple[list[tuple[float, bytes]], float]:
+    """What came, and when; nothing is made of it while others still wait, who would pay for it."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
     began = time.perf_counter()
-    with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=600) as reply:
-        reply.raise_for_status()
-        for line in reply.iter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            usage = event.get("usage") or usage
-            said = "".join(choice.get("text") or "" for choice in event.get("choices", ()))
-            if said:
-                text += said
-                times.append(time.perf_counter() - began)
+    parts = []
+    while part := await reader.read(65536):
+        parts.append((time.perf_counter(), part))
+    writer.close()
+    return parts, began
+
+
+def _read(parts: list[tuple[float, bytes]], began: float) -> tuple[str, list[float], dict[str, Any]]:
+    whole = b"".join(part for _, part in parts)
+    status = whole.split(b"\r\n", 1)[0]
+    if b" 200 " not in status:
+        raise SystemExit(f"{status.decode()}: {whole[-500:].decode()}")
+    text, times, usage, rest = "", [], {}, b""
+    for when, part in parts:
+        said = ""
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                said += "".join(choice.get("text") or "" for choice in event.get("choices", ()))
+        if said:
+            text += said
+            times.append(when - began)
     return text, times, usage
 
 
@@ -124,11 +153,10 @@ def lap(
     """
     url, process = served
     before = sum(process.cpu_times()[:2])
-    with ThreadPoolExecutor(count) as pool:
-        began = time.perf_counter()
-        replies = pool.map(lambda prompt: stream(url, asked(model, prompt, tokens)), prompts(count, number))
-        texts = [text for text, _, _ in replies]
-        seconds = time.perf_counter() - began
+    began = time.perf_counter()
+    replies = asyncio.run(streams(url, [asked(model, prompt, tokens) for prompt in prompts(count, number)]))
+    seconds = time.perf_counter() - began
+    texts = [text for text, _, _ in replies]
     tokens_got = sum(len(tokenizer(text).input_ids) for text in texts)
     return tokens_got / seconds, tokens_got / (sum(process.cpu_times()[:2]) - before), texts
 
