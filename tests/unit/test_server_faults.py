@@ -359,6 +359,7 @@ def test_values_that_no_server_has_are_refused() -> None:
         {"max_queue": -1},
         {"request_timeout": float("nan")},
         {"log_format": "xml"},
+        {"warm_up": "some"},
         {"api_key": ""},
     ):
         with pytest.raises(Exception, match=next(iter(values))):

@@ -40,7 +40,9 @@ def serve(config: ServerConfig, model: ModelOptions) -> None:
             f"the server needs packages that are not installed ({error.name}); pip install 'sakiyomi[serve]'"
         ) from None
     llm = load(model)
-    if config.warm_up:
-        llm.wait()
+    if config.warm_up != "none":
+        if not llm.compiled():
+            note("compiling for this machine: seconds, or minutes where it was not done before (--warm-up)")
+        llm.wait(batches=config.warm_up == "all")
     set_up(config.log_format)
     run(llm, config, listening=lambda url: note(f"serving {config.served_name or llm.name} at {url}"))
