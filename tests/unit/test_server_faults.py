@@ -82,7 +82,8 @@ def test_a_dropped_client_frees_its_slot(site: tuple[Server, str], own: LLM, str
     before = figures(url).get("vllm:request_success_total/abort", 0)
     if stream:
         with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}) as reply:
-            next(reply.iter_lines())
+            lines = reply.iter_lines()  # held: when it goes, the connection does
+            next(lines)
             assert server.worker.load == 1
     else:
         with pytest.raises(httpx.ReadTimeout):
@@ -402,19 +403,19 @@ def test_told_to_stop_it_ends_in_good_order(process: Any) -> None:
     """Requests that end in time do, the others are told so; the process then ends by itself, with exit code 0."""
     run, url = process("--shutdown-timeout", "3", "--log-format", "json", SAKIYOMI_SERVED_NAME="toy")
 
-    def lines(tokens: int) -> list[str]:
+    def lines(tokens: int, begun: threading.Event) -> list[str]:
         asked = ENDLESS | {"stream": True, "max_tokens": tokens}
         with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as reply:
             found = []
             for line in reply.iter_lines():
                 found.append(line)
-                begun.release()
+                begun.set()
             return [line for line in found if line]
 
-    begun = threading.Semaphore(0)
+    begun = threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        short, endless = pool.submit(lines, 100), pool.submit(lines, 90_000)
-        begun.acquire(timeout=30)
+        short, endless = pool.submit(lines, 100, begun[0]), pool.submit(lines, 90_000, begun[1])
+        assert all(event.wait(30) for event in begun)
         run.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(httpx.HTTPError):  # nobody is let in any more
