@@ -74,7 +74,7 @@ def shoot(page: Tab, name: str) -> None:
 
 
 def test_it_opens_with_the_model_and_runs_no_foreign_script(page: Tab) -> None:
-    assert page.run("$('model').textContent").startswith("toy, drafted by ")
+    assert page.run("$('model').textContent").startswith("toy · drafter: model")
     shoot(page, "open")
     broken = (
         "new Promise((done) => { document.addEventListener('securitypolicyviolation',"
@@ -198,7 +198,7 @@ def test_a_race_shows_both_and_judges(page: Tab, race: str) -> None:
 def test_errors_say_what_to_do_and_lose_nothing(page: Tab) -> None:
     put(page, max=5000)
     send(page, "Too much")
-    assert page.run("$('problem').textContent").startswith("The server does not take this request. Change")
+    assert page.run("$('problem').textContent").startswith("The conversation and the new tokens do not fit")
     assert "max_completion_tokens is 5000" in page.run("$('detail').textContent")
     assert page.run("$('prompt').value") == "Too much" and page.run("turns.length") == 0
     shoot(page, "error")

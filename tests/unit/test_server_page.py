@@ -72,7 +72,7 @@ def test_it_needs_nothing_from_elsewhere(reply: httpx.Response) -> None:
     loaded = [
         value for _, values in Elements(reply.text).tags for name in ("src", "href") if (value := values.get(name))
     ]
-    assert loaded == ["data:,", "#prompt"]
+    assert loaded == ["data:,", "#prompt", "#panel"]
     assert not re.search(r"@import|url\(|innerHTML|eval\(|sessionStorage|indexedDB|document\.cookie", reply.text)
 
 
