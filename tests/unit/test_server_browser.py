@@ -33,6 +33,13 @@ CONTRASTS = """window.contrasts = () => {
   probe.remove();
   return found;
 }; void 0"""
+# In place of the server's: one token, and then the reply breaks off, or, with a signal, waits to be aborted.
+HALF = """window.real = fetch; window.half = (signal) => new Response(new ReadableStream({start(stream) {
+  const stats = {tokens: 1, seconds: 0, rounds: 0, drafted: 0, acceptance_rate: 0, tau: 0};
+  const trace = [{tokens: [{text: "Half", status: "plain", round: 0}], round: null, stats}];
+  stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify({choices: [{trace}]})}\\n\\n`));
+  if (signal) signal.onabort = () => stream.error(signal.reason); else stream.close();
+}})); void 0"""
 TOKENS = "[...document.querySelectorAll('.lanes:last-of-type .lane:first-child .token')]"
 
 
@@ -193,11 +200,8 @@ def test_settings_are_what_is_asked_for(page: Tab) -> None:
 
 def test_a_reply_that_breaks_off_stays_and_is_asked_for_again(page: Tab) -> None:
     put(page, max=5)
-    page.run(
-        "window.real = fetch; const stats = {tokens: 1, seconds: 0, rounds: 0, drafted: 0, acceptance_rate: 0, tau: 0};"
-        "const trace = [{tokens: [{text: 'Half', status: 'plain', round: 0}], round: null, stats}];"
-        "window.fetch = async () => new Response(`data: ${JSON.stringify({choices: [{trace}]})}\n\n`); void 0"
-    )
+    page.run(HALF)
+    page.run("void (window.fetch = async () => half())")
     send(page, "A whole one")
     assert "ended the reply before it was whole" in page.run("$('problem').textContent")
     assert page.run("current.text + turns.length") == "Half1"
@@ -208,32 +212,33 @@ def test_a_reply_that_breaks_off_stays_and_is_asked_for_again(page: Tab) -> None
 
 
 def test_a_race_ends_with_the_first_that_fails(page: Tab) -> None:
+    page.run(HALF)
     page.run(
-        "window.real = fetch; window.fetch = async (path, options) => {"
-        "if (!options.body.includes('off')) return real(path, options);"
-        "while (current.tokens < 4) await new Promise(requestAnimationFrame);"
-        "return new Response('', {status: 500}); }; void 0"
+        "window.fetch = async (path, {body, signal}) => { if (!body.includes('off')) return half(signal);"
+        " while (!current.tokens) await new Promise(requestAnimationFrame);"
+        " return new Response('', {status: 500}); }; void 0"
     )
-    put(page, race="once", max=3500)
+    put(page, race="once")
     send(page, "A race of one")
     assert "The server failed (500)" in page.run("$('problem').textContent")
     page.until("!current.box.classList.contains('busy')")
-    assert 4 <= page.run("current.tokens") < 3500
+    assert page.run("current.text + turns.length") == "Half1"
 
 
 def test_clicks_and_keys_that_come_too_early_do_no_harm(page: Tab) -> None:
-    put(page, max=3500, drafter="off")
+    page.run(HALF)
+    page.run("void (window.fetch = async (path, {signal}) => half(signal))")
     page.click("#prompt")
     page.type("Twice")
     page.click("#send", times=2)
-    page.until("current && current.tokens > 3")
+    page.until("current && current.tokens === 1")
     page.click("#prompt")
     page.type("The next one")
     page.press("Enter")
     assert page.run("under !== null && turns.length === 1 && $('prompt').value === 'The next one'")
     page.press("Escape")
     page.until("under === null")
-    assert page.run("turns.length === 1 && $('prompt').value === 'The next one'")
+    assert page.run("$('status').textContent === 'Stopped after 1 tokens.' && $('prompt').value === 'The next one'")
 
 
 def test_a_reader_who_scrolls_up_is_left_there(page: Tab) -> None:
