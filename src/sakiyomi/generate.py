@@ -121,6 +121,7 @@ class Engine:
         live: bool = True,
         outbox: deque[Step] | None = None,
         place: Place | None = None,
+        shares: bool = True,
         drafted: bool = True,
         keep_logits: bool = False,
     ) -> Request:
@@ -135,6 +136,7 @@ class Engine:
             live: text is wanted with every step, not only with the last one.
             outbox: gets the request's steps too.
             place: of the conversation that it belongs to: what an earlier request left there is not computed again.
+            shares: what other requests read of the same beginning is copied, and not computed again.
             drafted: False: nothing is read ahead for it, whatever the others do.
             keep_logits: keep the target's raw logits of every new token.
 
@@ -168,6 +170,7 @@ class Engine:
             live=live or bool(params.stop),
             outbox=outbox,
             place=place,
+            shares=shares,
         )
         with self._lock:
             others = [*self._running, *self._waiting]
@@ -406,13 +409,17 @@ class Engine:
         return steps
 
     def _prefill(self, requests: list[Request]) -> list[Step]:
-        """One chunk of prompts; the first token of every request whose prompt is complete after it."""
+        """One chunk of prompts; the first token of every request whose prompt is complete after it. Who waits for what
+        another one reads is left out.
+        """
         segments: list[Segment] = []
         taken: list[Request] = []
         steps: list[Step] = []
         budget = self.chunk_size
         before = self.target.forward_seconds
         for request in requests:
+            if self._places.waits(request):
+                continue
             count = min(self.chunk_size, request.prompt_tokens - request.cached, request.border - request.cached)
             if taken and (count > budget or self.exact):
                 break
@@ -454,6 +461,7 @@ class Engine:
                 steps += self._decide(
                     request, draft, request.rows(logits[here], draft), None if hidden is None else hidden[here]
                 )
+        self._places.share()
         return steps
 
     def _score_prompts(
