@@ -155,7 +155,11 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         noise = RequestNoise(seed, *key)
-        context = Context(next(self._ids), tokens, params, rule, noise, stop_ids, source=asked.source)
+        context = Context(
+            *(next(self._ids), tokens, params, rule, noise, stop_ids),
+            shares=shares and not self.exact,
+            source=asked.source,
+        )
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         request = Request(
             context,
@@ -190,7 +194,7 @@ class Engine:
         with self._lock, torch.no_grad():
             self.settle()
             steps = self._admit()
-            steps += self._prefill([r for r in self._running if not r.prefilled])
+            steps += self._prefill([r for r in self._running if not r.prefilled and not r.over])
             fresh = {step.request for step in steps}
             decoding = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
             for graphs in dict.fromkeys(r.graphs for r in decoding):  # a request keeps the path that it began with

@@ -19,7 +19,7 @@ from sakiyomi.request import Place, Request
 __all__ = ["Places"]
 
 RECENTLY = 0.5  # seconds for which it holds what the system said of its memory: asking takes longer than all the rest
-AWAITED = 64  # tokens that are worth a round's waiting: fewer are read in one pass by all who ask for them
+AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read in one pass by all who ask
 
 Kin = list[tuple[Request, int]]
 """Requests that were seated before, and the tokens that they have in common with one."""
@@ -163,7 +163,7 @@ class Places:
         """Whether another request is about to read what is worth waiting for."""
         most = self._lent(request, other, count, other.prompt_tokens)
         reading = other in self._seated and not other.prefilled and not other.over
-        return reading and request.cached <= other.cached <= most - AWAITED
+        return reading and request.cached <= other.cached <= most - min(AWAITED, self._chunk_size)
 
     def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
         """Of `count` tokens in common those that may be used again when the other request has read so many."""

@@ -150,7 +150,8 @@ class ModelDrafter(LevelDrafter):
         if seat is None:
             seat = _Seat(self.model.cache.take(), [], self._sampler(context), source=context.source)
             self._sit(context, seat)
-            self._copy(seat, context.tokens[:-1])  # the logits of the last one are wanted
+            if context.shares and context.source is None:
+                self._copy(seat, context.tokens[:-1])  # the logits of the last one are wanted
         held, tokens = seat.held, context.tokens
         right = seat.sure
         while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
@@ -167,8 +168,6 @@ class ModelDrafter(LevelDrafter):
 
     def _copy(self, seat: _Seat, tokens: list[int]) -> None:
         """Take what another request's place holds of a new one's tokens."""
-        if seat.source is not None:
-            return
         count, other = max((alike(other.held, tokens), slot) for slot, other in self._seats.items())
         if count >= LEAST:
             try:
