@@ -129,7 +129,9 @@ def test_prompts_that_begin_alike_are_read_once(own: LLM, reuse: bool) -> None:
         replies = list(pool.map(lambda prompt: complete(client(url), prompt, temperature=0), asked))
         samples = complete(client(url), PROMPTS[1] * 30, n=3, seed=7)
         hits = server.metrics.registry.get_sample_value("vllm:prefix_cache_hits_total", {"model_name": "toy"})
-    assert [reply.choices[0].text for reply in replies] == [wanted(own, prompt, max_new_tokens=24).text for prompt in asked]
+    assert [reply.choices[0].text for reply in replies] == [
+        wanted(own, prompt, max_new_tokens=24).text for prompt in asked
+    ]
     cached = sorted(reply.usage.prompt_tokens_details.cached_tokens for reply in replies)
     assert all(count > 256 for count in cached[1:]) == reuse
     assert cached[0] == samples.usage.prompt_tokens_details.cached_tokens == 0
