@@ -5,6 +5,7 @@ that reads its prompt itself.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -23,6 +24,7 @@ from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.keeping import Keeping
 from sakiyomi.model import PackedModel
+from sakiyomi.prefix import alike
 from sakiyomi.request import Place, Request
 from toys import character_tokenizer
 
@@ -108,6 +110,16 @@ def counted(model: PackedModel) -> list[int]:
 
     model.score = heard  # type: ignore[method-assign]
     return rows
+
+
+@given(st.text("ab", max_size=150), st.text("ab", max_size=9), st.text("ab", max_size=9))
+def test_what_two_texts_have_in_common(same: str, one: str, other: str) -> None:
+    texts = list(same + one), list(same + other)
+    assert alike(*map(ids, texts)) == len(os.path.commonprefix(texts))
+
+
+def ids(text: list[str]) -> list[int]:
+    return [ord(character) for character in text]
 
 
 # ---------------------------------------------------------------- texts
