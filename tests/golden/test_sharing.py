@@ -5,7 +5,7 @@ that reads its prompt itself.
 from __future__ import annotations
 
 import copy
-import os
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -112,14 +112,15 @@ def counted(model: PackedModel) -> list[int]:
     return rows
 
 
-@given(st.text("ab", max_size=150), st.text("ab", max_size=9), st.text("ab", max_size=9))
-def test_what_two_texts_have_in_common(same: str, one: str, other: str) -> None:
-    texts = list(same + one), list(same + other)
-    assert alike(*map(ids, texts)) == len(os.path.commonprefix(texts))
+BITS = st.integers(0, 1)
 
 
-def ids(text: list[str]) -> list[int]:
-    return [ord(character) for character in text]
+@settings(derandomize=True, deadline=None)
+@given(st.lists(BITS, max_size=150), st.lists(BITS, max_size=70), st.lists(BITS, max_size=70))
+def test_what_two_texts_have_in_common(same: list[int], one: list[int], other: list[int]) -> None:
+    texts = [*same, *one], [*same, *other]
+    pairs = zip(*texts, strict=False)
+    assert alike(*texts) == sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # ---------------------------------------------------------------- texts
