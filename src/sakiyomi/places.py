@@ -200,7 +200,8 @@ class Places:
         if slot is not None and place is not None and request.error is None:
             # Of a round's path more may be in the cache than was committed: a stop cut it. The last token counts as
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
-            place.held, place.prompt = request.tokens[:-1][: request.cached], request.prompt_tokens
+            place.held = request.tokens[:-1][: request.cached]
+            place.prompt = min(request.prompt_tokens, len(place.held))
             read_once = max(0, request.prompt_tokens - self._keeping.again)
             place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
             place.slot, place.context = slot, request.context

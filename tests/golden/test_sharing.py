@@ -366,6 +366,19 @@ def test_a_longer_conversation_is_not_lost() -> None:
     assert third.output == wanted.output[:12]
 
 
+@pytest.mark.parametrize("kind", ["full", "h2o"])
+def test_a_prompt_that_was_left_is_gone_on_with(kind: str) -> None:
+    """A client goes away while its prompt is read, and asks again."""
+    llm = make(kind)
+    left = llm.engine.submit(PROMPTS[0], GREEDY, place=Place(open=True))
+    llm.engine.step()
+    llm.engine.step()
+    llm.engine.remove(left.id)
+    again = served(llm, PROMPTS[0])
+    assert (again.stats.reused, llm.target.cache.free) == (32, 7)
+    assert again.output == alone(llm, PROMPTS[:1], GREEDY)[0].output[:12]
+
+
 def test_the_only_place_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot, or no memory for a second one: the next turn, and any prompt that begins alike, goes on in it."""
     for options in ({"max_batch": 1}, {}):
