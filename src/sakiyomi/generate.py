@@ -121,6 +121,7 @@ class Engine:
         live: bool = True,
         outbox: deque[Step] | None = None,
         place: Place | None = None,
+        shares: bool = True,
         drafted: bool = True,
         keep_logits: bool = False,
     ) -> Request:
@@ -135,6 +136,7 @@ class Engine:
             live: text is wanted with every step, not only with the last one.
             outbox: gets the request's steps too.
             place: of the conversation that it belongs to: what an earlier request left there is not computed again.
+            shares: what other requests read of the same beginning is copied, and not computed again.
             drafted: False: nothing is read ahead for it, whatever the others do.
             keep_logits: keep the target's raw logits of every new token.
 
@@ -153,7 +155,11 @@ class Engine:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
         noise = RequestNoise(seed, *key)
-        context = Context(next(self._ids), tokens, params, rule, noise, stop_ids, source=asked.source)
+        context = Context(
+            *(next(self._ids), tokens, params, rule, noise, stop_ids),
+            shares=shares and not self.exact,
+            source=asked.source,
+        )
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         request = Request(
             context,
@@ -168,6 +174,7 @@ class Engine:
             live=live or bool(params.stop),
             outbox=outbox,
             place=place,
+            shares=shares,
         )
         with self._lock:
             others = [*self._running, *self._waiting]
@@ -187,7 +194,7 @@ class Engine:
         with self._lock, torch.no_grad():
             self.settle()
             steps = self._admit()
-            steps += self._prefill([r for r in self._running if not r.prefilled])
+            steps += self._prefill([r for r in self._running if not r.prefilled and not r.over])
             fresh = {step.request for step in steps}
             decoding = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
             for graphs in dict.fromkeys(r.graphs for r in decoding):  # a request keeps the path that it began with
@@ -406,13 +413,17 @@ class Engine:
         return steps
 
     def _prefill(self, requests: list[Request]) -> list[Step]:
-        """One chunk of prompts; the first token of every request whose prompt is complete after it."""
+        """One chunk of prompts; the first token of every request whose prompt is complete after it. Who waits for what
+        another one reads is left out.
+        """
         segments: list[Segment] = []
         taken: list[Request] = []
         steps: list[Step] = []
         budget = self.chunk_size
         before = self.target.forward_seconds
         for request in requests:
+            if self._places.waits(request):
+                continue
             count = min(self.chunk_size, request.prompt_tokens - request.cached, request.border - request.cached)
             if taken and (count > budget or self.exact):
                 break
@@ -454,6 +465,7 @@ class Engine:
                 steps += self._decide(
                     request, draft, request.rows(logits[here], draft), None if hidden is None else hidden[here]
                 )
+        self._places.share()
         return steps
 
     def _score_prompts(

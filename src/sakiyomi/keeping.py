@@ -45,6 +45,8 @@ class Everything:
     sparse: Sparse | None = None
     far_bytes = 0
     again = 0
+    chunked = False
+    tail = 1
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
@@ -62,6 +64,20 @@ class Everything:
     def roll_back(self, slot: int, length: int) -> bool:
         """Take a slot's text back to so many tokens; False where that cannot be done."""
         return True
+
+    def lends(self, slot: int, length: int) -> bool:
+        """Whether of so many tokens a slot still has all that there was when they were its whole text."""
+        return True
+
+    def fork(self, slot: int, other: int, first: int, length: int) -> None:
+        """Have a slot go on from the first `length` tokens of another one, which ``lends`` them; ``first`` of them lie
+        there already.
+
+        Raises:
+            MemoryLimitError: see ``SlotCache.fork``.
+        """
+        self._cache.fork(slot, other, first, length)
+        self.roll_back(slot, length)
 
     def snapshot(self, slot: int) -> dict[str, Tensor]:
         """What is known of a slot's pairs, by name."""
@@ -179,6 +195,9 @@ class Keeping:
         reassigned: whether positions move together.
         notes: what rows leave behind; None: nothing.
         again: most tokens of a prompt that are read a second time, see ``go_on``.
+        chunked: what lies there depends on the chunks in which a text was read.
+        tail: tokens, the last ones of a prompt, that the policy may treat as such: borders before them are the same for
+            all prompts that begin alike.
 
     Raises:
         InputError: the budget is neither, or the policy is not for packed keys, or these not for one.
@@ -200,6 +219,7 @@ class Keeping:
         self.wants_surprise = policy is not None and policy.surprise_wanted
         self.noted = policy if policy is not None and policy.notes else None
         self.reassigned = policy is not None and policy.positions == "reassigned"
+        self.chunked, self.tail = True, 1
         self._recalls = policy is not None and policy.recalls
         if self.reassigned and packing is not None:
             raise InputError(
@@ -248,6 +268,7 @@ class Keeping:
             packed = self.packing.group_bytes(shapes)
             self.budget = self.packing.residual + (self.budget - beside * pair) // packed * GROUP
         self._budgets = self.policy.budgets(self.budget, [shape.heads for shape in shapes])
+        self.tail = max(1, int(self.policy.ends / 2 * max(map(max, self._budgets))))
         merged = self.policy.merger.merged if self.policy.merger is not None else 0
         low = min(map(min, self._budgets))
         if low <= (least := self.policy.least_of(low) + merged):
@@ -349,6 +370,23 @@ class Keeping:
         held = self._slots[slot]
         del held.surprise[max(0, length - held.since) + (length > 0) :]
         return length >= held.since
+
+    def lends(self, slot: int, length: int) -> bool:
+        """Whether of so many tokens a slot still has all: where some are dropped or packed, at their border alone."""
+        return self._cache.dropped is None or self._slots[slot].since == length
+
+    def fork(self, slot: int, other: int, first: int, length: int) -> None:
+        """See ``Everything.fork``. Where surprise is wanted, the token behind them must be the same, too: how likely
+        it was is known.
+        """
+        if self._all is not None:
+            self._all.fork(slot, other, first, length)
+        self._cache.fork(slot, other, first, length)
+        held = self._slots[other]
+        places, scores = ([list(heads) for heads in what] for what in (held.places, held.scores))
+        self._slots[slot] = _Held(places, scores, length, list(held.surprise))
+        if self.notes is not None:
+            self.notes.begin(slot, length)
 
     def snapshot(self, slot: int) -> dict[str, Tensor]:
         """What is known of a slot's pairs at a border, by name."""

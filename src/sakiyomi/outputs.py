@@ -107,7 +107,7 @@ class Stats:
         rejected: proposed tokens that the verifier looked at and refused. Tokens behind a refused one are neither.
         hit_rounds: rounds with at least one accepted token.
         lossy: new tokens that were judged by a rule that changes the text's distribution ("typical"); 0: lossless.
-        reused: prompt tokens that the cache held already, from an earlier request of the conversation.
+        reused: prompt tokens that were in the cache already, or were copied there from another request.
         seconds: wall clock from the request's start to its last token.
         prefill_seconds: inside forwards over prompts, the target's and the draft's; those of other requests too, for
             which this one stood still.

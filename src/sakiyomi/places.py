@@ -1,6 +1,7 @@
 """Who has which slot of the cache: a running request, or a conversation between two of its requests.
 
-Knows no passes and no tokens' meaning; what may be used again of a slot is decided here alone.
+Knows no passes and no tokens' meaning; what of one slot is used again, there or copied into another, is decided here
+alone.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from collections.abc import Sequence
 
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.drafters.base import Drafter, tell
-from sakiyomi.errors import MemoryLimitError
+from sakiyomi.errors import MemoryLimitError, RemovedError
 from sakiyomi.keeping import Everything, Keeping
+from sakiyomi.prefix import LEAST, alike
 from sakiyomi.request import Place, Request
 
 __all__ = ["Places"]
 
 RECENTLY = 0.5  # seconds for which it holds what the system said of its memory: asking takes longer than all the rest
+AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read in one pass by all who ask
+
+Kin = list[tuple[Request, int]]
+"""Requests that were seated before, and the tokens that they have in common with one."""
 
 
 class Places:
@@ -24,6 +30,10 @@ class Places:
 
     A slot that a conversation keeps between its requests is taken from it, the longest unused one first, when another
     request needs it or its memory: the conversation then reads its next prompt anew.
+
+    A request whose prompt begins as that of another one does copies what that has read. While the other one is still
+    reading it waits, but only for requests that were seated before it and have read as much as it has itself: so the
+    first of those who share something never waits, and none waits for longer than it would read.
 
     Args:
         cache: the target's.
@@ -38,36 +48,47 @@ class Places:
     ) -> None:
         self._cache, self._keeping = cache, keeping
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
+        self._seated: dict[Request, Kin] = {}
         self._kept: list[Place] = []  # the longest unused first
         self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
 
     def seat(self, request: Request) -> None:
-        """A slot for a request: that of its conversation, rolled back to what the prompt shares with it, or a free one.
+        """A slot for a request: that of its conversation or of an open place that it goes on from, rolled back to what
+        the prompt shares with it, or a free one, with what others have read of the prompt.
 
         Not all requests that run at once may be seated already.
+
+        Raises:
+            MemoryLimitError: there is no storage for a prefix.
         """
-        place = request.place
+        kin = [(other, alike(request.tokens, other.tokens)) for other in self._seated if self._akin(request, other)]
+        self._seated[request] = [(other, count) for other, count in kin if count >= LEAST]
+        place, lender = request.place, self._lender(request)
         if place is None or place.slot is None:
-            if not self._cache.free:
-                self.release(self._kept[0])
+            place = self._taken_over(request, lender)
+        if place is not None:
+            self._hand_over(place, request)
+        else:
             request.slot = self._cache.take()
             self._keeping.begin(request.slot)
             self._go_on(request)
-            return
-        assert place.context is not None
-        alike = request.context.source is None  # else what is held was made from another source
-        shared = place.shared(request.tokens) - self._keeping.wants_surprise  # of the token behind them
-        shared = min(max(shared, 0), request.prompt_tokens - 1) if alike else 0  # the last one is wanted
-        if self._exact:
-            # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
-            shared = min(shared, place.whole) // self._chunk_size * self._chunk_size
+        if lender is not None and lender.slot is not None and not self._keeping.chunked:
+            self._copy(request, lender.slot, self._held(lender, request))
+        self._share(request)
+
+    def _hand_over(self, place: Place, request: Request) -> None:
+        """The place's slot is the request's from now on, rolled back to what is used again."""
+        assert place.slot is not None and place.context is not None
+        same = request.context.source is None  # else what is held was made from another source
+        shared = self._held(place, request) if same else 0
         self._kept.remove(place)
         if not self._keeping.roll_back(place.slot, shared):
             shared = 0
             self._keeping.begin(place.slot)
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
-        if alike:
+        request.fresh = not (shared and self._keeping.chunked)
+        if same:
             tell(self._drafter, "inherit", request.context, place.context)
         tell(self._drafter, "end", place.context)
 
@@ -81,14 +102,106 @@ class Places:
             assert request.slot is not None
             prefix.take(self._cache, self._keeping, request.slot)
             request.cached = request.stats.reused = count
+            request.fresh = not self._keeping.chunked
+
+    def _held(self, place: Place, request: Request) -> int:
+        """Tokens of a request's prompt that a kept place has, as far as they may be used again."""
+        shared = place.shared(request.tokens) - self._keeping.wants_surprise  # of the token behind them
+        shared = min(max(shared, 0), request.prompt_tokens - 1)  # the last one is wanted
+        if self._exact:
+            # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
+            shared = min(shared, place.whole) // self._chunk_size * self._chunk_size
+        return shared
+
+    def _lender(self, request: Request) -> Place | None:
+        """The open place that has most of a request's prompt."""
+        if not request.shares or request.context.source is not None:
+            return None
+        held = {place: self._held(place, request) for place in self._kept if place.open}
+        best = max(held, key=held.__getitem__, default=None)
+        return best if best is not None and held[best] >= LEAST else None
+
+    def _taken_over(self, request: Request, lender: Place | None) -> Place | None:
+        """The lender, if the request goes on where that one's ended, or if its slot is wanted; else a slot is free."""
+        while True:
+            full = not self._cache.free or len(self._seated) + len(self._kept) > self._fitted[0]
+            wanted = full and self._kept[:1] == [lender]
+            if lender is not None and (wanted or lender.shared(request.tokens) >= lender.prompt):
+                return lender
+            if not full or not self._kept:
+                return None
+            self.release(self._kept[0])
+
+    # ------------------------------------------------------------ what others read
+
+    def waits(self, request: Request) -> bool:
+        """Whether more of a request's prompt is about to be read by another one."""
+        return any(self._coming(request, other, count) for other, count in self._seated[request])
+
+    def share(self) -> None:
+        """Have all requests copy what others have read of their prompts, unless more of it is about to come."""
+        for request in self._seated:
+            self._share(request)
+
+    def _share(self, request: Request) -> None:
+        if request.prefilled or request.over:
+            self._seated[request] = []
+            return
+        best, slot = 0, -1
+        for other, count in self._seated[request]:
+            if other.slot is not None and other.error is None and not self._coming(request, other, count):
+                lent = self._lent(request, other, count, other.cached)
+                if lent > best and self._keeping.lends(other.slot, lent):
+                    best, slot = lent, other.slot
+        self._copy(request, slot, best)
+
+    def _akin(self, request: Request, other: Request) -> bool:
+        """Whether they may share anything: what an encoder has read is shared elsewhere."""
+        return other is not request and request.shares and other.shares and request.context.source is None
+
+    def _coming(self, request: Request, other: Request, count: int) -> bool:
+        """Whether another request is about to read what is worth waiting for."""
+        most = self._lent(request, other, count, other.prompt_tokens)
+        reading = other in self._seated and not other.prefilled and not other.over
+        return reading and request.cached <= other.cached <= most - min(AWAITED, self._chunk_size)
+
+    def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
+        """Of `count` tokens in common those that may be used again when the other request has read so many."""
+        tail = self._keeping.tail
+        count = min(count - self._keeping.wants_surprise, read, request.prompt_tokens - tail)
+        if not self._exact and not self._keeping.chunked:
+            return count
+        return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if other.fresh else 0
+
+    def _copy(self, request: Request, slot: int, count: int) -> None:
+        """Have a request go on from the first tokens of another slot, if that is worth it and there is storage."""
+        if count - request.cached < LEAST:
+            return
+        assert request.slot is not None
+        try:
+            self._keeping.fork(request.slot, slot, request.cached, count)
+        except MemoryLimitError:
+            return  # its own next chunk finds none either, and ends it
+        except BaseException:
+            request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a copy"))
+            raise
+        request.stats.reused += count - request.cached
+        request.cached = count
+        request.border = self._keeping.border(request.slot, request.prompt_tokens)
+
+    # ------------------------------------------------------------ at the end
 
     def free(self, request: Request) -> None:
         """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""
+        self._seated.pop(request, None)
+        if request.error is None:
+            self.share()  # nobody waits for it any more
         place, slot, request.slot = request.place, request.slot, None
         if slot is not None and place is not None and request.error is None:
             # Of a round's path more may be in the cache than was committed: a stop cut it. The last token counts as
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
             place.held = request.tokens[:-1][: request.cached]
+            place.prompt = min(request.prompt_tokens, len(place.held))
             read_once = max(0, request.prompt_tokens - self._keeping.again)
             place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
             place.slot, place.context = slot, request.context
@@ -111,22 +224,24 @@ class Places:
         tell(self._drafter, "end", place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
-        """Refuse the last of these requests if all of them would not fit at their longest; kept places make way.
+        """Refuse the last of these requests if all of them would not fit at their longest; kept places make way when a
+        slot is wanted.
 
         Raises:
             MemoryLimitError: they would not fit though nothing else were kept.
         """
         most, columns = self._cache.max_slots, max(request.last for request in requests)
-        others = [place for place in self._kept if all(request.place is not place for request in requests)]
+        others = sum(all(request.place is not place for request in requests) for place in self._kept)
+        least, wanted = min(len(requests), most), min(len(requests) + others, most)
         count, longest, when = self._fitted
         now = time.monotonic()
-        if min(len(requests) + len(others), most) <= count and columns <= longest and now - when < RECENTLY:
+        if wanted <= count and columns <= longest and now - when < RECENTLY:
             return
-        self._cache.check(min(len(requests), most), columns)
-        while others:
+        self._cache.check(least, columns)
+        while wanted > least:
             try:
-                self._cache.check(min(len(requests) + len(others), most), columns)
+                self._cache.check(wanted, columns)
                 break
             except MemoryLimitError:
-                self.release(others.pop(0))
-        self._fitted = (min(len(requests) + len(others), most), columns, now)
+                wanted -= 1
+        self._fitted = (wanted, columns, now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,21 @@ if TYPE_CHECKING:
     from sakiyomi.keeping import Everything, Keeping
     from sakiyomi.model import PackedModel
 
-__all__ = ["Prefix", "read_about", "read_prefix"]
+__all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
 
 FORMAT = "1"
+LEAST = 8  # tokens in common that are worth a copy
+STEP = 64  # tokens that are compared at once
+
+
+def alike(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two texts, of the same kind of sequence, have in common from the first on."""
+    count, most = 0, min(len(tokens), len(others))
+    while count < most and tokens[count : count + STEP] == others[count : count + STEP]:
+        count += STEP
+    while count < most and tokens[count] == others[count]:
+        count += 1
+    return min(count, most)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,13 +16,11 @@ from sakiyomi.drafters.base import Context
 from sakiyomi.gamma import SizePolicy
 from sakiyomi.numerics import as_row
 from sakiyomi.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
+from sakiyomi.prefix import Prefix, alike
 from sakiyomi.sampling import Sampler
 from sakiyomi.text import TextStream
 from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import Rows, Verifier
-
-if TYPE_CHECKING:
-    from sakiyomi.prefix import Prefix
 
 __all__ = ["Place", "Request"]
 
@@ -35,27 +32,28 @@ class Place:
     """What a conversation keeps in the caches between two of its requests; empty while one of them runs.
 
     Attributes:
-        slot: in the target's cache; None: nothing is kept.
-        held: the tokens whose keys and values lie there.
-        whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
-        context: of the last request, with the drafter's own memory.
         prefix: what requests go on from where nothing else is held.
         beginning: what is read here is the beginning of other prompts: nothing is asked at its end.
+        open: other requests may go on from what is kept, and take it over if they go on where its request ended.
+        slot: in the target's cache; None: nothing is kept.
+        held: the tokens whose keys and values lie there.
+        prompt: so many of them were its request's prompt.
+        whole: so many of them were computed as whole chunks of a prompt, as any prompt that begins with them would be.
+        context: of the last request, with the drafter's own memory.
     """
 
     prefix: Prefix | None = None
+    beginning: bool = False
+    open: bool = False
     slot: int | None = None
     held: list[int] = field(default_factory=list)
+    prompt: int = 0
     whole: int = 0
     context: Context | None = None
-    beginning: bool = False
 
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are held."""
-        for i, (held, token) in enumerate(zip(self.held, tokens, strict=False)):
-            if held != token:
-                return i
-        return min(len(self.held), len(tokens))
+        return alike(self.held, tokens)
 
 
 @dataclass(eq=False)
@@ -73,9 +71,11 @@ class Request:
         live: text is wanted as it comes, not only at the end.
         outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
         place: of the conversation that it belongs to; takes the slot over when the request is over.
+        shares: what others have read of its prompt's beginning is not computed again, and they may copy from it.
         error: what ended the request, if it was not its text: a processor of the user's that raised, its removal.
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target has computed.
+        fresh: all of them lie there as they do for a request that has read its prompt from the first token on.
         border: where something of them may be dropped next, in tokens; no round goes beyond it.
         graphs: row counts whose passes run on graphs; fixed for the request's life, so that it never changes path.
     """
@@ -92,8 +92,10 @@ class Request:
     live: bool = True
     outbox: deque[Step] | None = None
     place: Place | None = None
+    shares: bool = True
     slot: int | None = None
     cached: int = 0
+    fresh: bool = True
     border: int = 0
     graphs: frozenset[int] = frozenset()
     finish_reason: FinishReason | None = None

@@ -46,8 +46,8 @@ from toys import character_tokenizer, save_model
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 NEW, CHUNK, BUDGET = 40, 32, 72
-PROMPTS = [prompt(100, 1), prompt(5, 2), prompt(45, 3)]
-"""Past borders of prompt and text, shorter than the budget, and one that ends within a chunk."""
+PROMPTS = [prompt(100, 1), prompt(5, 2), [*prompt(100, 1)[:97], *prompt(5, 3)]]
+"""Past borders of prompt and text, shorter than the budget, and one that begins as the first and ends in a chunk."""
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=4, gamma=4)
 SAMPLED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=1)
 
@@ -227,6 +227,7 @@ def test_every_member(case: Case) -> None:
     done = LLM(model, draft, strict=True, **how).generate(PROMPTS, case.params)
     assert sum(out.stats.drafted for out in done) > 10, "nothing was read ahead"
     assert bits(done) == bits(wanted)
+    assert [out.stats.reused for out in done] == [0, 0, 3 * CHUNK], "the last prompt begins as the first one"
 
 
 @pytest.mark.parametrize("cache", ["full", "sirllm", "quant-4[residual=16]", member("infllm", POLICIES["infllm"])])

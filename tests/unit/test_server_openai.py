@@ -121,6 +121,23 @@ def test_exact_is_bit_equal_in_company() -> None:
     assert sum(reply.usage.speculation["accepted"] for reply in found) > 10
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_prompts_that_begin_alike_are_read_once(own: LLM, reuse: bool) -> None:
+    """At the same moment, too; a prompt with several samples counts once, by the sample that has read it."""
+    asked = [PROMPTS[0] * 30 + prompt for prompt in PROMPTS[:4]]
+    with running(toy_llm(max_batch=6), reuse=reuse) as (server, url), ThreadPoolExecutor(len(asked)) as pool:
+        replies = list(pool.map(lambda prompt: complete(client(url), prompt, temperature=0), asked))
+        samples = complete(client(url), PROMPTS[1] * 30, n=3, seed=7)
+        hits = server.metrics.registry.get_sample_value("vllm:prefix_cache_hits_total", {"model_name": "toy"})
+    assert [reply.choices[0].text for reply in replies] == [
+        wanted(own, prompt, max_new_tokens=24).text for prompt in asked
+    ]
+    cached = sorted(reply.usage.prompt_tokens_details.cached_tokens for reply in replies)
+    assert all(count > 256 for count in cached[1:]) == reuse
+    assert cached[0] == samples.usage.prompt_tokens_details.cached_tokens == 0
+    assert hits == (sum(cached) + 2 * (samples.usage.prompt_tokens - 1) if reuse else 0)
+
+
 # ---------------------------------------------------------------- streams
 
 

@@ -279,6 +279,12 @@ class PackedPairs:
         for store, tensor in zip(self.get(layer, slot, head), held, strict=True):
             store.copy_(tensor)
 
+    def copy(self, layer: int, slot: int, other: int, heads: slice, count: int) -> None:
+        """Have heads of a slot, of which the count is right, hold the first `count` columns of another slot's."""
+        both = (self._held(layer, which, heads, 0, count) for which in (slot, other))
+        for mine, theirs in zip(*both, strict=True):
+            mine.copy_(theirs)
+
     def append(self, layer: int, slot: int, heads: slice, keys: Tensor, values: Tensor) -> None:
         """Pack these columns behind those that are there, (heads, n, dim), n a multiple of 32."""
         first, last = (

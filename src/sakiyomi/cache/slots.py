@@ -475,6 +475,31 @@ class SlotCache:
             self.dropped[slot, layer] = length - count
         self._count_absent(slot)
 
+    def fork(self, slot: int, other: int, first: int, last: int) -> None:
+        """Have a slot hold what another one holds of the first `last` tokens, copied.
+
+        Args:
+            slot, other: of this cache.
+            first: so many tokens are the same already, and lie in the same places.
+            last: where pairs were dropped or packed, all that the other slot's text has by now.
+
+        Raises:
+            MemoryLimitError: there is no storage for one slot more; nothing has changed then.
+        """
+        self.reserve(slot, 0)  # what another slot holds has room in any
+        if self.dropped is not None:
+            self.dropped[slot] = self.dropped[other]
+            self._least[slot], self._absent[slot] = self._least[other], self._absent[other]
+            first = 0
+        if self.packed is not None:
+            self.packed.count[slot] = self.packed.count[other]
+        for layer in range(len(self.shapes)):
+            for mine, theirs in zip(self.parts(layer, slot), self.parts(layer, other), strict=True):
+                own = slice(first, last - theirs.dropped)
+                mine.keys[:, own], mine.values[:, own] = theirs.keys[:, own], theirs.values[:, own]
+                if self.packed is not None:
+                    self.packed.copy(layer, slot, other, theirs.heads, theirs.packed)
+
     def copy(self, slot: int, first: int, last: int, source: SlotCache, other: int) -> None:
         """Take the pairs of places [first, last) from another cache, see ``excerpt``."""
         at = first - self._least[slot]

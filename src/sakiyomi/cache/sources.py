@@ -65,9 +65,7 @@ class SourceCache(SlotCache):
         if other is None:
             return False
         count = int(self.lengths[other])
-        self.reserve(slot, count)
-        for store in (*self.keys, *self.values):
-            store[slot, :, :count] = store[other, :, :count]
+        self.fork(slot, other, 0, count)
         self._finish(slot, source, count)
         return True
 

@@ -43,6 +43,8 @@ class Context:
         hidden: (hidden,) what the target's head over the vocabulary read at the last token that the target has
             processed, the one before the last in ``tokens``; None before the prompt is through, and where the target
             has an encoder.
+        shares: what was read of another request may be used for it, as far as its tokens are the same; not with
+            ``exact``, where the same numbers are wanted.
         source: what the text is made from, where the target has an encoder; its ``tokens`` stand before the text for
             whoever looks things up. None: there is nothing but the text.
         memory: for the drafter's own use, one entry a drafter.
@@ -58,6 +60,7 @@ class Context:
     worth: Worth | None = None
     slot: int = -1
     hidden: Tensor | None = None
+    shares: bool = True
     source: Source | None = None
     memory: dict[str, Any] = field(default_factory=dict)
 

@@ -232,6 +232,7 @@ class CrossDrafter:
                 "greedy",
                 context.noise,
                 self._stop_ids,
+                shares=context.shares,
             )
             found = context.memory[self.name] = _Reading(inner, mirror)
         return found

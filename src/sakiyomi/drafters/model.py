@@ -12,6 +12,7 @@ from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.errors import MemoryLimitError
 from sakiyomi.kernels.plan import Segment
+from sakiyomi.prefix import LEAST, alike
 from sakiyomi.sampling import Sampler
 from sakiyomi.tree import Draft
 
@@ -60,18 +61,19 @@ class ModelDrafter(LevelDrafter):
         self.name = name
         self.prefill_seconds = 0.0
         self._vocab_size = vocab_size
+        self._seats: dict[int, _Seat] = {}
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """Take the place of an earlier request of the same conversation over, with the tokens that it holds."""
         seat: _Seat | None = earlier.memory.pop(self.name, None)
         if seat is not None:
-            sampler = self._sampler(context)
-            context.memory[self.name] = _Seat(seat.slot, seat.held, sampler, source=context.source)
+            self._sit(context, _Seat(seat.slot, seat.held, self._sampler(context), source=context.source))
 
     def end(self, context: Context) -> None:
         """Free the request's place."""
         seat = context.memory.pop(self.name, None)
         if seat is not None:
+            del self._seats[seat.slot]
             self.model.cache.release(seat.slot)
 
     def rewind(self, context: Context, length: int) -> None:
@@ -84,9 +86,8 @@ class ModelDrafter(LevelDrafter):
         """Take a request's place to another context, whose first ``length`` tokens are the same."""
         seat: _Seat | None = source.memory.pop(self.name, None)
         if seat is not None:
-            destination.memory[self.name] = _Seat(
-                seat.slot, seat.held, self._sampler(destination), seat.sure, source=destination.source
-            )
+            sampler = self._sampler(destination)
+            self._sit(destination, _Seat(seat.slot, seat.held, sampler, seat.sure, source=destination.source))
             self.rewind(destination, length)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
@@ -147,8 +148,10 @@ class ModelDrafter(LevelDrafter):
         """The request's place: of what was read ahead it keeps what was accepted."""
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None:
-            sampler = self._sampler(context)
-            seat = context.memory[self.name] = _Seat(self.model.cache.take(), [], sampler, source=context.source)
+            seat = _Seat(self.model.cache.take(), [], self._sampler(context), source=context.source)
+            self._sit(context, seat)
+            if context.shares and context.source is None:
+                self._copy(seat, context.tokens[:-1])  # the logits of the last one are wanted
         held, tokens = seat.held, context.tokens
         right = seat.sure
         while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
@@ -159,6 +162,19 @@ class ModelDrafter(LevelDrafter):
         del held[right:]
         seat.sure, seat.reading, seat.ready = right, None, False
         return seat
+
+    def _sit(self, context: Context, seat: _Seat) -> None:
+        self._seats[seat.slot] = context.memory[self.name] = seat
+
+    def _copy(self, seat: _Seat, tokens: list[int]) -> None:
+        """Take what another request's place holds of a new one's tokens."""
+        count, other = max((alike(other.held, tokens), slot) for slot, other in self._seats.items())
+        if count >= LEAST:
+            try:
+                self.model.cache.fork(seat.slot, other, 0, count)
+            except MemoryLimitError:
+                return
+            seat.held, seat.sure = tokens[:count], count
 
     def _keep(self, seat: _Seat, reading: Reading, tokens: Sequence[int]) -> None:
         """Keep the rows of the path that was accepted, and learn from what the target chose at every place of it."""

@@ -30,7 +30,7 @@ class ServerConfig:
         max_body: bytes of a request's body at most.
         max_n: samples of one request at most, prompts times n.
         cors_origins: web pages of these origins may call the server (* for all); none by default.
-        reuse: prompts go on from what earlier ones left in the cache.
+        reuse: prompts go on from what others with the same beginning have in the cache.
         warm_up: what is compiled before listening: what one request needs (one), what full batches need besides (all;
             minutes the first time, then seconds), or nothing (none). The rest is compiled when it is first wanted.
         log_format: text, or json (a line is an object).

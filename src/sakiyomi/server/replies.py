@@ -211,15 +211,17 @@ def usage(jobs: Iterable[Job]) -> dict[str, Any]:
 
     ``accepted_prediction_tokens`` are the drafted tokens that were kept, ``rejected_prediction_tokens`` the others.
     """
-    requests = [job.request for job in jobs if job.request is not None]
-    stats = Stats.total(request.stats for request in requests)
-    prompts = {id(job.prompt): len(job.prompt) for job in jobs}
-    asked = sum(prompts.values())
+    requests = [(job.prompt, job.request) for job in jobs if job.request is not None]
+    stats = Stats.total(request.stats for _, request in requests)
+    asked = sum({id(job.prompt): len(job.prompt) for job in jobs}.values())
+    had: dict[int, int] = {}  # of a prompt, which counts once, by the sample that has read it for the others
+    for prompt, request in requests:
+        had[id(prompt)] = min(request.stats.reused, had.get(id(prompt), len(prompt)))
     return {
         "prompt_tokens": asked,
         "completion_tokens": stats.tokens,
         "total_tokens": asked + stats.tokens,
-        "prompt_tokens_details": {"cached_tokens": min(asked, stats.reused)},
+        "prompt_tokens_details": {"cached_tokens": sum(had.values())},
         "completion_tokens_details": {
             "accepted_prediction_tokens": stats.accepted,
             "rejected_prediction_tokens": stats.drafted - stats.accepted,

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 from sakiyomi.outputs import RoundTrace, Stats, Step
 from sakiyomi.params import SamplingParams
 from sakiyomi.process import release_workers
-from sakiyomi.request import Request
+from sakiyomi.request import Place, Request
 from sakiyomi.server.errors import ApiError
-from sakiyomi.server.shelf import Shelf
 
 if TYPE_CHECKING:
     from sakiyomi.generate import Engine
@@ -115,7 +114,7 @@ class Worker:
     Args:
         engine: nobody else may step it meanwhile.
         max_queue: samples that may wait beyond those that run.
-        reuse: prompts go on from what earlier ones left in the cache.
+        reuse: prompts go on from what others have read of the same beginning, while these run and afterwards.
         metrics: hears of everything.
 
     Attributes:
@@ -127,7 +126,7 @@ class Worker:
         self.slots = engine.target.cache.max_slots
         self.fault: Exception | None = None
         self._most = self.slots + max_queue
-        self._shelf = Shelf() if reuse else None
+        self._reuse = reuse
         self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
         self._open: set[Job] = set()  # the event loop's
         self._jobs: dict[int, Job] = {}  # the thread's
@@ -264,9 +263,13 @@ class Worker:
         if job.over:
             return
         try:
-            place = self._shelf.choose(job.prompt) if self._shelf is not None else None
             job.request = self.engine.submit(
-                job.prompt, job.params, key=job.key, rounds_trace=job.traced, place=place, drafted=job.drafted
+                *(job.prompt, job.params),
+                key=job.key,
+                rounds_trace=job.traced,
+                place=Place(open=True) if self._reuse else None,
+                shares=self._reuse,
+                drafted=job.drafted,
             )
         except Exception as error:
             self._tell([Event(job, Step("", error=error))])
@@ -283,8 +286,6 @@ class Worker:
     def _forget(self, job: Job) -> None:
         assert job.request is not None
         self._jobs.pop(job.request.id, None)
-        if self._shelf is not None and job.request.place is not None:
-            self._shelf.put_back(job.request.place)
         self.metrics.left(job)
 
     def _event(self, job: Job, step: Step) -> Event:
