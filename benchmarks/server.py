@@ -128,16 +128,14 @@ def _read(parts: list[tuple[float, bytes]], began: float) -> tuple[str, list[flo
         raise SystemExit(f"{status.decode()}: {whole[-500:].decode()}")
     text, times, usage, rest = "", [], {}, b""
     for when, part in parts:
-        said = ""
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data: {"):
                 event = json.loads(line[6:])
                 usage = event.get("usage") or usage
-                said += "".join(choice.get("text") or "" for choice in event.get("choices", ()))
-        if said:
-            text += said
-            times.append(when - began)
+                if event.get("choices"):
+                    text += event["choices"][0]["text"]
+                    times.append(when - began)
     return text, times, usage
 
 
@@ -202,6 +200,7 @@ def overhead(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any
     here: list[float] = []
     there: list[float] = []
     first: list[float] = []
+    events = all_rounds = 0
     filler = library.tokenizer(" ".join(prompts(12, 0))).input_ids
     with server(ours(folder, draft, 8, args.dtype), "/health") as (url, _):
         for number in range(args.laps + 1):
@@ -216,6 +215,7 @@ def overhead(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any
                 if number:
                     here.append(1000 * (times[-1] - times[0]) / rounds)
                     there.append(1000 * (came[-1] - came[0]) / rounds)
+                    events, all_rounds = events + len(came) - 1, all_rounds + rounds  # the first is the prompt's
             start = library.tokenizer.decode(filler[number : number + 97])
             _, came, usage = stream(url, asked(folder, f"{number} {start}", 4, stream_options=FIGURES))
             if number:
@@ -223,8 +223,16 @@ def overhead(folder: str, draft: str, args: argparse.Namespace) -> dict[str, Any
     extra = statistics.median(b - a for a, b in zip(here, there, strict=True))
     middle = statistics.median(here), statistics.median(there)
     print(f"a round: library {middle[0]:.2f} ms, server {middle[1]:.2f} ms; paired difference {extra:+.3f} ms")
+    print(f"{events} events in {all_rounds} rounds")
     print(f"first token of {usage['prompt_tokens']} prompt tokens: {statistics.median(first):.1f} ms")
-    return {"library_ms": here, "server_ms": there, "overhead_ms": extra, "first_token_ms": first}
+    return {
+        "library_ms": here,
+        "server_ms": there,
+        "overhead_ms": extra,
+        "events": events,
+        "rounds": all_rounds,
+        "first_token_ms": first,
+    }
 
 
 def main() -> None:
