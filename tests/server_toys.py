@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,12 @@ CHATML = (
 _clients: dict[str, list[openai.OpenAI]] = {}
 
 
-def toy_llm(draft: Any = "close", *, template: str | None = CHATML, **options: Any) -> LLM:
-    """A tiny Llama in fp32; ``draft`` "close" guesses right now and then: other weights, a little off."""
-    tokenizer = tiny_tokenizer()
+def toy_llm(draft: Any = "close", *, template: str | None = CHATML, marks: Sequence[str] = (), **options: Any) -> LLM:
+    """A tiny Llama in fp32; ``draft`` "close" guesses right now and then: other weights, a little off.
+
+    ``marks`` are special tokens of its tokenizer.
+    """
+    tokenizer = marked_tokenizer(marks)
     tokenizer.chat_template = template
     if draft == "close":
         near = tiny_llama(max_position_embeddings=4096)
@@ -43,6 +46,13 @@ def toy_llm(draft: Any = "close", *, template: str | None = CHATML, **options: A
         draft = ModelDrafter(PackedModel(near, compile=False, max_slots=options.get("max_batch", 8)), 320)
     target = tiny_llama(max_position_embeddings=4096)
     return LLM((target, tokenizer), draft, **({"compile": False} | options))
+
+
+def marked_tokenizer(marks: Sequence[str], special: bool = True) -> Any:
+    """The tiny tokenizer, in which these texts are a token each."""
+    tokenizer = tiny_tokenizer(320 - len(marks))
+    tokenizer.add_tokens(list(marks), special_tokens=special)
+    return tokenizer
 
 
 @contextmanager
