@@ -34,11 +34,13 @@ def serve(config: ServerConfig, model: ModelOptions) -> None:
 
     try:
         from sakiyomi.server.logs import set_up
+        from sakiyomi.server.run import check
         from sakiyomi.server.run import serve as run
     except ImportError as error:
         raise LoadError(
             f"the server needs packages that are not installed ({error.name}); pip install 'sakiyomi[serve]'"
         ) from None
+    check(config)
     llm = load(model)
     if config.warm_up:
         llm.wait()

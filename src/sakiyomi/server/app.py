@@ -203,7 +203,13 @@ class Server:
 def make_app(server: Server) -> FastAPI:
     """The application of a server."""
     app = FastAPI(
-        title="sakiyomi", version=__version__, lifespan=server.lifespan, docs_url=None, redoc_url=None, responses=ERRORS
+        title="sakiyomi",
+        version=__version__,
+        lifespan=server.lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+        redirect_slashes=False,
     )
     errors.install(app)
     app.add_middleware(Gate, config=server.config)
@@ -247,6 +253,11 @@ def make_app(server: Server) -> FastAPI:
         if not server.worker.alive:
             raise ApiError(503, "the server is stopping, or its last round failed; its log says how", code="unhealthy")
         return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The server's own."""
+        return {"version": __version__}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -56,7 +56,8 @@ class Constraint:
             return scores
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise InputError(f"the grammar cannot be followed any further: {self._matcher.get_error()}")
+            reason = self._matcher.get_error().partition("\n")[0]
+            raise InputError(f"the grammar cannot be followed any further ({reason}); ask for something simpler")
         allowed = np.zeros(scores.shape[1], bool)
         bits = np.unpackbits(words, bitorder="little")[: len(allowed)]
         allowed[: len(bits)] = bits
@@ -125,6 +126,10 @@ class Grammars:
         matcher = LLMatcher(self._tokens(field), grammar, log_level=0)
         if matcher.is_error():
             raise _refused(matcher.get_error(), field)
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise _refused("there is no text that does", field)
         return matcher
 
     def _tokens(self, field: str) -> LLTokenizer:

@@ -116,6 +116,11 @@ def tool_format(template: str) -> ToolFormat:
     for form in FORMATS:
         if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign):
             return form
+    if not template:
+        raise ApiError(
+            400, "without a chat template nothing tells the model of tools; leave them out", param="tools",
+            code="unsupported_value",
+        )  # fmt: skip
     raise ApiError(
         400,
         "the model's chat template has it call tools in a way that this server does not know; it knows those of "
