@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -25,10 +26,13 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cli import app
+from sakiyomi.errors import InputError, LoadError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error
+from sakiyomi.server.logs import set_up
+from sakiyomi.server.run import check
 from server_toys import client, running, toy_llm
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -163,7 +167,9 @@ def test_a_request_ends_when_its_time_is_up(own: LLM) -> None:
         (b'{"model": "toy", "prompt": "a\\ud800"}', 400, None),
         (b'{"model": "toy", "prompt": ["a", 1]}', 400, "invalid_value"),
         (b'{"model": "toy", "prompt": "a", "max_tokens": true}', 400, "invalid_value"),
-        (b"[" * 9000, 400, None),
+        (b"[" * 9000, 400, "invalid_json"),
+        (b'{"model": "toy", "prompt": "a", "stop": ["\\udc00"]}', 400, "invalid_value"),
+        (b'{"model": "toy", "prompt": "a", "\\ud800": 1}', 400, "invalid_body"),
         (b'{"model": "toy", "prompt": "' + b"a" * 20_000 + b'"}', 413, "body_too_large"),
     ],
 )
@@ -193,7 +199,7 @@ def test_a_form_of_a_foreign_page_is_no_request(site: tuple[Server, str]) -> Non
     content = json.dumps({"model": "toy", "prompt": "a"})
     headers = {"content-type": "text/plain", "origin": "http://evil.example"}
     reply = httpx.post(f"{site[1]}/v1/completions", content=content, headers=headers)
-    assert reply.status_code == 400
+    assert reply.status_code == 400 and "header content-type: application/json" in reply.json()["error"]["message"]
     assert "access-control-allow-origin" not in reply.headers
 
 
@@ -254,6 +260,66 @@ def test_the_log_has_no_prompts_unless_it_is_told_to(caplog: pytest.LogCaptureFi
     found = lines(caplog)
     assert [(line["status"], line["user"], line["completion_tokens"]) for line in found] == [(200, "ann", 40)] * 2
     assert all(line["finish_reason"] == "length" and line["first_token_ms"] > 0 for line in found)
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_no_output_at_all_has_a_prompt_in_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the server fails at it, and says so with a traceback; nobody writes lines of his own into the log."""
+    said, word = io.StringIO(), "".join(["se", "cret"])  # so that no line of this test, in a traceback, has it
+    llm = toy_llm("none")
+    before = [
+        (logger, logger.handlers, logger.propagate)
+        for n in ("sakiyomi", "uvicorn.error")
+        if (logger := logging.getLogger(n))
+    ]
+    set_up(kind, said)
+    try:
+        with running(llm) as (server, url):
+            body = {"model": "toy", "prompt": word, "max_tokens": 4}
+            chat = {"model": "toy", "messages": [{"role": "user", "content": word}], "max_tokens": 4}
+            for extra in (
+                {},
+                {"stream": True},
+                {"n": 0},
+                {word: 1},
+                {"max_tokens": 5000},
+                {"stop": [word, ""]},
+            ):
+                httpx.post(f"{url}/v1/completions", json=body | extra)
+                httpx.post(f"{url}/v1/chat/completions", json=chat | extra)
+            httpx.post(
+                f"{url}/v1/completions", content=b"{" + word.encode(), headers={"content-type": "application/json"}
+            )
+            assert httpx.get(f"{url}/v1/x%0a12:00:00 info     POST /v1/completions 200").status_code == 404
+
+            def broken(*_: Any, **__: Any) -> Any:
+                try:
+                    raise KeyError(word)
+                except KeyError as error:
+                    raise ValueError(f"I cannot read {word}") from error
+
+            with monkeypatch.context() as patch:
+                patch.setattr("sakiyomi.server.intake.prompt_tokens", broken)
+                assert httpx.post(f"{url}/v1/completions", json=body).status_code == 500
+            monkeypatch.setattr("sakiyomi.server.replies.Sample.read", broken)
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 500
+            assert "internal_error" in httpx.post(f"{url}/v1/completions", json=body | {"stream": True}).text
+            until(lambda: idle(server))
+    finally:
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+    found = said.getvalue()
+    assert word not in found
+    assert found.count("ValueError (what it says") == found.count("KeyError (what it says") == 3
+    assert found.count("in broken") >= 3 and "internal_error" not in found
+    out = capfd.readouterr()
+    assert word not in out.out + out.err
+    if kind == "json":
+        assert all(json.loads(line)["time"] for line in found.splitlines())
+    else:
+        assert not any(line.startswith("12:00:00") for line in found.splitlines())
 
 
 # ---------------------------------------------------------------- the engine
@@ -353,16 +419,40 @@ def test_what_is_our_own_fault_is_not_told_to_clients() -> None:
     assert found.status == 500 and "passwd" not in found.message
 
 
-def test_values_that_no_server_has_are_refused() -> None:
-    for values in (
-        {"port": 70000},
-        {"max_queue": -1},
-        {"request_timeout": float("nan")},
-        {"log_format": "xml"},
-        {"api_key": ""},
-    ):
-        with pytest.raises(Exception, match=next(iter(values))):
-            ServerConfig(**values)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"port": 70000}, "port is 70000"),
+        ({"max_queue": -1}, "max_queue is -1"),
+        ({"request_timeout": float("nan")}, "request_timeout is nan"),
+        ({"log_format": "xml"}, "'xml'; it is text or json"),
+        ({"api_key": ""}, "api_key"),
+        ({"api_key": "of a file\n"}, "api_key"),
+        ({"api_key": "ключ"}, "api_key"),
+        ({"host": ""}, "host is ''"),
+        ({"served_name": " "}, "served_name is ' '"),
+        ({"cors_origins": ("https://chat.example/",)}, "without a slash at the end"),
+        ({"cors_origins": ("chat.example",)}, "scheme and host"),
+    ],
+)
+def test_values_that_no_server_has_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        ServerConfig(**values)
+    assert "ключ" not in caught.value.message and "of a file" not in caught.value.message  # a key is shown nowhere
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(InputError, match="already in use; choose another --port"):
+            check(ServerConfig(port=taken.getsockname()[1]))
+    for host in ("nowhere.invalid", "203.0.113.1", "::ffff:ffff"):
+        with pytest.raises(InputError, match=f"cannot listen at {host}:0"):
+            check(ServerConfig(host=host, port=0))
+    with pytest.raises(LoadError, match=r"nowhere\.jinja"):
+        check(ServerConfig(port=0, chat_template=str(tmp_path / "nowhere.jinja")))
+    check(ServerConfig(port=0))
 
 
 # ---------------------------------------------------------------- the process
@@ -432,6 +522,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     served: list[ServerConfig] = []
     exact: list[bool] = []
     monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model: (exact.append(model.exact), toy_llm("none"))[1])
+    monkeypatch.setattr("sakiyomi.server.run.check", lambda config: None)
     monkeypatch.setattr("sakiyomi.server.run.serve", lambda llm, config, listening: served.append(config))
     monkeypatch.setattr("sakiyomi.server.logs.set_up", lambda kind: None)
     file = tmp_path / "serve.toml"
@@ -446,8 +537,30 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     file.write_text("exact = true\n")
     assert CliRunner().invoke(app, ["serve"], env=environment).exit_code == 0
     assert exact == [False, True, True, True]
-    for text, word in (("nonsense = 1", "nonsense"), ("= 1", "TOML"), ('port = "x"', "port")):
+    for text, words in (
+        ("nonsense = 1", "sets 'nonsense'; what there is: host, port"),
+        ("max-queue = 1", "sets 'max-queue'; did you mean 'max_queue'?"),
+        ("[server]\nport = 1", "sets 'server'"),
+        ("= 1", "expected a TOML file"),
+        ('port = "x"', "sets port = 'x'; expected a whole number"),
+        ("port = true", "sets port = True; expected a whole number"),
+        ("port = 8000.5", "sets port = 8000.5; expected a whole number"),
+        ("reuse = 1", "sets reuse = 1; expected true or false"),
+        ("target = [1]", "sets target = [1]; expected a text"),
+        ('cors_origins = "http://a.example"', "expected a list"),
+        ("max_n = 0", "max_n is 0"),
+    ):
         file.write_text(text)
         done = CliRunner().invoke(app, ["serve", "--config", str(file)])
-        assert done.exit_code != 0 and word in done.output
+        assert done.exit_code in (1, 2) and words in done.output and "Traceback" not in done.output, (text, done.output)
+    file.write_text("request_timeout = 5\nkv_budget = 64\ncompile = false\n")
+    assert CliRunner().invoke(app, ["serve", "--config", str(file)]).exit_code == 0
+    assert served[-1].request_timeout == 5.0
+    for name, text, words in (
+        ("MAX_N", "many", "SAKIYOMI_MAX_N is 'many'; expected a whole number"),
+        ("REUSE", "maybe", "SAKIYOMI_REUSE is 'maybe'; expected on or off"),
+        ("MAXQUEUE", "3", "SAKIYOMI_MAXQUEUE is set and means nothing; did you mean SAKIYOMI_MAX_QUEUE?"),
+    ):
+        done = CliRunner().invoke(app, ["serve"], env={f"SAKIYOMI_{name}": text})
+        assert words in done.output and (done.exit_code == 0) == (name == "MAXQUEUE")
     assert CliRunner().invoke(app, ["serve", "--config", "nowhere.toml"]).exit_code == 1

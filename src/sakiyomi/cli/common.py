@@ -282,7 +282,7 @@ def _of_file(path: str, name: str, kind: Any, value: Any) -> Any:
         )
     elif inner is str:  # numbers and truth values are words as well: kv_budget = 64, compile = false
         fits, wanted = isinstance(value, str | int | float), "a text in quotes"
-        value = str(value)
+        value = str(value) if fits else value
     else:
         taken = (int, float) if inner is float else inner
         fits, wanted = isinstance(value, taken) and isinstance(value, bool) == (inner is bool), _FILE_EXPECTED[inner]

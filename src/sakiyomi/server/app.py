@@ -20,6 +20,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.intake import Intake
+from sakiyomi.server.logs import failure
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
 from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
@@ -154,7 +155,7 @@ class Server:
         except Exception as error:
             found = api_error(error)
             if found.status == 500:
-                logger.error("a request ended by an error", exc_info=error)
+                failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
             yield event(found.body)
 
     def _too_late(self) -> ApiError:

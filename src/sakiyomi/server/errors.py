@@ -94,8 +94,9 @@ def body_of(error: RequestValidationError) -> ApiError:
     # An unknown field is said before all else: the other complaints may follow from it.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
     # Unless it belongs to another kind of thing, such as an image: then that is what is not taken.
-    kind = (*first["loc"][:-1], "type")
-    first = next((e for e in errors if e["type"] == "literal_error" and e["loc"] == kind), first)
+    tag = (*first["loc"][:-1], "type")
+    kind = next((e for e in errors if e["type"] == "literal_error" and e["loc"] == tag), None)
+    first = kind or first
     if first["type"] == "json_invalid":
         place = next((part for part in first["loc"] if isinstance(part, int)), None)
         where = "" if place is None else f" at character {place}"
@@ -118,6 +119,7 @@ def body_of(error: RequestValidationError) -> ApiError:
     # tells most, then those that are about a part of it.
     places = [(e, *_place(e, error.body)) for e in errors if e["loc"][: 1 + len(path)] == first["loc"][: 1 + len(path)]]
     about = [found for found in places if not found[0]["type"].endswith(("_type", "literal_error"))] or places
+    about = [(kind, path, value)] if kind else about
     path, value = max(((found[1], found[2]) for found in about), key=lambda found: len(found[0]))
     wanted = dict.fromkeys(found[0]["msg"] for found in about if found[1] == path)
     name = ".".join(map(str, path))
