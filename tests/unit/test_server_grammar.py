@@ -13,9 +13,11 @@ import torch
 from openai import OpenAI
 
 from sakiyomi.server.app import Server
+from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Constraint, Grammars
-from sakiyomi.server.schema import FunctionTool
+from sakiyomi.server.intake import Intake
+from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, shown, tool_format
 from sakiyomi.text import TextStream
 from server_toys import client, marked_tokenizer, running, toy_llm
@@ -185,7 +187,7 @@ def test_every_way_of_writing_is_known_by_its_template() -> None:
     assert list(WRITTEN) == list(FORMS)
     for models, (_, _, template) in WRITTEN.items():
         assert tool_format(template).models == models
-    for template in ("<tool_call>\n<function=x>", "<tool_call>x\n<arg_key>", "call:go{", ""):  # Qwen3-Coder, GLM, ...
+    for template in ("<tool_call>\n<function=x>", "<tool_call>x\n<arg_key>", "call:go{"):  # Qwen3-Coder, GLM, ...
         with pytest.raises(ApiError, match="Hermes, Qwen"):
             tool_format(template)
 
@@ -245,12 +247,16 @@ def test_what_was_called_goes_back_into_the_conversation(api: OpenAI) -> None:
 
 
 def test_without_a_place_for_tools_they_are_refused() -> None:
-    for template, words in ((None, "without a chat template"), ("{{ messages[0].content }}", "does not know")):
-        with (
-            running(toy_llm("none", template=template)) as (_, url),
-            pytest.raises(openai.BadRequestError, match=words),
-        ):
-            chat(client(url), tools=TOOLS, tool_choice="none" if template is None else "auto")
+    for template, choice, words in (
+        (None, "none", "without a chat template"),
+        (None, "auto", "without a chat template"),
+        ("{{ messages[0].content }}", "auto", "does not know"),
+        ("{{ messages[0].content }}", "none", "does not tell the model of tools"),
+    ):
+        intake = Intake(toy_llm("none", template=template), ServerConfig(served_name="toy"))
+        asked = {"model": "toy", "messages": SAID, "tools": TOOLS, "tool_choice": choice}
+        with pytest.raises(ApiError, match=words):
+            intake.chat(ChatRequest.model_validate(asked))
 
 
 @pytest.mark.parametrize("models", ["Mistral", "Mistral since 2025", "Llama 3 and 4"])

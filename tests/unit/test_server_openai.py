@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -16,7 +15,7 @@ from openai import OpenAI
 import sakiyomi
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.server.app import Server
-from server_toys import client, running, toy_llm
+from server_toys import client, running, toy_llm, web
 
 AHEAD = {"speculation": {"gamma": 3}}
 PROMPTS = ["Once upon a time", "The fox went", "むかしむかし", "One day she said: ", "A smile 😀"]
@@ -337,7 +336,7 @@ def test_an_unknown_model_is_a_404(api: OpenAI) -> None:
 def test_messages_that_no_template_takes(site: tuple[Server, str], message: Any, words: str, param: str | None) -> None:
     content = json.dumps({"model": "toy", "messages": [message]})  # the client itself would not send half a character
     headers = {"content-type": "application/json"}
-    reply = httpx.post(f"{site[1]}/v1/chat/completions", content=content, headers=headers)
+    reply = web.post(f"{site[1]}/v1/chat/completions", content=content, headers=headers)
     error = reply.json()["error"]
     assert reply.status_code == 400 and words in error["message"] and (param is None or error["param"] == param)
 
@@ -370,7 +369,7 @@ def test_what_a_template_knows_besides_goes_into_it() -> None:
     ],
 )
 def test_paths_that_are_not_there(site: tuple[Server, str], method: str, path: str, status: int, words: str) -> None:
-    reply = httpx.request(method, site[1] + path)
+    reply = web.request(method, site[1] + path)
     assert reply.status_code == status
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert words in reply.json()["error"]["message"] and reply.json()["error"]["code"]
@@ -378,8 +377,8 @@ def test_paths_that_are_not_there(site: tuple[Server, str], method: str, path: s
 
 def test_who_asks_with_head_gets_what_get_gives_without_the_body(site: tuple[Server, str]) -> None:
     for path in ("/", "/health", "/v1/models", "/version"):
-        reply, whole = httpx.head(site[1] + path), httpx.get(site[1] + path)
+        reply, whole = web.head(site[1] + path), web.get(site[1] + path)
         assert (reply.status_code, reply.content) == (200, b"")
         assert reply.headers["content-length"] == str(len(whole.content))
-    assert httpx.head(f"{site[1]}/v1/completions").status_code == 405
-    assert httpx.get(f"{site[1]}/version").json() == {"version": sakiyomi.__version__}
+    assert web.head(f"{site[1]}/v1/completions").status_code == 405
+    assert web.get(f"{site[1]}/version").json() == {"version": sakiyomi.__version__}
