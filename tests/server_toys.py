@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from sakiyomi import LLM
 from sakiyomi.drafters.model import ModelDrafter
@@ -88,3 +89,13 @@ def client(url: str, **options: Any) -> openai.OpenAI:
     made = openai.OpenAI(base_url=f"{url}/v1", **(plain | options))
     _clients.setdefault(url, []).append(made)
     return made
+
+
+def figures(url: str) -> dict[str, float]:
+    """What ``/metrics`` says, by name, or name/label."""
+    found = {}
+    for family in text_string_to_metric_families(web.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
+            found["/".join([sample.name, *labels])] = sample.value
+    return found

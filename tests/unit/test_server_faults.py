@@ -21,7 +21,6 @@ import httpx
 import openai
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams
@@ -33,7 +32,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error
 from sakiyomi.server.logs import set_up
 from sakiyomi.server.run import check
-from server_toys import client, running, toy_llm, web
+from server_toys import client, figures, running, toy_llm, web
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,16 +59,6 @@ def until(true: Callable[[], bool], seconds: float = 20) -> None:
 
 def idle(server: Server) -> bool:
     return server.worker.load == 0 and not server.llm.engine.busy
-
-
-def figures(url: str) -> dict[str, float]:
-    """Of ``/metrics``, those with no label but the model, and request_success by reason."""
-    found = {}
-    for family in text_string_to_metric_families(web.get(f"{url}/metrics").text):
-        for sample in family.samples:
-            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
-            found["/".join([sample.name, *labels])] = sample.value
-    return found
 
 
 def works(url: str, own: LLM) -> None:
@@ -217,7 +206,14 @@ def test_unicode_of_every_kind(site: tuple[Server, str], own: LLM, text: str) ->
 # ---------------------------------------------------------------- keys, origins, logs
 
 
-def test_a_key_guards_all_but_the_health() -> None:
+def test_a_key_guards_all_but_the_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def digest(given: bytes, key: bytes) -> bool:
+        compared.append((given, key))
+        return given == key
+
+    monkeypatch.setattr("hmac.compare_digest", digest)  # in constant time, as == is not
     with running(toy_llm("none"), api_key="secret") as (_, url):
         assert web.get(f"{url}/health").status_code == 200
         for path in ("/v1/models", "/metrics"):
@@ -228,6 +224,7 @@ def test_a_key_guards_all_but_the_health() -> None:
         with pytest.raises(openai.AuthenticationError):
             client(url, api_key="other").models.list()
         assert client(url, api_key="secret").models.list()
+    assert {(b"secre", b"secret"), (b"secret", b"secret")} <= set(compared)
 
 
 def test_origins_that_were_named_may_call() -> None:

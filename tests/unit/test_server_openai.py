@@ -15,7 +15,7 @@ from openai import OpenAI
 import sakiyomi
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.server.app import Server
-from server_toys import client, running, toy_llm, web
+from server_toys import client, figures, running, toy_llm, web
 
 AHEAD = {"speculation": {"gamma": 3}}
 PROMPTS = ["Once upon a time", "The fox went", "むかしむかし", "One day she said: ", "A smile 😀"]
@@ -270,6 +270,54 @@ def test_without_a_template_a_chat_is_one_text() -> None:
         assert chat.choices[0].message.content == text.choices[0].text
         with pytest.raises(openai.BadRequestError, match="system message has no place"):
             api.chat.completions.create(model="toy", messages=[{"role": "system", "content": "Be kind."}, *said])
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_the_figures_are_those_of_the_replies() -> None:
+    """Under vLLM's names, and added up over requests alone and side by side."""
+    with running(toy_llm(max_batch=2)) as (_, url):
+        api = client(url)
+        prompts = [*PROMPTS[:3], PROMPTS[0] * 9]
+        with ThreadPoolExecutor(3) as pool:
+            replies = list(pool.map(lambda prompt: complete(api, prompt, temperature=0, n=2), prompts))
+        replies.append(complete(api, PROMPTS[0] * 9 + PROMPTS[1], temperature=0))
+        replies.append(complete(api, PROMPTS[3], temperature=0.9, seed=1, max_tokens=1))
+        found = figures(url)
+        usages = [reply.usage for reply in replies]
+        samples = 2 * len(prompts) + 2
+
+        def total(name: str) -> int:
+            return sum(int(usage.speculation[name]) for usage in usages)
+
+        assert found["vllm:request_success_total/length"] + found.get("vllm:request_success_total/stop", 0) == samples
+        assert found["vllm:generation_tokens_total"] == sum(usage.completion_tokens for usage in usages)
+        asked_for, hits = found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]
+        assert found["vllm:prompt_tokens_total"] + hits == asked_for
+        assert asked_for == sum(usage.prompt_tokens for usage in usages) * 2 - sum(u.prompt_tokens for u in usages[-2:])
+        assert hits >= 8
+        drafted, accepted = (found[f"vllm:spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
+        assert (drafted, accepted) == (total("drafted"), total("accepted")) and 0 < accepted < drafted
+        kept = [found[f"vllm:spec_decode_num_accepted_tokens_per_pos_total/{place}"] for place in range(16)]
+        assert sum(kept) == accepted and kept == sorted(kept, reverse=True) and kept[3] == 0  # gamma is 3
+        assert found["vllm:spec_decode_num_drafts_total"] >= kept[0] > 0
+        rounds, committed = found["sakiyomi:rounds_total"], found["sakiyomi:committed_tokens_total"]
+        assert found["sakiyomi:tau"] == pytest.approx(committed / rounds) and rounds == total("rounds")
+        assert committed == found["vllm:generation_tokens_total"] - samples  # the first ones come with the prefill
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+                     "request_prompt_tokens", "request_generation_tokens"):  # fmt: skip
+            assert found[f"vllm:{name}_count"] == samples
+        assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"]
+        assert 0 < found["vllm:inter_token_latency_seconds_count"] <= rounds
+        assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+        asked = {"model": "toy", "prompt": PROMPTS[0] * 99, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with web.stream("POST", f"{url}/v1/completions", json=asked) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            found = figures(url)
+            assert found["vllm:num_requests_running"] == 1
+            assert 0 < found["vllm:kv_cache_usage_perc"] < 1 and found["sakiyomi:kv_cache_bytes"] > 0
 
 
 # ---------------------------------------------------------------- refusals
