@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -474,8 +475,9 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str
         started.append(run)
         assert run.stderr is not None
         for line in run.stderr:
-            if line.startswith("serving"):
-                return run, line.split()[-1]
+            if found := re.search(r"serving \w+ at ([^\s\"]+)", line):
+                assert line.startswith("{" if "json" in flags else "serving")
+                return run, found[1]
         raise AssertionError("it never listened")
 
     yield start
@@ -520,7 +522,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
 ) -> None:
     served: list[ServerConfig] = []
     exact: list[bool] = []
-    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model: (exact.append(model.exact), toy_llm("none"))[1])
+    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model, say: (exact.append(model.exact), toy_llm("none"))[1])
     monkeypatch.setattr("sakiyomi.server.run.check", lambda config: None)
     monkeypatch.setattr("sakiyomi.server.run.serve", lambda llm, config, listening: served.append(config))
     monkeypatch.setattr("sakiyomi.server.logs.set_up", lambda kind: None)

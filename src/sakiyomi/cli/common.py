@@ -109,24 +109,25 @@ class JsonOption:
     json: bool = False
 
 
-def load(model: ModelOptions) -> LLM:
-    """The engine, and on stderr what a user might not expect of it."""
+def load(model: ModelOptions, say: Callable[[str], None] | None = None) -> LLM:
+    """The engine, and on stderr, or where ``say`` has it, what a user might not expect of it."""
     from sakiyomi.cli.output import note, progress, quiet
 
+    say = say or note
     with progress(f"loading {model.target}"):
         quiet()
         llm = model.load()
     if llm.target.rounding is not None:
-        note(str(llm.target.rounding))
+        say(str(llm.target.rounding))
     if llm.profile is not None:
         found = llm.profile
-        note(
+        say(
             "sakiyomi tune has found that reading ahead does not pay here: writing without a draft"
             if llm.draft is None
             else f"draft {found.draft}, gamma {found.gamma}, as sakiyomi tune has found"
         )
     elif model.draft == "auto" and llm.draft is None:
-        note(
+        say(
             f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
         )
     return llm

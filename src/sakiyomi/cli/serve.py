@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import typer
 
 from sakiyomi.cli.common import ModelOptions, command, load
@@ -41,8 +44,12 @@ def serve(config: ServerConfig, model: ModelOptions) -> None:
             f"the server needs packages that are not installed ({error.name}); pip install 'sakiyomi[serve]'"
         ) from None
     check(config)
-    llm = load(model)
+    say: Callable[[str], None] = note
+    if config.log_format == "json":  # every line, from now on
+        set_up(config.log_format)
+        say = logging.getLogger("sakiyomi.server").info
+    llm = load(model, say)
     if config.warm_up:
         llm.wait()
     set_up(config.log_format)
-    run(llm, config, listening=lambda url: note(f"serving {config.served_name or llm.name} at {url}"))
+    run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))
