@@ -324,7 +324,7 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
 def _called(call: ToolCall) -> dict[str, Any]:
     """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments or "{}")
     except ValueError:
         arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -93,6 +93,7 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
         server_header=False,
         timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
         lifespan="on",
+        ws="none",  # there are none, and it would tell to install something for them
     )
     # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
