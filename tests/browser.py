@@ -110,14 +110,15 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyDown", **values, **({"text": "\r"} if key == "Enter" else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **values)
 
-    def click(self, selector: str) -> None:
-        """The mouse, on the middle of an element."""
+    def click(self, selector: str, times: int = 1) -> None:
+        """The mouse, on the middle of an element; a second time is a double click."""
         x, y = self.run(
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'nearest'}});"
             "const r = e.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        for count in range(1, times + 1):
+            for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+                self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=count)
 
     def size(self, width: int, height: int, *, phone: bool = False) -> None:
         """Of the window."""

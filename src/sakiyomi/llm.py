@@ -347,11 +347,12 @@ class LLM:
         """Whether a request that begins now runs on compiled graphs."""
         return all(model.compiled() for model in self._models)
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: float | None = None, *, batches: bool = False) -> bool:
         """Wait for kernels and graphs that are made in the background.
 
         Args:
             timeout: so many seconds at most; None: as long as it takes.
+            batches: also for the graphs of many requests at once, which are otherwise made when they are first wanted.
 
         Returns:
             Whether a request that begins now runs on compiled graphs.
@@ -366,7 +367,7 @@ class LLM:
             self.engine.settle()
         for model in self._models:
             if model.graphs is not None:
-                model.graphs.wait(left())
+                model.graphs.wait(left(), every=batches)
         return self.compiled()
 
     def _intake(self, loaded: Loaded) -> Intake | None:

@@ -730,6 +730,15 @@ def test_a_model_with_graphs_goes_when_nobody_holds_it() -> None:
     assert [thing() for thing in held] == [None] * 3
 
 
+def test_who_waits_for_batches_has_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_compiled", lambda *_: None)
+    llm = LLM((model_of("llama"), TOKENIZER), "none", compile="auto", max_batch=32)
+    llm.wait()
+    assert llm.target.ready == set(llm.target.first_sizes)
+    llm.wait(batches=True)
+    assert llm.target.ready == set(llm.target.sizes)
+
+
 @pytest.mark.parametrize("seconds", [0.7, 1.5])
 def test_a_process_may_end_while_graphs_compile(seconds: float, tmp_path: Path) -> None:
     code = """

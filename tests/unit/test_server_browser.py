@@ -19,6 +19,27 @@ from server_toys import running, toy_llm
 PROGRAM = chromium()
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium here; apt-get install chromium-headless-shell")
 IDLE = "card !== null && under === null"
+CONTRASTS = """window.contrasts = () => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map((value) => value / 255);
+  const light = (colour) => numbers(colour).map((v) => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const ratio = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+  const probe = make("span", "", $("turns")), found = {};
+  for (const kind of ["accepted d0", "accepted d1", "accepted d2", "accepted d3", "recovered", "bonus"]) {
+    probe.className = `token ${kind}`;
+    const {color, backgroundColor: back, borderBottomColor: line, borderStyle} = getComputedStyle(probe);
+    found[kind] = [ratio(color, back), ratio(line, back), borderStyle];
+  }
+  probe.remove();
+  return found;
+}; void 0"""
+# In place of the server's: one token, and then the reply breaks off, or, with a signal, waits to be aborted.
+HALF = """window.real = fetch; window.half = (signal) => new Response(new ReadableStream({start(stream) {
+  const stats = {tokens: 1, seconds: 0, rounds: 0, drafted: 0, acceptance_rate: 0, tau: 0};
+  const trace = [{tokens: [{text: "Half", status: "plain", round: 0}], round: null, stats}];
+  stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify({choices: [{trace}]})}\\n\\n`));
+  if (signal) signal.onabort = () => stream.error(signal.reason); else stream.close();
+}})); void 0"""
 TOKENS = "[...document.querySelectorAll('.lanes:last-of-type .lane:first-child .token')]"
 
 
@@ -74,7 +95,7 @@ def shoot(page: Tab, name: str) -> None:
 
 
 def test_it_opens_with_the_model_and_runs_no_foreign_script(page: Tab) -> None:
-    assert page.run("$('model').textContent").startswith("toy, drafted by ")
+    assert page.run("$('model').textContent").startswith("toy · drafter: model")
     shoot(page, "open")
     broken = (
         "new Promise((done) => { document.addEventListener('securitypolicyviolation',"
@@ -177,6 +198,113 @@ def test_settings_are_what_is_asked_for(page: Tab) -> None:
     assert "out of its bounds" in page.run("$('problem').textContent") and page.run("turns.length") == 1
 
 
+def test_a_reply_that_breaks_off_stays_and_is_asked_for_again(page: Tab) -> None:
+    put(page, max=5)
+    page.run(HALF)
+    page.run("void (window.fetch = async () => half())")
+    send(page, "A whole one")
+    assert "ended the reply before it was whole" in page.run("$('problem').textContent")
+    assert page.run("current.text + turns.length") == "Half1"
+    page.run("void (window.fetch = real)")
+    page.click("#again")
+    page.until("under === null && current.tokens === 5")
+    assert page.run("turns.length + document.querySelectorAll('.user').length") == 2
+
+
+def test_a_race_ends_with_the_first_that_fails(page: Tab) -> None:
+    page.run(HALF)
+    page.run(
+        "window.fetch = async (path, {body, signal}) => { if (!body.includes('off')) return half(signal);"
+        " while (!current.tokens) await new Promise(requestAnimationFrame);"
+        " return new Response('', {status: 500}); }; void 0"
+    )
+    put(page, race="once")
+    send(page, "A race of one")
+    assert "The server failed (500)" in page.run("$('problem').textContent")
+    page.until("!current.box.classList.contains('busy')")
+    assert page.run("current.text + turns.length") == "Half1"
+
+
+def test_clicks_and_keys_that_come_too_early_do_no_harm(page: Tab) -> None:
+    page.run(HALF)
+    page.run("void (window.fetch = async (path, {signal}) => half(signal))")
+    page.click("#prompt")
+    page.type("Twice")
+    page.click("#send", times=2)
+    page.until("current && current.tokens === 1")
+    page.click("#prompt")
+    page.type("The next one")
+    page.press("Enter")
+    assert page.run("under !== null && turns.length === 1 && $('prompt').value === 'The next one'")
+    page.press("Escape")
+    page.until("under === null")
+    assert page.run("$('status').textContent === 'Stopped after 1 tokens.' && $('prompt').value === 'The next one'")
+
+
+def test_a_reader_who_scrolls_up_is_left_there(page: Tab) -> None:
+    put(page, max=3500)
+    page.size(390, 600, phone=True)
+    send(page, "Go on", wait=False)
+    page.until("current && current.tokens > 250 && scrollY > 50")
+    page.run("new Promise((done) => { onscroll = done; scrollTo(0, 0); })")
+    found = page.run("current.tokens")
+    page.until(f"current.tokens > {found} + 100 || under === null")
+    assert page.run("scrollY") == 0
+    page.run("under?.abort()")
+    page.until("under === null")
+
+
+def test_the_tree_is_drawn_without_overlaps_and_only_when_it_changes(page: Tab) -> None:
+    send(page, "A fox")
+    assert page.run("(() => { const svg = $('tree').firstChild; redraw(); return svg === $('tree').firstChild; })()")
+    script = """(() => {
+      for (let lap = 0; lap < 50; lap++) {
+        const nodes = [{kids: []}];
+        for (let i = 1; i < 60; i++) {
+          const up = Math.floor(Math.random() * i);
+          nodes.push({kids: [], up});
+          nodes[up].kids.push(i);
+        }
+        const [width, height] = arrange(nodes);
+        if (new Set(nodes.map((node) => `${node.x} ${node.y}`)).size !== 60) return "two share a place";
+        for (const node of nodes) {
+          if (node.x + WIDE / 2 > width || node.y + HIGH / 2 > height) return "outside";
+          if (node.kids.length && nodes[node.kids[0]].x !== node.x) return "the first child is not below";
+          if (node.kids.some((kid) => nodes[kid].y !== node.y + HIGH)) return "a child is not a row below";
+        }
+      }
+      return "";
+    })()"""
+    assert page.run(script) == ""
+
+
+def test_a_screen_reader_hears_two_things_of_a_reply(page: Tab) -> None:
+    """That it begins, and then all of it; figures and tokens that change meanwhile are no live regions."""
+    page.run("window.heard = []; void new MutationObserver(() => heard.push($('status').textContent))"
+             ".observe($('status'), {childList: true})")  # fmt: skip
+    send(page, "A fox")
+    heard = page.run("heard")
+    assert heard[0] == "The model is writing." and heard[-1].startswith("Done, 12 tokens: ") and len(heard) == 2
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    values = [
+        {found["name"]: found["value"].get("value") for found in node.get("properties", ())}
+        | {key: node.get(key, {}).get("value") for key in ("role", "name")}
+        for node in nodes
+        if not node["ignored"]
+    ]
+    assert [node["role"] for node in values if node.get("live") in ("polite", "assertive")] == ["status"]
+    controls = [node for node in values if node.get("focusable") and node["role"] not in ("generic", "RootWebArea")]
+    assert len(controls) > 12 and all(node["name"] for node in controls)
+    assert {"banner", "main", "complementary", "log", "form"} <= {node["role"] for node in values}
+    page.run("$('language').focus()")
+    order = []
+    for _ in range(14):
+        page.press("Tab")
+        order.append(page.run("document.activeElement.id || document.activeElement.className.split(' ')[0]"))
+    start = ["theme", "talk", "token", "prompt", "send", "clear", "tree"]
+    assert order == [*start, "", "drafter", "gamma", "race", "temperature", "seed", "max"]  # "": settings are folded
+
+
 @pytest.mark.parametrize("race", ["once", "turn"])
 def test_a_race_shows_both_and_judges(page: Tab, race: str) -> None:
     put(page, race=race, temperature=0.8, seed=7)
@@ -190,7 +318,7 @@ def test_a_race_shows_both_and_judges(page: Tab, race: str) -> None:
     shoot(page, f"race-{race}")
     if race == "once":
         return  # that text may end with its first token
-    figures = page.run("[...document.querySelectorAll('.lane h3 span')].map((line) => line.textContent)")
+    figures = page.run("[...document.querySelectorAll('.head span')].map((line) => line.textContent)")
     assert "12 tokens · 11 passes" in figures[1] and int(figures[0].split(" ")[3]) < 11
     assert page.run("current.seconds") > 0
 
@@ -198,7 +326,7 @@ def test_a_race_shows_both_and_judges(page: Tab, race: str) -> None:
 def test_errors_say_what_to_do_and_lose_nothing(page: Tab) -> None:
     put(page, max=5000)
     send(page, "Too much")
-    assert page.run("$('problem').textContent").startswith("The server does not take this request. Change")
+    assert page.run("$('problem').textContent").startswith("The conversation and the new tokens do not fit")
     assert "max_completion_tokens is 5000" in page.run("$('detail').textContent")
     assert page.run("$('prompt').value") == "Too much" and page.run("turns.length") == 0
     shoot(page, "error")
@@ -219,7 +347,7 @@ def test_a_key_is_asked_for(browser: Tab) -> None:
         assert "asks for an API key" in browser.run("$('problem').textContent")
         browser.type("wrong")
         browser.press("Enter")
-        browser.until("key === 'wrong' && !$('error').hidden")
+        browser.until("$('problem').textContent.startsWith('The server does not know this key')")
         browser.run("void ($('key').value = '')")
         browser.click("#key")
         browser.type("open-sesame")
@@ -232,7 +360,13 @@ def test_a_key_is_asked_for(browser: Tab) -> None:
 def test_dark_and_light_follow_the_system_or_the_choice(page: Tab) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.run(ground)
-    page.dark(True)
+    page.run(CONTRASTS)
+    for theme in ("light", "dark"):
+        page.dark(theme == "dark")
+        # WCAG AA, for text and for the second mark of a colour.
+        for kind, (text, line, _) in page.run("contrasts()").items():
+            assert text >= 4.5 and line >= 3, (theme, kind, text, line)
+        assert len({form for _, _, form in page.run("contrasts()").values()}) == 6  # each can be told without colours
     dark = page.run(ground)
     assert light != dark
     send(page, "Night")
@@ -244,13 +378,18 @@ def test_dark_and_light_follow_the_system_or_the_choice(page: Tab) -> None:
 def test_it_speaks_japanese_and_fits_a_phone(page: Tab, site: tuple[Server, str]) -> None:
     page.call("Emulation.setUserAgentOverride", userAgent="Chromium", acceptLanguage="ja-JP")
     try:
-        page.size(390, 800, phone=True)
+        page.size(320, 640, phone=True)
         page.open(f"{site[1]}/?ja")
         page.until(IDLE)
         assert page.run("document.documentElement.lang") == "ja" and page.run("$('send').textContent") == "送信"
         put(page, max=12, race="turn")
         send(page, "むかしむかし")
-        assert page.run("document.documentElement.scrollWidth") <= 390
+        assert page.run("document.documentElement.scrollWidth") <= 320
+        small = (
+            "[...document.querySelectorAll('button, select, input, textarea, summary, .jump')].filter((found) => {"
+            "const {width, height} = found.getBoundingClientRect(); return height && Math.min(width, height) < 44; })"
+        )
+        assert page.run(f"{small}.map((found) => found.id)") == []
         shoot(page, "phone")
         page.run("$('language').value = 'en'; $('language').dispatchEvent(new Event('change'))")
         assert page.run("$('send').textContent") == "Send"

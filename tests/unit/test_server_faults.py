@@ -492,19 +492,19 @@ def test_told_to_stop_it_ends_in_good_order(process: Any) -> None:
     """Requests that end in time do, the others are told so; the process then ends by itself, with exit code 0."""
     run, url = process("--shutdown-timeout", "1.5", "--log-format", "json", SAKIYOMI_SERVED_NAME="toy")
 
-    def lines(tokens: int) -> list[str]:
+    def lines(tokens: int, begun: threading.Event) -> list[str]:
         asked = ENDLESS | {"stream": True, "max_tokens": tokens}
         with web.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as reply:
             found = []
             for line in reply.iter_lines():
                 found.append(line)
-                begun.release()
+                begun.set()
             return [line for line in found if line]
 
-    begun = threading.Semaphore(0)
+    begun = threading.Event(), threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        short, endless = pool.submit(lines, 100), pool.submit(lines, 90_000)
-        begun.acquire(timeout=30)
+        short, endless = pool.submit(lines, 100, begun[0]), pool.submit(lines, 90_000, begun[1])
+        assert all(event.wait(30) for event in begun)
         run.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(httpx.HTTPError):  # nobody is let in any more

@@ -72,7 +72,7 @@ def test_it_needs_nothing_from_elsewhere(reply: httpx.Response) -> None:
     loaded = [
         value for _, values in Elements(reply.text).tags for name in ("src", "href") if (value := values.get(name))
     ]
-    assert loaded == ["data:,", "#prompt"]
+    assert loaded == ["data:,", "#prompt", "#panel"]
     assert not re.search(r"@import|url\(|innerHTML|eval\(|sessionStorage|indexedDB|document\.cookie", reply.text)
 
 
@@ -89,7 +89,7 @@ def test_every_text_is_there_in_both_languages(reply: httpx.Response) -> None:
     for name, text in texts["en"].items():
         assert set(re.findall(r"\{\w+\}", text)) == set(re.findall(r"\{\w+\}", texts["ja"][name])), name
         assert texts["ja"][name].strip() and text.strip()
-    asked = {value for _, values in page.tags for name in ("data-t", "data-l") if (value := values.get(name))}
+    asked = {value for _, values in page.tags for name in ("data-t", "data-l", "data-p") if (value := values.get(name))}
     assert asked <= set(texts["en"])
     script = re.search(r"<script>(.*)</script>", reply.text, re.DOTALL)
     assert script is not None

@@ -49,7 +49,9 @@ def serve(config: ServerConfig, model: ModelOptions) -> None:
         set_up(config.log_format)
         say = logging.getLogger("sakiyomi.server").info
     llm = load(model, say)
-    if config.warm_up:
-        llm.wait()
+    if config.warm_up != "none":
+        if not llm.compiled():
+            say("compiling for this machine: seconds, or minutes where it was not done before (--warm-up)")
+        llm.wait(batches=config.warm_up == "all")
     set_up(config.log_format)
     run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))

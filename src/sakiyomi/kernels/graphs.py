@@ -195,9 +195,9 @@ class Graphs:
             if size not in self._ready and not self.failed:
                 self._compile(size)
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Until the background has nothing left to do, the first sizes included, or so many seconds are over."""
-        self.start(self._first)
+    def wait(self, timeout: float | None = None, *, every: bool = False) -> None:
+        """Until the background has nothing left to do, the first sizes or all included, or so many seconds are over."""
+        self.start((*self._first, *self._sizes) if every else self._first)
         thread = self._thread
         if thread is not None:
             thread.join(timeout)

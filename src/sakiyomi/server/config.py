@@ -34,7 +34,8 @@ class ServerConfig:
         max_n: samples of one request at most, prompts times n.
         cors_origins: web pages of these origins may call the server (* for all); none by default.
         reuse: prompts go on from what earlier ones left in the cache.
-        warm_up: wait for compiled kernels and graphs before listening.
+        warm_up: what is compiled before listening: what one request needs (one), what full batches need besides (all;
+            minutes the first time, then seconds), or nothing (none). The rest is compiled when it is first wanted.
         log_format: text, or json (a line is an object).
         log_prompts: write prompts and replies to the log; they never are otherwise.
     """
@@ -51,7 +52,7 @@ class ServerConfig:
     max_n: int = 16
     cors_origins: tuple[str, ...] = ()
     reuse: bool = True
-    warm_up: bool = True
+    warm_up: str = "one"
     log_format: str = "text"
     log_prompts: bool = False
 
@@ -67,6 +68,8 @@ class ServerConfig:
                 raise InputError(f"{name} is {seconds}; expected seconds above 0")
         if self.log_format not in ("text", "json"):
             raise InputError(f"log_format is {self.log_format!r}; it is text or json")
+        if self.warm_up not in ("one", "all", "none"):
+            raise InputError(f"warm_up is {self.warm_up!r}; it is one, all or none")
         key = self.api_key
         if key is not None and not (key and key == key.strip() and key.isascii() and key.isprintable()):
             raise InputError(

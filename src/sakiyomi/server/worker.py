@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from sakiyomi.outputs import RoundTrace, Stats, Step
 from sakiyomi.params import SamplingParams
+from sakiyomi.process import release_workers
 from sakiyomi.request import Request
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.shelf import Shelf
@@ -140,6 +141,7 @@ class Worker:
     def start(self) -> None:
         """Begin; called in the event loop that handlers live in."""
         self._loop = asyncio.get_running_loop()
+        release_workers()  # of the thread that has loaded the model, most likely: the engine's computes from now on
         self._thread.start()
 
     @property
