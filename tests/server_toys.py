@@ -5,12 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import openai
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from sakiyomi import LLM
 from sakiyomi.drafters.model import ModelDrafter
@@ -28,12 +30,18 @@ CHATML = (
 )  # fmt: skip
 
 
+# Authorities, which nobody here asks, take 27 ms to load, for each client and for each of httpx's own functions.
+web = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0, max_connections=None))
+"""``web.get`` and the others are ``httpx.get`` and so on, at once."""
 _clients: dict[str, list[openai.OpenAI]] = {}
 
 
-def toy_llm(draft: Any = "close", *, template: str | None = CHATML, **options: Any) -> LLM:
-    """A tiny Llama in fp32; ``draft`` "close" guesses right now and then: other weights, a little off."""
-    tokenizer = tiny_tokenizer()
+def toy_llm(draft: Any = "close", *, template: str | None = CHATML, marks: Sequence[str] = (), **options: Any) -> LLM:
+    """A tiny Llama in fp32; ``draft`` "close" guesses right now and then: other weights, a little off.
+
+    ``marks`` are special tokens of its tokenizer.
+    """
+    tokenizer = marked_tokenizer(marks)
     tokenizer.chat_template = template
     if draft == "close":
         near = tiny_llama(max_position_embeddings=4096)
@@ -43,6 +51,13 @@ def toy_llm(draft: Any = "close", *, template: str | None = CHATML, **options: A
         draft = ModelDrafter(PackedModel(near, compile=False, max_slots=options.get("max_batch", 8)), 320)
     target = tiny_llama(max_position_embeddings=4096)
     return LLM((target, tokenizer), draft, **({"compile": False} | options))
+
+
+def marked_tokenizer(marks: Sequence[str], special: bool = True) -> Any:
+    """The tiny tokenizer, in which these texts are a token each."""
+    tokenizer = tiny_tokenizer(320 - len(marks))
+    tokenizer.add_tokens(list(marks), special_tokens=special)
+    return tokenizer
 
 
 @contextmanager
@@ -70,6 +85,17 @@ def running(llm: LLM, **config: Any) -> Iterator[tuple[Server, str]]:
 
 def client(url: str, **options: Any) -> openai.OpenAI:
     """The real client, which tries once; its connections are closed when the server ends."""
-    made = openai.OpenAI(base_url=f"{url}/v1", **({"api_key": "none", "max_retries": 0, "timeout": 60} | options))
+    plain = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": httpx.Client(verify=False)}
+    made = openai.OpenAI(base_url=f"{url}/v1", **(plain | options))
     _clients.setdefault(url, []).append(made)
     return made
+
+
+def figures(url: str) -> dict[str, float]:
+    """What ``/metrics`` says, by name, or name/label."""
+    found = {}
+    for family in text_string_to_metric_families(web.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
+            found["/".join([sample.name, *labels])] = sample.value
+    return found

@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from sakiyomi.errors import InputError, LoadError
@@ -103,18 +105,26 @@ class Dialogue:
         return self.read(_messages(self._system, before, message))
 
     def read(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[int]:
         """Token ids of any messages, up to where the next reply begins.
 
         Args:
             messages: what the template takes; without one, texts of users and assistants.
             tools: that it is to tell of, as JSON schemas.
+            options: what the template knows besides, by name.
 
         Raises:
             InputError: the template does not take them.
         """
+        if wrong := [name for name in options if name in signature(self._tokenizer.apply_chat_template).parameters]:
+            raise InputError(f"{wrong[0]!r} is no name that a chat template has of its own; leave it out")
         if self.plain:
+            if options:
+                raise InputError("without a chat template nothing is done with values for it; leave them out")
             if tools:
                 raise InputError("without a chat template nothing tells the model of tools; leave them out")
             text = ""
@@ -125,12 +135,12 @@ class Dialogue:
                         f"without a chat template a {role} message has no place; write it at the head of the first one"
                     )
                 text += (_joint(text, said) if role == "user" else "") + said
-            return list(self._tokenizer(text)["input_ids"])
+            return list(self._tokenizer(_as_text(text))["input_ids"])
         # The template writes the begin token itself.
-        text = self._rendered(messages, tools)
-        if tools and text == self._rendered(messages):
+        text = self._rendered(messages, tools, options)
+        if tools and text == self._rendered(messages, None, options):
             raise InputError("the chat template does not tell the model of tools; leave them out, or give another one")
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(_as_text(text), add_special_tokens=False)["input_ids"])
 
     def save(self, path: Path) -> None:
         """Write the messages as JSON, whole or not at all.
@@ -167,8 +177,13 @@ class Dialogue:
         self.system = system
         self.exchanges = exchanges
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        how = {"chat_template": self._template, "add_generation_prompt": True, "tokenize": False}
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        how = {**options, "chat_template": self._template, "add_generation_prompt": True, "tokenize": False}
         try:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, **how))
         except Exception as error:  # a template is a program of somebody else's
@@ -190,6 +205,12 @@ def _is_text(value: Any) -> TypeGuard[str]:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
+
+
+def _as_text(said: str) -> str:
+    if not _is_text(said):
+        raise InputError("the messages are no Unicode text: there is half of a surrogate pair in them; leave it out")
+    return said
 
 
 def _joint(before: str, after: str) -> str:

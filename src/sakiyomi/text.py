@@ -94,9 +94,10 @@ class _Pieces:
     ``_marks`` are places in the window at which a character ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._profile = profile(tokenizer)
+        self._special, self._skips = self._profile.special - shown, not shown
         self._window: list[int] = []
         self._taken = 0
         self._closed = 0
@@ -117,8 +118,7 @@ class _Pieces:
 
     def push(self, ids: Sequence[int]) -> tuple[str, str]:
         """Text that has become certain, and text ahead of it that will follow unless a run of bytes is spoilt."""
-        special = self._profile.special
-        self._window += [i for i in ids if i not in special]
+        self._window += [i for i in ids if i not in self._special]
         closed = self._close()
         text = self._decode(self._window[:closed])
         certain = self._certain(text)
@@ -142,7 +142,7 @@ class _Pieces:
         return rest
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips)
 
     def _close(self) -> int:
         """Number of leading window tokens whose text can no longer change.
@@ -206,16 +206,17 @@ class TextStream:
     Args:
         tokenizer: a transformers tokenizer.
         stop: strings that end the text; none of them is part of it.
+        shown: special tokens that are part of the text all the same.
 
     Raises:
         InputError: a stop string is empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: frozenset[int] = frozenset()) -> None:
         self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in self._stop:
             raise InputError("a stop string is empty: it would end every text at once; leave it out")
-        self._pieces = _Pieces(tokenizer)
+        self._pieces = _Pieces(tokenizer, shown)
         self._pending = ""  # certain text that may be the beginning of a stop string
         self._given: list[str] = []
         self.stopped = False

@@ -446,7 +446,7 @@ def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Pa
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'error: one' >&2\necho 'two' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    environment = ENVIRONMENT | {"CXX": str(compiler), "SAKIYOMI_CACHE": str(tmp_path / "cache")}
+    environment = ENVIRONMENT | {"CXX": str(compiler), "SAKIYOMI_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}"]
     arguments += ["--compile", "true", "--max-new-tokens", "4"]
     done = subprocess.run(

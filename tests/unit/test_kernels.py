@@ -441,7 +441,7 @@ def compiler_that(folder: Path, does: str) -> dict[str, str]:
     script = folder / "compiler"
     script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nout="$2"\n{does}\n')
     script.chmod(0o755)
-    return {"CXX": str(script), "SAKIYOMI_CACHE": str(folder / "cache")}
+    return {"CXX": str(script), "SAKIYOMI_CACHE_DIR": str(folder / "cache")}
 
 
 def files(folder: Path) -> list[str]:

@@ -90,7 +90,7 @@ def fresh(good: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SAKIYOMI_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SAKIYOMI_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

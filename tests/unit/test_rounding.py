@@ -34,7 +34,7 @@ ROWS = (*range(1, 14), 300)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Packed copies of embedded models go elsewhere than the user's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SAKIYOMI_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("SAKIYOMI_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

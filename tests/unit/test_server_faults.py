@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,16 +22,18 @@ import httpx
 import openai
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cli import app
+from sakiyomi.errors import InputError, LoadError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error
-from server_toys import client, running, toy_llm
+from sakiyomi.server.logs import set_up
+from sakiyomi.server.run import check
+from server_toys import client, figures, running, toy_llm, web
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,16 +62,6 @@ def idle(server: Server) -> bool:
     return server.worker.load == 0 and not server.llm.engine.busy
 
 
-def figures(url: str) -> dict[str, float]:
-    """Of ``/metrics``, those with no label but the model, and request_success by reason."""
-    found = {}
-    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
-        for sample in family.samples:
-            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
-            found["/".join([sample.name, *labels])] = sample.value
-    return found
-
-
 def works(url: str, own: LLM) -> None:
     reply = client(url).completions.create(model="toy", prompt="The fox", max_tokens=12, temperature=0)
     assert reply.choices[0].text == own.generate("The fox", SamplingParams(max_new_tokens=12)).text
@@ -81,13 +75,12 @@ def test_a_dropped_client_frees_its_slot(site: tuple[Server, str], own: LLM, str
     server, url = site
     before = figures(url).get("vllm:request_success_total/abort", 0)
     if stream:
-        with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}) as reply:
-            lines = reply.iter_lines()  # held: when it goes, the connection does
-            next(lines)
-            assert server.worker.load == 1
+        with web.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}) as reply:
+            lines = reply.iter_lines()  # kept: the connection ends with it
+            assert next(lines).startswith("data:") and server.worker.load == 1
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=0.3)
+            web.post(f"{url}/v1/completions", json=ENDLESS, timeout=0.3)
     until(lambda: idle(server))
     assert figures(url)["vllm:request_success_total/abort"] == before + 1
     assert figures(url)["vllm:num_requests_running"] == 0
@@ -100,7 +93,7 @@ def test_a_full_queue_says_when_to_come_again(site: tuple[Server, str], own: LLM
         stop = threading.Event()
 
         def hold(_: int) -> None:
-            with httpx.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=30) as reply:
+            with web.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=30) as reply:
                 for _ in reply.iter_lines():
                     if stop.is_set():
                         return
@@ -137,7 +130,7 @@ def test_a_slow_reader_holds_up_nobody(own: LLM) -> None:
 
 def test_a_request_ends_when_its_time_is_up(own: LLM) -> None:
     with running(toy_llm("none", max_batch=1), request_timeout=0.4) as (server, url):
-        reply = httpx.post(f"{url}/v1/completions", json=ENDLESS)
+        reply = web.post(f"{url}/v1/completions", json=ENDLESS)
         assert reply.status_code == 504 and reply.json()["error"]["code"] == "timeout"
         assert reply.headers["x-should-retry"] == "false"
         with pytest.raises(openai.APIError, match="not done within"):
@@ -164,12 +157,14 @@ def test_a_request_ends_when_its_time_is_up(own: LLM) -> None:
         (b'{"model": "toy", "prompt": "a\\ud800"}', 400, None),
         (b'{"model": "toy", "prompt": ["a", 1]}', 400, "invalid_value"),
         (b'{"model": "toy", "prompt": "a", "max_tokens": true}', 400, "invalid_value"),
-        (b"[" * 9000, 400, None),
+        (b"[" * 9000, 400, "invalid_json"),
+        (b'{"model": "toy", "prompt": "a", "stop": ["\\udc00"]}', 400, "invalid_value"),
+        (b'{"model": "toy", "prompt": "a", "\\ud800": 1}', 400, "invalid_body"),
         (b'{"model": "toy", "prompt": "' + b"a" * 20_000 + b'"}', 413, "body_too_large"),
     ],
 )
 def test_bodies_that_are_none(site: tuple[Server, str], content: bytes, status: int, code: str | None) -> None:
-    reply = httpx.post(f"{site[1]}/v1/completions", content=content, headers={"content-type": "application/json"})
+    reply = web.post(f"{site[1]}/v1/completions", content=content, headers={"content-type": "application/json"})
     assert reply.status_code == status, reply.text
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
     assert code is None or reply.json()["error"]["code"] == code
@@ -182,7 +177,7 @@ def test_ten_megabytes_are_refused_before_they_are_read(site: tuple[Server, str]
 
     for content in (b"a" * 10_000_000, parts()):
         try:
-            reply = httpx.post(f"{site[1]}/v1/completions", content=content)
+            reply = web.post(f"{site[1]}/v1/completions", content=content)
         except httpx.WriteError:
             continue  # cut off while it was sending
         assert reply.status_code == 413
@@ -193,8 +188,8 @@ def test_a_form_of_a_foreign_page_is_no_request(site: tuple[Server, str]) -> Non
     """A page can have a browser post text/plain anywhere without asking; no header lets it read an answer either."""
     content = json.dumps({"model": "toy", "prompt": "a"})
     headers = {"content-type": "text/plain", "origin": "http://evil.example"}
-    reply = httpx.post(f"{site[1]}/v1/completions", content=content, headers=headers)
-    assert reply.status_code == 400
+    reply = web.post(f"{site[1]}/v1/completions", content=content, headers=headers)
+    assert reply.status_code == 400 and "header content-type: application/json" in reply.json()["error"]["message"]
     assert "access-control-allow-origin" not in reply.headers
 
 
@@ -212,26 +207,34 @@ def test_unicode_of_every_kind(site: tuple[Server, str], own: LLM, text: str) ->
 # ---------------------------------------------------------------- keys, origins, logs
 
 
-def test_a_key_guards_all_but_the_health() -> None:
+def test_a_key_guards_all_but_the_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def digest(given: bytes, key: bytes) -> bool:
+        compared.append((given, key))
+        return given == key
+
+    monkeypatch.setattr("hmac.compare_digest", digest)  # in constant time, as == is not
     with running(toy_llm("none"), api_key="secret") as (_, url):
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert web.get(f"{url}/health").status_code == 200
         for path in ("/v1/models", "/metrics"):
-            assert httpx.get(url + path).status_code == 401
+            assert web.get(url + path).status_code == 401
             for wrong in ("Bearer", "Bearer secre", "Bearer secrets", "Basic secret", "secret", "Bearer é"):
-                assert httpx.get(url + path, headers={"authorization": wrong.encode()}).status_code == 401
-            assert httpx.get(url + path, headers={"authorization": "bearer secret"}).status_code == 200
+                assert web.get(url + path, headers={"authorization": wrong.encode()}).status_code == 401
+            assert web.get(url + path, headers={"authorization": "bearer secret"}).status_code == 200
         with pytest.raises(openai.AuthenticationError):
             client(url, api_key="other").models.list()
         assert client(url, api_key="secret").models.list()
+    assert {(b"secre", b"secret"), (b"secret", b"secret")} <= set(compared)
 
 
 def test_origins_that_were_named_may_call() -> None:
     with running(toy_llm("none"), cors_origins=("http://friend.example",), api_key="secret") as (_, url):
         ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
         for name, allowed in (("http://friend.example", True), ("http://evil.example", False)):
-            reply = httpx.options(f"{url}/v1/completions", headers=ask | {"origin": name})
+            reply = web.options(f"{url}/v1/completions", headers=ask | {"origin": name})
             assert (reply.headers.get("access-control-allow-origin") == name) == allowed
-            reply = httpx.get(f"{url}/v1/models", headers={"origin": name})
+            reply = web.get(f"{url}/v1/models", headers={"origin": name})
             assert reply.status_code == 401
             assert (reply.headers.get("access-control-allow-origin") == name) == allowed  # it may read why
 
@@ -257,6 +260,66 @@ def test_the_log_has_no_prompts_unless_it_is_told_to(caplog: pytest.LogCaptureFi
     assert all(line["finish_reason"] == "length" and line["first_token_ms"] > 0 for line in found)
 
 
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_no_output_at_all_has_a_prompt_in_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the server fails at it, and says so with a traceback; nobody writes lines of his own into the log."""
+    said, word = io.StringIO(), "".join(["se", "cret"])  # so that no line of this test, in a traceback, has it
+    llm = toy_llm("none")
+    before = [
+        (logger, logger.handlers, logger.propagate)
+        for n in ("sakiyomi", "uvicorn.error")
+        if (logger := logging.getLogger(n))
+    ]
+    set_up(kind, said)
+    try:
+        with running(llm) as (server, url):
+            body = {"model": "toy", "prompt": word, "max_tokens": 4}
+            chat = {"model": "toy", "messages": [{"role": "user", "content": word}], "max_tokens": 4}
+            for extra in (
+                {},
+                {"stream": True},
+                {"n": 0},
+                {word: 1},
+                {"max_tokens": 5000},
+                {"stop": [word, ""]},
+            ):
+                web.post(f"{url}/v1/completions", json=body | extra)
+                web.post(f"{url}/v1/chat/completions", json=chat | extra)
+            web.post(
+                f"{url}/v1/completions", content=b"{" + word.encode(), headers={"content-type": "application/json"}
+            )
+            assert web.get(f"{url}/v1/x%0a12:00:00 info     POST /v1/completions 200").status_code == 404
+
+            def broken(*_: Any, **__: Any) -> Any:
+                try:
+                    raise KeyError(word)
+                except KeyError as error:
+                    raise ValueError(f"I cannot read {word}") from error
+
+            with monkeypatch.context() as patch:
+                patch.setattr("sakiyomi.server.intake.prompt_tokens", broken)
+                assert web.post(f"{url}/v1/completions", json=body).status_code == 500
+            monkeypatch.setattr("sakiyomi.server.replies.Sample.read", broken)
+            assert web.post(f"{url}/v1/completions", json=body).status_code == 500
+            assert "internal_error" in web.post(f"{url}/v1/completions", json=body | {"stream": True}).text
+            until(lambda: idle(server))
+    finally:
+        for logger, handlers, propagate in before:
+            logger.handlers, logger.propagate = handlers, propagate
+    found = said.getvalue()
+    assert word not in found
+    assert found.count("ValueError (what it says") == found.count("KeyError (what it says") == 3
+    assert found.count("in broken") >= 3 and "internal_error" not in found
+    out = capfd.readouterr()
+    assert word not in out.out + out.err
+    if kind == "json":
+        assert all(json.loads(line)["time"] for line in found.splitlines())
+    else:
+        assert not any(line.startswith("12:00:00") for line in found.splitlines())
+
+
 # ---------------------------------------------------------------- the engine
 
 
@@ -275,8 +338,10 @@ def failing(llm: LLM, error: Exception, when: Callable[[Sequence[Segment]], bool
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: 12")
 
 
-@pytest.mark.parametrize("error", [CPU, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
-@pytest.mark.parametrize("prompt", [True, False])
+CUDA = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(("error", "prompt"), [(CPU, True), (CPU, False), (MemoryError(), False), (CUDA, True)])
 def test_out_of_memory_ends_who_needs_it_alone(
     own: LLM, monkeypatch: pytest.MonkeyPatch, error: Exception, prompt: bool
 ) -> None:
@@ -312,12 +377,12 @@ def test_a_round_that_fails_ends_its_requests_and_not_the_server(own: LLM, monke
     failing(llm, ValueError("a defect"), lambda _: broken.is_set(), monkeypatch)
     with running(llm) as (_, url):
         broken.set()
-        reply = httpx.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "a"})
+        reply = web.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "a"})
         assert reply.status_code == 500 and "a defect" not in reply.text
-        assert httpx.get(f"{url}/health").status_code == 503
+        assert web.get(f"{url}/health").status_code == 503
         broken.clear()
         works(url, own)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert web.get(f"{url}/health").status_code == 200
         assert figures(url)["vllm:request_success_total/error"] == 1
 
 
@@ -354,17 +419,40 @@ def test_what_is_our_own_fault_is_not_told_to_clients() -> None:
     assert found.status == 500 and "passwd" not in found.message
 
 
-def test_values_that_no_server_has_are_refused() -> None:
-    for values in (
-        {"port": 70000},
-        {"max_queue": -1},
-        {"request_timeout": float("nan")},
-        {"log_format": "xml"},
-        {"warm_up": "some"},
-        {"api_key": ""},
-    ):
-        with pytest.raises(Exception, match=next(iter(values))):
-            ServerConfig(**values)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"port": 70000}, "port is 70000"),
+        ({"max_queue": -1}, "max_queue is -1"),
+        ({"request_timeout": float("nan")}, "request_timeout is nan"),
+        ({"log_format": "xml"}, "'xml'; it is text or json"),
+        ({"api_key": ""}, "api_key"),
+        ({"api_key": "of a file\n"}, "api_key"),
+        ({"api_key": "ключ"}, "api_key"),
+        ({"host": ""}, "host is ''"),
+        ({"served_name": " "}, "served_name is ' '"),
+        ({"cors_origins": ("https://chat.example/",)}, "without a slash at the end"),
+        ({"cors_origins": ("chat.example",)}, "scheme and host"),
+    ],
+)
+def test_values_that_no_server_has_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        ServerConfig(**values)
+    assert "ключ" not in caught.value.message and "of a file" not in caught.value.message  # a key is shown nowhere
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(InputError, match="already in use; choose another --port"):
+            check(ServerConfig(port=taken.getsockname()[1]))
+    for host in ("nowhere.invalid", "203.0.113.1", "::ffff:ffff"):
+        with pytest.raises(InputError, match=f"cannot listen at {host}:0"):
+            check(ServerConfig(host=host, port=0))
+    with pytest.raises(LoadError, match=r"nowhere\.jinja"):
+        check(ServerConfig(port=0, chat_template=str(tmp_path / "nowhere.jinja")))
+    check(ServerConfig(port=0))
 
 
 # ---------------------------------------------------------------- the process
@@ -387,8 +475,9 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str
         started.append(run)
         assert run.stderr is not None
         for line in run.stderr:
-            if line.startswith("serving"):
-                return run, line.split()[-1]
+            if found := re.search(r"serving \w+ at ([^\s\"]+)", line):
+                assert line.startswith("{" if "json" in flags else "serving")
+                return run, found[1]
         raise AssertionError("it never listened")
 
     yield start
@@ -401,11 +490,11 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str
 
 def test_told_to_stop_it_ends_in_good_order(process: Any) -> None:
     """Requests that end in time do, the others are told so; the process then ends by itself, with exit code 0."""
-    run, url = process("--shutdown-timeout", "3", "--log-format", "json", SAKIYOMI_SERVED_NAME="toy")
+    run, url = process("--shutdown-timeout", "1.5", "--log-format", "json", SAKIYOMI_SERVED_NAME="toy")
 
     def lines(tokens: int, begun: threading.Event) -> list[str]:
         asked = ENDLESS | {"stream": True, "max_tokens": tokens}
-        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as reply:
+        with web.stream("POST", f"{url}/v1/completions", json=asked, timeout=30) as reply:
             found = []
             for line in reply.iter_lines():
                 found.append(line)
@@ -419,7 +508,7 @@ def test_told_to_stop_it_ends_in_good_order(process: Any) -> None:
         run.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(httpx.HTTPError):  # nobody is let in any more
-            httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=2).raise_for_status()
+            web.post(f"{url}/v1/completions", json=ENDLESS, timeout=2).raise_for_status()
         assert short.result()[-1] == "data: [DONE]"
         assert json.loads(endless.result()[-1].removeprefix("data: "))["error"]["code"] == "stopping"
     assert run.wait(20) == 0
@@ -433,7 +522,8 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
 ) -> None:
     served: list[ServerConfig] = []
     exact: list[bool] = []
-    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model: (exact.append(model.exact), toy_llm("none"))[1])
+    monkeypatch.setattr("sakiyomi.cli.serve.load", lambda model, say: (exact.append(model.exact), toy_llm("none"))[1])
+    monkeypatch.setattr("sakiyomi.server.run.check", lambda config: None)
     monkeypatch.setattr("sakiyomi.server.run.serve", lambda llm, config, listening: served.append(config))
     monkeypatch.setattr("sakiyomi.server.logs.set_up", lambda kind: None)
     file = tmp_path / "serve.toml"
@@ -448,8 +538,30 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     file.write_text("exact = true\n")
     assert CliRunner().invoke(app, ["serve"], env=environment).exit_code == 0
     assert exact == [False, True, True, True]
-    for text, word in (("nonsense = 1", "nonsense"), ("= 1", "TOML"), ('port = "x"', "port")):
+    for text, words in (
+        ("nonsense = 1", "sets 'nonsense'; what there is: host, port"),
+        ("max-queue = 1", "sets 'max-queue'; did you mean 'max_queue'?"),
+        ("[server]\nport = 1", "sets 'server'"),
+        ("= 1", "expected a TOML file"),
+        ('port = "x"', "sets port = 'x'; expected a whole number"),
+        ("port = true", "sets port = True; expected a whole number"),
+        ("port = 8000.5", "sets port = 8000.5; expected a whole number"),
+        ("reuse = 1", "sets reuse = 1; expected true or false"),
+        ("target = [1]", "sets target = [1]; expected a text"),
+        ('cors_origins = "http://a.example"', "expected a list"),
+        ("max_n = 0", "max_n is 0"),
+    ):
         file.write_text(text)
         done = CliRunner().invoke(app, ["serve", "--config", str(file)])
-        assert done.exit_code != 0 and word in done.output
+        assert done.exit_code in (1, 2) and words in done.output and "Traceback" not in done.output, (text, done.output)
+    file.write_text("request_timeout = 5\nkv_budget = 64\ncompile = false\n")
+    assert CliRunner().invoke(app, ["serve", "--config", str(file)]).exit_code == 0
+    assert served[-1].request_timeout == 5.0
+    for name, text, words in (
+        ("MAX_N", "many", "SAKIYOMI_MAX_N is 'many'; expected a whole number"),
+        ("REUSE", "maybe", "SAKIYOMI_REUSE is 'maybe'; expected on or off"),
+        ("MAXQUEUE", "3", "SAKIYOMI_MAXQUEUE is set and means nothing; did you mean SAKIYOMI_MAX_QUEUE?"),
+    ):
+        done = CliRunner().invoke(app, ["serve"], env={f"SAKIYOMI_{name}": text})
+        assert words in done.output and (done.exit_code == 0) == (name == "MAXQUEUE")
     assert CliRunner().invoke(app, ["serve", "--config", "nowhere.toml"]).exit_code == 1

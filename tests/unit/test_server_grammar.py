@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,14 @@ import torch
 from openai import OpenAI
 
 from sakiyomi.server.app import Server
+from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Constraint, Grammars
-from sakiyomi.server.tools import FORMATS, ToolReader
-from server_toys import client, running, toy_llm
+from sakiyomi.server.intake import Intake
+from sakiyomi.server.schema import ChatRequest, FunctionTool
+from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, shown, tool_format
+from sakiyomi.text import TextStream
+from server_toys import client, marked_tokenizer, running, toy_llm
 from toys import tiny_tokenizer
 
 SAID: list[Any] = [{"role": "user", "content": "Tell me of the fox"}]
@@ -52,7 +58,7 @@ def api(site: tuple[Server, str]) -> OpenAI:
 def chat(api: OpenAI, drafted: bool = True, **values: Any) -> Any:
     ahead = {"gamma": 3} if drafted else {"drafter": "off"}
     return api.chat.completions.create(
-        model="toy", messages=SAID, extra_body={"speculation": ahead}, **({"max_tokens": 300, "seed": 4} | values)
+        model="toy", extra_body={"speculation": ahead}, **({"messages": SAID, "max_tokens": 300, "seed": 4} | values)
     )
 
 
@@ -140,7 +146,7 @@ def test_calls_that_must_be(api: OpenAI, choice: Any, stream: bool) -> None:
         reply = chat(api, **how).choices[0]
         calls, reason = reply.message.tool_calls, reply.finish_reason
         assert reply.message.content is None
-    assert reason == "tool_calls" and len(calls) == 1 and calls[0].id.startswith("call_")
+    assert reason == "tool_calls" and len(calls) == 1 and re.fullmatch("[0-9a-z]{9}", calls[0].id)
     assert calls[0].function.name == "go" or choice == "required"
     value = json.loads(calls[0].function.arguments)
     assert value in (
@@ -149,26 +155,86 @@ def test_calls_that_must_be(api: OpenAI, choice: Any, stream: bool) -> None:
 
 
 def test_calls_that_may_be(api: OpenAI) -> None:
-    """A bias makes the tiny model want one: then it can only be one that is offered."""
-    tokenizer = tiny_tokenizer()
-    plain = chat(api, tools=TOOLS, max_tokens=12)
-    assert plain.choices[0].message.tool_calls is None
-    grammars = Grammars(tokenizer, 320, [0])
-    from sakiyomi.server.schema import FunctionTool
+    """A tiny model wants none; the grammar of one that does is looked at below."""
+    assert chat(api, tools=TOOLS, max_tokens=12).choices[0].message.tool_calls is None
 
+
+# How a model of each kind writes one call and two, by the templates that the entries of FORMATS name, and some words of
+# such a template. Llama's says that there is one call a reply.
+GO, LOOK = '{"name": "go", "arguments": {"to": "sea"}}', '{"name": "look", "arguments": {"far": true}}'
+LLAMA = GO.replace("arguments", "parameters")
+WRITTEN = {
+    "Mistral since 2025": (go := '[TOOL_CALLS]go[ARGS]{"to": "sea"}', go + '[TOOL_CALLS]look[ARGS]{"far": true}',
+                           "'[TOOL_CALLS]' + name + '[ARGS]' + arguments"),
+    "Mistral": (f"[TOOL_CALLS] [{GO}]", f"[TOOL_CALLS][{GO}, {LOOK}]", "'[TOOL_CALLS] ['"),
+    "Llama 3 and 4": (LLAMA, LLAMA, '"parameters": dictionary of argument name and its value'),
+    "Granite 3": (f"<|tool_call|>[{GO}]", f"<|tool_call|>[{GO}, {LOOK}]", "<|tool_call|> followed by a JSON list"),
+    "Phi 4 mini": (go := f"<|tool_call|>{GO}<|/tool_call|>", go + f"<|tool_call|>{LOOK}<|/tool_call|>",
+                   "<|tool_call|> <|/tool_call|>"),
+    "Phi 4 mini by vLLM's template": (f"functools[{GO}]", f"functools[{GO}, {LOOK}]", "formatted as functools[...]"),
+    "Nemotron": (f"<TOOLCALL>[{GO}]</TOOLCALL>", f"<TOOLCALL>[{GO}, {LOOK}]</TOOLCALL>", "<TOOLCALL>["),
+    "Hermes, Qwen": (go := f"<tool_call>\n{GO}\n</tool_call>", go + f"\n<tool_call>\n{LOOK}\n</tool_call>",
+                     "<tool_call></tool_call>"),
+}  # fmt: skip
+FORMS = {form.models: form for form in FORMATS}
+
+
+def marks_of(form: ToolFormat) -> list[str]:
+    return [mark for mark in (form.opening, form.closing, form.divider, form.lead) if mark]
+
+
+def test_every_way_of_writing_is_known_by_its_template() -> None:
+    assert list(WRITTEN) == list(FORMS)
+    for models, (_, _, template) in WRITTEN.items():
+        assert tool_format(template).models == models
+    for template in ("<tool_call>\n<function=x>", "<tool_call>x\n<arg_key>", "call:go{"):  # Qwen3-Coder, GLM, ...
+        with pytest.raises(ApiError, match="Hermes, Qwen"):
+            tool_format(template)
+
+
+@pytest.mark.parametrize("tokens", ["letters", "added", "special"])
+@pytest.mark.parametrize("models", FORMS)
+def test_calls_are_written_and_found(models: str, tokens: str) -> None:
+    """By the grammar, and by the reader, whether marks are tokens of their own or not, and however the text is cut."""
+    form, (one, text, _) = FORMS[models], WRITTEN[models]
+    tokenizer = marked_tokenizer([*marks_of(form), "<think>"] if tokens != "letters" else [], tokens == "special")
+    grammars = Grammars(tokenizer, 320, [0])
     offered = [FunctionTool.model_validate(tool) for tool in TOOLS]
-    form = FORMATS["<tool_call>"]
-    for several, text, whole in (
-        (True, 'So <tool_call>\n{"name": "go", "arguments": {"to": "sea"}}\n</tool_call> and ', True),
-        (True, 'So <tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>', False),
-        (True, 'So <tool_call>\n{"name": "go", "arguments": {"to": "moon"}}\n</tool_call>', False),
-        (True, 2 * '<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>\n', True),
-        (False, 2 * '<tool_call>\n{"name": "look", "arguments": {"far": true}}\n</tool_call>\n', None),
-    ):
-        matcher = grammars.of_tools(offered, form, forced=False, several=several)
-        ids = tokenizer(text)["input_ids"]
-        if whole is not None:
-            assert (matcher.validate_tokens(ids) == len(ids)) == whole, text
+    ahead = "" if not form.opening else "<think>" if tokens != "letters" else "So "
+    lead = form.lead if tokens != "letters" else ""
+
+    def takes(said: str, **how: bool) -> bool:
+        matcher = grammars.of_tools(offered, form, **({"forced": False, "several": True} | how))
+        ids = tokenizer(said)["input_ids"]
+        return bool(matcher.validate_tokens([*ids, 0]) == len(ids) + 1)
+
+    for how in ({}, {"forced": True}):
+        assert takes(text, **how) and takes(lead + text, **how)
+        assert not takes(text.replace("go", "fly"), **how) and not takes(text.replace("sea", "moon"), **how)
+    assert takes(ahead + text) and takes("So it goes.") and takes("{}") and takes("")
+    assert not takes(ahead + "x" + text, forced=True) and not takes("So it goes.", forced=True)
+    assert takes(one, several=False) and takes(one, several=False, forced=True)
+    assert one == text or not takes(text, several=False, forced=True)
+
+    for said, plain in ((ahead + lead + text, ahead), ("So it goes.", "So it goes."), (ahead + text[:-1], None)):
+        for size in (1, 3, 1000):
+            stream, reader = TextStream(tokenizer, (), shown(form, tokenizer)), ToolReader(form)
+            ids = tokenizer(said)["input_ids"]
+            parts = [stream.push(ids[i : i + size])[0] for i in range(0, len(ids), size)]
+            found = [reader.push(part, False) for part in parts] + [reader.push(stream.finish(), True)]
+            calls = [
+                (call["function"]["name"], json.loads(call["function"]["arguments"]))
+                for _, some in found
+                for call in some
+            ]
+            given = "".join(words for words, _ in found)
+            if plain is None:  # cut off by its length: what is not whole is text
+                assert len(calls) < max(1, text.count("name" if not form.divider else "[ARGS]"))
+                continue
+            assert given == (plain if tokens != "special" else plain.replace("<think>", ""))
+            assert calls == (
+                [] if said == plain else [("go", {"to": "sea"}), ("look", {"far": True})][: 1 + ("far" in text)]
+            )
 
 
 def test_what_was_called_goes_back_into_the_conversation(api: OpenAI) -> None:
@@ -181,12 +247,38 @@ def test_what_was_called_goes_back_into_the_conversation(api: OpenAI) -> None:
 
 
 def test_without_a_place_for_tools_they_are_refused() -> None:
-    for template, words in ((None, "without a chat template"), ("{{ messages[0].content }}", "does not know")):
-        with (
-            running(toy_llm("none", template=template)) as (_, url),
-            pytest.raises(openai.BadRequestError, match=words),
-        ):
-            chat(client(url), tools=TOOLS, tool_choice="none" if template is None else "auto")
+    for template, choice, words in (
+        (None, "none", "without a chat template"),
+        (None, "auto", "without a chat template"),
+        ("{{ messages[0].content }}", "auto", "does not know"),
+        ("{{ messages[0].content }}", "none", "does not tell the model of tools"),
+    ):
+        intake = Intake(toy_llm("none", template=template), ServerConfig(served_name="toy"))
+        asked = {"model": "toy", "messages": SAID, "tools": TOOLS, "tool_choice": choice}
+        with pytest.raises(ApiError, match=words):
+            intake.chat(ChatRequest.model_validate(asked))
+
+
+@pytest.mark.parametrize("models", ["Mistral", "Mistral since 2025", "Llama 3 and 4"])
+def test_a_client_calls_with_models_whose_marks_are_special_tokens(models: str) -> None:
+    """What is called goes back into the conversation by the ids that were given; the template takes no others."""
+    template = (
+        "{{ tools | tojson if tools }}{% for message in messages %}{{ message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function | tojson }}"
+        "{{ raise_exception('nine letters!') if call.id | length != 9 }}{% endfor %}{% endfor %}"
+    )
+    template += f"{{#{WRITTEN[models][2]}#}}"
+    with running(toy_llm(template=template, marks=marks_of(FORMS[models]), max_batch=2)) as (_, url):
+        api = client(url)
+        how = {"tools": TOOLS, "tool_choice": "required", "temperature": 0, "parallel_tool_calls": False}
+        whole = chat(api, **how).choices[0]
+        events = [event.choices[0] for event in chat(api, stream=True, **how)]
+        calls = [call.function.to_dict() for event in events for call in event.delta.tool_calls or ()]
+        assert calls == [call.function.to_dict() for call in whole.message.tool_calls]
+        assert whole.finish_reason == events[-1].finish_reason == "tool_calls" and whole.message.content is None
+        said = [*SAID, whole.message.model_dump(exclude_none=True)]
+        said += [{"role": "tool", "tool_call_id": call.id, "content": "Done."} for call in whole.message.tool_calls]
+        assert chat(api, messages=said, tools=TOOLS, max_tokens=4).usage.prompt_tokens > 0
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
@@ -200,7 +292,7 @@ def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
         ("a <tool", "a <tool", 0),
     ]
     for text, plain, count in cases:
-        reader = ToolReader(FORMATS["<tool_call>"])
+        reader = ToolReader(FORMS["Hermes, Qwen"])
         parts = [text[i : i + size] for i in range(0, len(text), size)]
         found = [reader.push(part, part_number == len(parts) - 1) for part_number, part in enumerate(parts)]
         assert "".join(said for said, _ in found) == plain

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai import OpenAI
 
+import sakiyomi
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.server.app import Server
-from server_toys import client, running, toy_llm
+from server_toys import client, figures, running, toy_llm, web
 
 AHEAD = {"speculation": {"gamma": 3}}
 PROMPTS = ["Once upon a time", "The fox went", "むかしむかし", "One day she said: ", "A smile 😀"]
@@ -288,6 +289,54 @@ def test_without_a_template_a_chat_is_one_text() -> None:
             api.chat.completions.create(model="toy", messages=[{"role": "system", "content": "Be kind."}, *said])
 
 
+# ---------------------------------------------------------------- figures
+
+
+def test_the_figures_are_those_of_the_replies() -> None:
+    """Under vLLM's names, and added up over requests alone and side by side."""
+    with running(toy_llm(max_batch=2)) as (_, url):
+        api = client(url)
+        prompts = [*PROMPTS[:3], PROMPTS[0] * 9]
+        with ThreadPoolExecutor(3) as pool:
+            replies = list(pool.map(lambda prompt: complete(api, prompt, temperature=0, n=2), prompts))
+        replies.append(complete(api, PROMPTS[0] * 9 + PROMPTS[1], temperature=0))
+        replies.append(complete(api, PROMPTS[3], temperature=0.9, seed=1, max_tokens=1))
+        found = figures(url)
+        usages = [reply.usage for reply in replies]
+        samples = 2 * len(prompts) + 2
+
+        def total(name: str) -> int:
+            return sum(int(usage.speculation[name]) for usage in usages)
+
+        assert found["vllm:request_success_total/length"] + found.get("vllm:request_success_total/stop", 0) == samples
+        assert found["vllm:generation_tokens_total"] == sum(usage.completion_tokens for usage in usages)
+        asked_for, hits = found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]
+        assert found["vllm:prompt_tokens_total"] + hits == asked_for
+        assert asked_for == sum(usage.prompt_tokens for usage in usages) * 2 - sum(u.prompt_tokens for u in usages[-2:])
+        assert hits >= 8
+        drafted, accepted = (found[f"vllm:spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted"))
+        assert (drafted, accepted) == (total("drafted"), total("accepted")) and 0 < accepted < drafted
+        kept = [found[f"vllm:spec_decode_num_accepted_tokens_per_pos_total/{place}"] for place in range(16)]
+        assert sum(kept) == accepted and kept == sorted(kept, reverse=True) and kept[3] == 0  # gamma is 3
+        assert found["vllm:spec_decode_num_drafts_total"] >= kept[0] > 0
+        rounds, committed = found["sakiyomi:rounds_total"], found["sakiyomi:committed_tokens_total"]
+        assert found["sakiyomi:tau"] == pytest.approx(committed / rounds) and rounds == total("rounds")
+        assert committed == found["vllm:generation_tokens_total"] - samples  # the first ones come with the prefill
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+                     "request_prompt_tokens", "request_generation_tokens"):  # fmt: skip
+            assert found[f"vllm:{name}_count"] == samples
+        assert found["vllm:request_generation_tokens_sum"] == found["vllm:generation_tokens_total"]
+        assert 0 < found["vllm:inter_token_latency_seconds_count"] <= rounds
+        assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+        asked = {"model": "toy", "prompt": PROMPTS[0] * 99, "max_tokens": 900, "ignore_eos": True, "stream": True}
+        with web.stream("POST", f"{url}/v1/completions", json=asked) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            found = figures(url)
+            assert found["vllm:num_requests_running"] == 1
+            assert 0 < found["vllm:kv_cache_usage_perc"] < 1 and found["sakiyomi:kv_cache_bytes"] > 0
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -298,9 +347,20 @@ def test_without_a_template_a_chat_is_one_text() -> None:
         ({"body": {"speculation": {"width": 2}}}, "speculation.width", "speculation.width"),
         ({"body": {"speculation": {"drafter": "medusa"}}}, "this server knows", "speculation.drafter"),
         ({"body": {"speculation": {"drafter": "off", "gamma": 2}}}, "leave them out", "speculation"),
-        ({"body": {"kv_budget": 64}}, "fixed when the model is loaded", "kv_budget"),
-        ({"temperature": 3}, "temperature", "temperature"),
-        ({"temperature": "1"}, "temperature", "temperature"),
+        (
+            {"body": {"kv_budget": 64}},
+            "is 64; it is fixed when the model is loaded, and here there is none",
+            "kv_budget",
+        ),
+        ({"temperature": 3}, "'temperature' is 3: ", "temperature"),
+        ({"temperature": "1"}, "'temperature' is \"1\": ", "temperature"),
+        ({"prompt": [1.5]}, r"'prompt.0' is 1.5: Input should be a valid string; or: .* integer", "prompt.0"),
+        ({"prompt": ["a"] * 200}, "at most 128 items", "prompt"),
+        ({"body": {"speculation": {"gamma": 0}}}, "'speculation.gamma' is 0: .* greater", "speculation.gamma"),
+        ({"body": {"speculation": "off"}}, "'speculation' is \"off\": ", "speculation"),
+        ({"body": {"stop_token_ids": [320]}}, "vocabulary has 320 tokens", "stop_token_ids"),
+        ({"stop": ["x", ""]}, "stop has '' in it", "stop"),
+        ({"user": "x" * 600}, "at most 512", "user"),
         ({"n": 17}, "17 samples", "n"),
         ({"logit_bias": {"x": 1}}, "token ids", "logit_bias"),
         ({"logit_bias": {"4000": 1}}, "token ids below 320", "logit_bias"),
@@ -328,8 +388,62 @@ def test_an_unknown_model_is_a_404(api: OpenAI) -> None:
     assert [model.id for model in api.models.list()] == ["toy"]
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])
-def test_paths_that_are_not_there(site: tuple[Server, str], method: str, path: str, status: int) -> None:
-    reply = httpx.request(method, site[1] + path)
+@pytest.mark.parametrize(
+    ("message", "words", "param"),
+    [
+        ({"role": "user", "content": "a\ud800"}, "half of a surrogate", "messages"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "should be 'text'", None),
+        ({"role": "user"}, "no content", "messages.0.content"),
+        ({"role": "poet", "content": "x"}, "'messages.0.role' is \"poet\"", "messages.0.role"),
+        ({"role": "user", "content": "x", "mood": 1}, "'messages.0.mood' is not supported", "messages.0.mood"),
+    ],
+)
+def test_messages_that_no_template_takes(site: tuple[Server, str], message: Any, words: str, param: str | None) -> None:
+    content = json.dumps({"model": "toy", "messages": [message]})  # the client itself would not send half a character
+    headers = {"content-type": "application/json"}
+    reply = web.post(f"{site[1]}/v1/chat/completions", content=content, headers=headers)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and words in error["message"] and (param is None or error["param"] == param)
+
+
+def test_what_a_template_knows_besides_goes_into_it() -> None:
+    """As for Qwen3, whose template writes an empty thought where ``enable_thinking`` is false."""
+    template = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} at once{% endif %}"
+    with running(toy_llm("none", template=template)) as (_, url):
+        said: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "Go"}], "max_tokens": 1}
+
+        def size(**known: Any) -> int:
+            reply = client(url).chat.completions.create(**said, extra_body={"chat_template_kwargs": known})
+            return int(reply.usage.prompt_tokens)
+
+        assert size(enable_thinking=False) > size(enable_thinking=True) == size()
+        with pytest.raises(openai.BadRequestError, match="'tokenize' is no name that a chat template has"):
+            size(tokenize=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/v1/nothing", 404, "lists all paths"),
+        ("GET", "/v1/completions", 405, "takes POST, not GET"),
+        ("POST", "/v1/completions/", 404, "no '/v1/completions/'"),
+        ("POST", "/v1/embeddings", 404, "no embeddings"),
+        ("POST", "/v1/responses", 404, "/v1/chat/completions"),
+        ("POST", "/api/chat", 404, "Ollama"),
+        ("POST", "/completion", 404, "/v1/completions"),
+    ],
+)
+def test_paths_that_are_not_there(site: tuple[Server, str], method: str, path: str, status: int, words: str) -> None:
+    reply = web.request(method, site[1] + path)
     assert reply.status_code == status
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+    assert words in reply.json()["error"]["message"] and reply.json()["error"]["code"]
+
+
+def test_who_asks_with_head_gets_what_get_gives_without_the_body(site: tuple[Server, str]) -> None:
+    for path in ("/", "/health", "/v1/models", "/version"):
+        reply, whole = web.head(site[1] + path), web.get(site[1] + path)
+        assert (reply.status_code, reply.content) == (200, b"")
+        assert reply.headers["content-length"] == str(len(whole.content))
+    assert web.head(f"{site[1]}/v1/completions").status_code == 405
+    assert web.get(f"{site[1]}/version").json() == {"version": sakiyomi.__version__}

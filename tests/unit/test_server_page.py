@@ -16,14 +16,14 @@ import httpx
 import pytest
 
 from sakiyomi.server.page import policy
-from server_toys import running, toy_llm
+from server_toys import running, toy_llm, web
 
 
 @pytest.fixture(scope="module")
 def reply() -> Iterator[httpx.Response]:
     """With a key set: the page itself has to come without one, to ask for it."""
     with running(toy_llm("none"), api_key="k") as (_, url):
-        yield httpx.get(f"{url}/", timeout=60)
+        yield web.get(f"{url}/", timeout=60)
 
 
 class Elements(HTMLParser):

@@ -206,7 +206,7 @@ def gguf_file(loaded: Loaded, kind: str) -> Path:
         _write(fresh, loaded.model, kind)
         fresh.replace(path)
     except OSError as error:
-        raise LoadError(f"cannot write {path}: {error}; make room there, or set SAKIYOMI_CACHE") from error
+        raise LoadError(f"cannot write {path}: {error}; make room there, or set SAKIYOMI_CACHE_DIR") from error
     finally:
         fresh.unlink(missing_ok=True)
     return path

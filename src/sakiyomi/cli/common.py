@@ -6,8 +6,10 @@ A command takes one object for each group of its flags, ready made: ``SamplingPa
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import json
+import os
 import re
 import shlex
 import tomllib
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from sakiyomi.params import SamplingParams
 
 __all__ = ["JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
+
+
+OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
+"""Of the environment: what is no flag of ``serve``, by the names behind its prefix."""
 
 
 @dataclass(frozen=True)
@@ -103,24 +109,25 @@ class JsonOption:
     json: bool = False
 
 
-def load(model: ModelOptions) -> LLM:
-    """The engine, and on stderr what a user might not expect of it."""
+def load(model: ModelOptions, say: Callable[[str], None] | None = None) -> LLM:
+    """The engine, and on stderr, or where ``say`` has it, what a user might not expect of it."""
     from sakiyomi.cli.output import note, progress, quiet
 
+    say = say or note
     with progress(f"loading {model.target}"):
         quiet()
         llm = model.load()
     if llm.target.rounding is not None:
-        note(str(llm.target.rounding))
+        say(str(llm.target.rounding))
     if llm.profile is not None:
         found = llm.profile
-        note(
+        say(
             "sakiyomi tune has found that reading ahead does not pay here: writing without a draft"
             if llm.draft is None
             else f"draft {found.draft}, gamma {found.gamma}, as sakiyomi tune has found"
         )
     elif model.draft == "auto" and llm.draft is None:
-        note(
+        say(
             f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
         )
     return llm
@@ -167,7 +174,7 @@ def command(
             for group, field in flags
         ]
         if environment is not None:
-            found.append(_config_flag([field.name for _, field in flags], environment))
+            found.append(_config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}, environment))
         found.append(_keyword("ctx", inspect.Parameter.empty, typer.Context))
         body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
         body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
@@ -219,25 +226,70 @@ def parsed(group: type[Any], name: str, text: str) -> Any:
     return convert(values) if several else convert(values[0]) if values else None
 
 
-def _config_flag(names: Sequence[str], environment: str) -> inspect.Parameter:
-    """The file's values become defaults, so that flags and environment come first."""
+def _config_flag(kinds: Mapping[str, Any], environment: str) -> inspect.Parameter:
+    """The file's values become defaults, so that flags and environment come first. Looks at the environment as well."""
 
     def take(ctx: typer.Context, path: str | None) -> None:
+        _check_environment(kinds, environment)
         if path is None:
             return
         try:
             values = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise LoadError(f"the configuration {path!r} cannot be read ({error}); expected a TOML file") from None
-        if wrong := [name for name in values if name not in names]:
-            raise InputError(f"{path!r} sets {wrong[0]!r}; what there is: {', '.join(names)}")
-        ctx.default_map = values
+        if wrong := [name for name in values if name not in kinds]:
+            near = difflib.get_close_matches(wrong[0].replace("-", "_"), kinds, 1)
+            known = f"did you mean {near[0]!r}? " if near else ""
+            raise InputError(f"{path!r} sets {wrong[0]!r}; {known}what there is: {', '.join(kinds)}")
+        ctx.default_map = {name: _of_file(path, name, kinds[name], value) for name, value in values.items()}
 
     text = "TOML file with values of the other flags, by their names (with _ for -)."
     option = typer.Option(
         "--config", help=text, metavar="FILE", is_eager=True, callback=take, envvar=f"{environment}CONFIG"
     )
     return _keyword("config", None, Annotated[str | None, option])
+
+
+def _check_environment(kinds: Mapping[str, Any], prefix: str) -> None:
+    """Refuse what is no value of a flag; a name that nearly is one is told of: others may have names of their own."""
+    for name, text in os.environ.items():
+        flag = name.removeprefix(prefix).lower()
+        if not text or not name.startswith(prefix) or flag in OTHER_VARIABLES:
+            continue
+        if flag not in kinds:
+            if near := difflib.get_close_matches(flag, kinds, 1, cutoff=0.8):
+                typer.echo(f"{name} is set and means nothing; did you mean {prefix}{near[0].upper()}?", err=True)
+        elif kinds[flag] in (bool, int, float) and not _reads(kinds[flag], text):
+            raise InputError(f"{name} is {text!r}; expected {_EXPECTED[kinds[flag]]}")
+
+
+def _reads(kind: Any, text: str) -> bool:
+    if kind is bool:
+        return text.lower() in ("1", "0", "true", "false", "t", "f", "yes", "no", "y", "n", "on", "off")
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _of_file(path: str, name: str, kind: Any, value: Any) -> Any:
+    """A value of a TOML file as the command line would give it."""
+    inner = next((part for part in get_args(kind) if part is not type(None)), kind)
+    if get_origin(kind) is list:
+        fits, wanted = (
+            isinstance(value, list) and all(isinstance(part, str) for part in value),
+            'a list: ["...", "..."]',
+        )
+    elif inner is str:  # numbers and truth values are words as well: kv_budget = 64, compile = false
+        fits, wanted = isinstance(value, str | int | float), "a text in quotes"
+        value = str(value) if fits else value
+    else:
+        taken = (int, float) if inner is float else inner
+        fits, wanted = isinstance(value, taken) and isinstance(value, bool) == (inner is bool), _FILE_EXPECTED[inner]
+    if not fits:
+        raise InputError(f"{path!r} sets {name} = {value!r:.80}; expected {wanted}")
+    return value
 
 
 def _parameter(
@@ -353,4 +405,5 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "Mapping[int, float] | None": (list[str], _biases),
 }
 _EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}
+_FILE_EXPECTED = _EXPECTED | {bool: "true or false"}
 _METAVARS = {"int | str": "N|WORD", "Mapping[int, float] | None": "TOKEN_ID=BIAS"}

@@ -184,7 +184,7 @@ class _Lines(logging.Handler):
 
 
 def quiet() -> None:
-    """No notes and bars of transformers between our lines, and all of the library's own."""
+    """No notes and bars of transformers between our lines, and all of the library's own, unless a log has these."""
     from transformers.utils import logging as notes
 
     notes.set_verbosity_error()
@@ -192,5 +192,6 @@ def quiet() -> None:
     own = logging.getLogger("sakiyomi")
     for handler in [handler for handler in own.handlers if isinstance(handler, _Lines)]:
         own.removeHandler(handler)
-    own.addHandler(_Lines())
+    if not own.handlers:
+        own.addHandler(_Lines())
     own.setLevel(logging.INFO)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import typer
 
 from sakiyomi.cli.common import ModelOptions, command, load
@@ -34,15 +37,21 @@ def serve(config: ServerConfig, model: ModelOptions) -> None:
 
     try:
         from sakiyomi.server.logs import set_up
+        from sakiyomi.server.run import check
         from sakiyomi.server.run import serve as run
     except ImportError as error:
         raise LoadError(
             f"the server needs packages that are not installed ({error.name}); pip install 'sakiyomi[serve]'"
         ) from None
-    llm = load(model)
+    check(config)
+    say: Callable[[str], None] = note
+    if config.log_format == "json":  # every line, from now on
+        set_up(config.log_format)
+        say = logging.getLogger("sakiyomi.server").info
+    llm = load(model, say)
     if config.warm_up != "none":
         if not llm.compiled():
-            note("compiling for this machine: seconds, or minutes where it was not done before (--warm-up)")
+            say("compiling for this machine: seconds, or minutes where it was not done before (--warm-up)")
         llm.wait(batches=config.warm_up == "all")
     set_up(config.log_format)
-    run(llm, config, listening=lambda url: note(f"serving {config.served_name or llm.name} at {url}"))
+    run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))

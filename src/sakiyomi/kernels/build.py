@@ -56,8 +56,8 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and graphs are kept: `$SAKIYOMI_CACHE`, else the user's cache folder."""
-    own = os.environ.get("SAKIYOMI_CACHE")
+    """Where compiled kernels and graphs are kept: `$SAKIYOMI_CACHE_DIR`, else the user's cache folder."""
+    own = os.environ.get("SAKIYOMI_CACHE_DIR")
     return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sakiyomi"
 
 

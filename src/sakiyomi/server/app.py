@@ -20,6 +20,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.intake import Intake
+from sakiyomi.server.logs import failure
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
 from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, Style, usage
@@ -154,7 +155,7 @@ class Server:
         except Exception as error:
             found = api_error(error)
             if found.status == 500:
-                logger.error("a request ended by an error", exc_info=error)
+                failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
             yield event(found.body)
 
     def _too_late(self) -> ApiError:
@@ -203,7 +204,13 @@ class Server:
 def make_app(server: Server) -> FastAPI:
     """The application of a server."""
     app = FastAPI(
-        title="sakiyomi", version=__version__, lifespan=server.lifespan, docs_url=None, redoc_url=None, responses=ERRORS
+        title="sakiyomi",
+        version=__version__,
+        lifespan=server.lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+        redirect_slashes=False,
     )
     errors.install(app)
     app.add_middleware(Gate, config=server.config)
@@ -247,6 +254,11 @@ def make_app(server: Server) -> FastAPI:
         if not server.worker.alive:
             raise ApiError(503, "the server is stopping, or its last round failed; its log says how", code="unhealthy")
         return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The server's own."""
+        return {"version": __version__}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from sakiyomi.errors import InputError
@@ -11,6 +12,8 @@ __all__ = ["ENVIRONMENT", "ServerConfig"]
 
 ENVIRONMENT = "SAKIYOMI_"
 """Before the name of every environment variable; the rest is the parameter's name in capitals."""
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,21 @@ class ServerConfig:
             raise InputError(f"log_format is {self.log_format!r}; it is text or json")
         if self.warm_up not in ("one", "all", "none"):
             raise InputError(f"warm_up is {self.warm_up!r}; it is one, all or none")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise InputError("api_key must be ASCII characters, not blank: it travels in a header")
+        key = self.api_key
+        if key is not None and not (key and key == key.strip() and key.isascii() and key.isprintable()):
+            raise InputError(
+                "api_key is not what can travel in a header; expected printable ASCII characters, no space around them"
+            )
+        for name in ("host", "served_name"):
+            text = getattr(self, name)
+            if text is not None and not (text and text == text.strip()):
+                raise InputError(f"{name} is {text!r}; expected a name, no space around it")
+        for origin in self.cors_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise InputError(
+                    f"cors_origins has {origin!r}; expected * or scheme and host, as browsers send them, without a "
+                    "slash at the end: https://chat.example"
+                )
 
     @property
     def is_local(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -88,27 +89,70 @@ def reply_to(error: BaseException) -> JSONResponse:
 
 
 def body_of(error: RequestValidationError) -> ApiError:
-    """What a client is told of a body that is not as it should be: the first thing, with the field's name."""
+    """What a client is told of a body that is not as it should be: the first thing, with the field's name and value."""
     errors = error.errors()
     # An unknown field is said before all else: the other complaints may follow from it.
     first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
-    place = [part for part in first["loc"] if part != "body"]
+    # Unless it belongs to another kind of thing, such as an image: then that is what is not taken.
+    tag = (*first["loc"][:-1], "type")
+    kind = next((e for e in errors if e["type"] == "literal_error" and e["loc"] == tag), None)
+    first = kind or first
     if first["type"] == "json_invalid":
-        return ApiError(
-            400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json"
-        )
-    if not place:
-        return ApiError(
-            400, f"the body is not what was expected ({first['msg']}); send a JSON object", code="invalid_body"
-        )
-    name = ".".join(map(str, place))
+        place = next((part for part in first["loc"] if isinstance(part, int)), None)
+        where = "" if place is None else f" at character {place}"
+        what = first.get("ctx", {}).get("error", first["msg"])
+        return ApiError(400, f"the body is no JSON: {what}{where}", code="invalid_json")
+    if len(first["loc"]) < 2 and isinstance(error.body, dict):
+        return ApiError(400, "the body has a name in it that is no Unicode text", code="invalid_body")
+    if len(first["loc"]) < 2:
+        found = "empty, or null" if error.body is None else _cut(error.body)
+        return ApiError(400, f"the body is {found}; send a JSON object", code="invalid_body")
+    path, value = _place(first, error.body)
+    name = ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
         return ApiError(
             400, f"the field {name!r} is not supported here; leave it out", param=name, code="unsupported_field"
         )
     if first["type"] == "missing":
         return ApiError(400, f"the field {name!r} is missing", param=name, code="missing_field")
-    return ApiError(400, f"the field {name!r} is wrong: {first['msg']}", param=name, code="invalid_value")
+    # Where a field may be of several kinds, there is a complaint for each of them: the one that is not about the kind
+    # tells most, then those that are about a part of it.
+    places = [(e, *_place(e, error.body)) for e in errors if e["loc"][: 1 + len(path)] == first["loc"][: 1 + len(path)]]
+    about = [found for found in places if not found[0]["type"].endswith(("_type", "literal_error"))] or places
+    about = [(kind, path, value)] if kind else about
+    path, value = max(((found[1], found[2]) for found in about), key=lambda found: len(found[0]))
+    wanted = dict.fromkeys(found[0]["msg"] for found in about if found[1] == path)
+    name = ".".join(map(str, path))
+    return ApiError(
+        400, f"the field {name!r} is {_cut(value)}: {'; or: '.join(wanted)}", param=name, code="invalid_value"
+    )
+
+
+def _place(error: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
+    """Where in the body it is, and what stands there; the kinds that a field may have are part of pydantic's places."""
+    path: list[str | int] = []
+    for part in error["loc"][1:]:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int)):
+            body = body[part]
+        elif error["type"] != "missing" or part != error["loc"][-1]:
+            continue
+        path.append(part)
+    return path, body
+
+
+def _cut(value: Any) -> str:
+    """As the client wrote it, in ASCII, since not all that JSON can say is text; not more than a line."""
+    text = value.decode(errors="replace") if isinstance(value, bytes) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+ELSEWHERE = {
+    "/v1/embeddings": "this server writes text and gives no embeddings",
+    "/v1/responses": "this server has chats at /v1/chat/completions",
+    "/api/": "that is Ollama's; OpenAI's clients find chats at /v1/chat/completions",
+    "/completion": "that is llama.cpp's; this server has /v1/completions",
+}
+"""What users of other servers look for, by the beginning of the path."""
 
 
 def install(app: FastAPI) -> None:
@@ -116,16 +160,33 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _(request: Request, error: RequestValidationError) -> JSONResponse:
+        kind = request.headers.get("content-type", "")
+        if isinstance(error.body, bytes) and "json" not in kind:
+            what = f"of the type {kind!r:.80}" if kind else "of no type"
+            return reply_to(
+                ApiError(
+                    400, f"the body is {what}; send JSON, and the header content-type: application/json",
+                    code="invalid_content_type",
+                )
+            )  # fmt: skip
         return reply_to(body_of(error))
 
     @app.exception_handler(HTTPException)
     async def _(request: Request, error: HTTPException) -> JSONResponse:
-        messages = {
-            404: f"there is no {request.url.path}; /openapi.json lists what there is",
-            405: f"{request.url.path} does not take {request.method}",
+        path, status = request.scope["path"], error.status_code
+        hint = next(
+            (text for begin, text in ELSEWHERE.items() if path.startswith(begin)), "/openapi.json lists all paths"
+        )
+        packed = request.headers.get("content-encoding")
+        why = f"it is packed by {packed!r:.40}; send it as it is" if packed else "it is not UTF-8, or nested too deeply"
+        methods = (error.headers or {}).get("Allow", "other methods")
+        known = {
+            400: (f"the body cannot be read as JSON: {why}", "invalid_json"),
+            404: (f"there is no {path!r:.200}; {hint}", "not_found"),
+            405: (f"{path} takes {methods}, not {request.method}", "method_not_allowed"),
         }
-        found = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), headers=error.headers)
-        return reply_to(found)
+        message, code = known.get(status, (str(error.detail), None))
+        return reply_to(ApiError(status, message, code=code, headers=error.headers))
 
     @app.exception_handler(ApiError)
     @app.exception_handler(SakiyomiError)

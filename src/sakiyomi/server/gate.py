@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, reply_to
+from sakiyomi.server.logs import failure
 
 __all__ = ["Gate"]
 
@@ -55,14 +56,15 @@ class Gate:
 
         try:
             self._check(scope)
-            await self._app(scope, await self._read(scope, receive), numbered)
+            # Whoever asks with HEAD gets what GET gives, and uvicorn leaves the body out.
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(asked, await self._read(scope, receive), numbered)
         except ApiError as error:
             await reply_to(error)(scope, receive, numbered)
         except Exception as error:
-            logger.exception("request %s failed", number)
-            if status:
-                raise  # the reply has begun: the connection is cut
-            await reply_to(error)(scope, receive, numbered)
+            failure(logger, f"request {number} failed", error, prompts=self._config.log_prompts)
+            if not status:  # otherwise the reply has begun, and the connection is cut
+                await reply_to(error)(scope, receive, numbered)
         finally:
             milliseconds = round(1000 * (time.perf_counter() - began), 1)
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import llguidance.hf
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from sakiyomi.errors import InputError
@@ -25,9 +26,8 @@ __all__ = ["Constraint", "Grammars"]
 
 # Without a limit a model that is unsure writes spaces for ever, and never breaks a rule.
 LAYOUT: JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{1,24}"}
-
-
-MOST_CALLS = 16  # of a reply that must call
+MOST_CALLS = 16  # of a reply that must call, or of a list
+TEXT = "TEXT: /(.|\\n)*/\n"
 
 
 class Constraint:
@@ -56,7 +56,8 @@ class Constraint:
             return scores
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise InputError(f"the grammar cannot be followed any further: {self._matcher.get_error()}")
+            reason = self._matcher.get_error().partition("\n")[0]
+            raise InputError(f"the grammar cannot be followed any further ({reason}); ask for something simpler")
         allowed = np.zeros(scores.shape[1], bool)
         bits = np.unpackbits(words, bitorder="little")[: len(allowed)]
         allowed[: len(bits)] = bits
@@ -112,27 +113,26 @@ class Grammars:
         """
         for tool in tools:  # so that the message names the one that is wrong
             self.of_schema(tool.function.parameters or {"type": "object"}, f"tools.{tool.function.name}")
-        rules = [
-            (form.begin(tool.function.name), tool.function.parameters or {"type": "object"}, form.end) for tool in tools
-        ]
-        if forced:
-            calls = " | ".join(f"call_{i}" for i in range(len(rules)))
-            more = f'("\\n" ({calls})){{0,{MOST_CALLS - 1}}}' if several else ""
-            lark = f"%llguidance {{}}\nstart: ({calls}) {more}\n"
-            for i, (begin, schema, end) in enumerate(rules):
-                body = json.dumps(schema | {"x-guidance": LAYOUT})
-                lark += f"call_{i}: {json.dumps(begin)} %json {body} {json.dumps(end)}\n"
-        else:
-            tags = [
-                StructTag(trigger=form.trigger, begin=begin, grammar=schema | {"x-guidance": LAYOUT}, end=end)
-                for begin, schema, end in rules
-            ]
-            lark = StructTag.to_grammar(tags, assume_special=False)
-            if not several:
-                lark = lark.replace(")* tag_end", ")? tag_end", 1)
-        return self._matcher(lark, "tools")
+        lark = _Lark(self._marks("tools"), form, self._stop_ids)
+        return self._matcher(lark.calls(tools, several) + lark.start(forced, several), "tools")
+
+    def _marks(self, field: str) -> dict[str, int]:
+        """Tokens that are no letters to the parser, by their names: special ones, and some that look like it."""
+        known = self._tokens(field)
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {str(token): int(i) for i, token in added.items() if known.is_special_token(int(i))}
 
     def _matcher(self, grammar: str, field: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokens(field), grammar, log_level=0)
+        if matcher.is_error():
+            raise _refused(matcher.get_error(), field)
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise _refused("there is no text that does", field)
+        return matcher
+
+    def _tokens(self, field: str) -> LLTokenizer:
         with self._lock:
             if self._made is None:
                 try:
@@ -143,10 +143,70 @@ class Grammars:
                     raise ApiError(
                         400, f"this model's tokenizer cannot keep to grammars: {error}", param=field
                     ) from None
-        matcher = LLMatcher(self._made, grammar, log_level=0)
-        if matcher.is_error():
-            raise _refused(matcher.get_error(), field)
-        return matcher
+            return self._made
+
+
+class _Lark:
+    """Rules for texts with calls in them, in llguidance's dialect of Lark.
+
+    A mark that is a token of its own is written by it alone: to the parser such tokens are no letters.
+
+    Args:
+        marks: names and ids of these tokens.
+        form: how calls are written.
+        stop_ids: tokens that end a text.
+    """
+
+    def __init__(self, marks: dict[str, int], form: ToolFormat, stop_ids: Sequence[int]) -> None:
+        self._marks, self._form = marks, form
+        own = [marks[mark] for mark in (form.opening, form.closing, form.divider, form.lead) if mark in marks]
+        # Text may have other such tokens in it, <think> for instance.
+        self._other = ",".join(str(i) for i in marks.values() if i not in own and i not in stop_ids)
+
+    def calls(self, tools: Sequence[FunctionTool], several: bool) -> str:
+        """``body``: what stands behind the opening."""
+        form = self._form
+        call = "call" + (f' (", " call){{0,{MOST_CALLS - 1}}}' if form.listed and several else "")
+        call = f'"[" {call} "]"' if form.listed else call
+        pad = f"/{json.dumps(form.pad)[1:-1]}?/" if form.pad else ""
+        lark = (
+            "%llguidance {}\n" + f"body: {pad} {call} {f'{pad} {self._words(form.closing)}' if form.closing else ''}\n"
+        )
+        lark += f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}\n"
+        for i, tool in enumerate(tools):
+            before, after = form.around(tool.function.name)
+            schema = json.dumps((tool.function.parameters or {"type": "object"}) | {"x-guidance": LAYOUT})
+            lark += f"call_{i}: {self._words(before)} %json {schema} {self._words(after)}\n"
+        return lark
+
+    def start(self, forced: bool, several: bool) -> str:
+        """``start``: a reply that calls, or one that may."""
+        form, opening = self._form, self._words(self._form.opening)
+        if not opening:
+            lead = f"({self._words(form.lead)})?" if form.lead in self._marks else ""
+            plain = '\nCALLED: /\\s*\\{\\s*"name"(.|\\n)*/\nPLAIN: TEXT & ~CALLED\n'
+            return f"start: {lead} body" + ("\n" if forced else f" | PLAIN {self._behind('TEXT')} {plain}{TEXT}")
+        if forced:
+            more = f'("\\n"? {opening} body){{0,{MOST_CALLS - 1}}}' if several and not form.listed else ""
+            return f"start: {opening} body {more}\n"
+        free = f"\nfree: TEXT {self._behind('TEXT')}\n{TEXT}"
+        if form.opening in self._marks:
+            begun = f"free {opening}"
+        else:
+            # The mark is letters like others: as soon as they stand there, they are a mark.
+            free += f"opening[lazy]: TEXT {opening}\n"
+            begun = (f"(TEXT <[{self._other}]>)* " if self._other else "") + "opening"
+        return f"start: ({begun} body)" + ("* free" if several else " | free") + free
+
+    def _behind(self, text: str) -> str:
+        return f"(<[{self._other}]> {text})*" if self._other else ""
+
+    def _words(self, text: str) -> str:
+        known = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
+        parts = re.split(f"({known})", text) if known else [text]
+        return " ".join(
+            f"<[{self._marks[part]}]>" if part in self._marks else json.dumps(part) for part in parts if part
+        )
 
 
 def _refused(reason: str, field: str) -> ApiError:

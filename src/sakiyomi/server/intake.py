@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.dialogue import Dialogue, read_template
@@ -89,14 +90,19 @@ class Intake:
         """
         self._check(body)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise ApiError(400, "max_tokens is the old name of max_completion_tokens; give one", param="max_tokens")
+            raise ApiError(
+                400, "max_tokens is the old name of max_completion_tokens; give one", param="max_tokens",
+                code="invalid_value",
+            )  # fmt: skip
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
         self._check_count(body.n or 1)
         messages = [_plain(message, i) for i, message in enumerate(body.messages)]
         tools, matcher, form = self._tools(body)
         described = [tool.model_dump(exclude_none=True) for tool in tools]
-        tokens = self._tokens(self._dialogue.read(messages, described), "messages")
+        with _blaming("messages"):
+            read = self._dialogue.read(messages, described, body.chat_template_kwargs or {})
+        tokens = self._tokens(read, "messages")
         asked = body.max_completion_tokens or body.max_tokens
         limit = self._limit(tokens, asked, "max_completion_tokens", "messages")
         jobs = self._jobs(body, tokens, limit, (body.top_logprobs or 0) if body.logprobs else None, 0, matcher)
@@ -119,10 +125,16 @@ class Intake:
             )  # fmt: skip
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+        if wrong := [token for token in body.stop_token_ids if token >= self._llm.vocab_size]:
+            raise ApiError(
+                400, f"stop_token_ids has {wrong[0]}; the model's vocabulary has {self._llm.vocab_size} tokens",
+                param="stop_token_ids", code="invalid_value",
+            )  # fmt: skip
         if body.kv_budget is not None and str(body.kv_budget) != self._budget:
             raise ApiError(
                 400,
-                f"kv_budget is {body.kv_budget!r:.40}; it is fixed when the model is loaded, and here {self._budget}",
+                f"kv_budget is {body.kv_budget!r:.40}; it is fixed when the model is loaded, and here "
+                + ("there is none" if self._budget == "None" else self._budget),
                 param="kv_budget",
                 code="unsupported_value",
             )
@@ -135,10 +147,8 @@ class Intake:
             )  # fmt: skip
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
-        try:
+        with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
-        except InputError as error:
-            raise ApiError(400, error.message, param=field, code="invalid_value") from None
 
     def _limit(self, tokens: Sequence[int], asked: int | None, field: str, source: str) -> int:
         """New tokens at most."""
@@ -177,9 +187,11 @@ class Intake:
         count = body.n or 1
         keys = [(number, j) if count > 1 else (number,) for j in range(count)]
         drafted = self._drafted(body)
-        return [
-            Job(tokens, self._params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace) for key in keys
-        ]
+        with _blaming(None, type(body).model_fields):
+            return [
+                Job(tokens, self._params(body, tokens, limit, logprobs, matcher), key, drafted, body.trace)
+                for key in keys
+            ]
 
     def _format(self, body: Ask) -> LLMatcher | None:
         """What the text must keep to."""
@@ -252,7 +264,7 @@ class Intake:
             max_new_tokens=limit,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k,
+            top_k=max(0, body.top_k),
             min_p=body.min_p,
             seed=body.seed,
             stop=body.stop or (),
@@ -266,6 +278,17 @@ class Intake:
             tree=body.speculation.tree,
             nodes=body.speculation.nodes,
         )
+
+
+@contextmanager
+def _blaming(field: str | None, others: Collection[str] = ()) -> Iterator[None]:
+    """What is refused in here is a 400 that names this field, or one of the others if that is what it begins with."""
+    try:
+        yield
+    except InputError as error:
+        name = error.message.split()[0]
+        param = name if name in others else field
+        raise ApiError(400, error.message, param=param, code="invalid_value") from None
 
 
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
@@ -301,7 +324,7 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
 def _called(call: ToolCall) -> dict[str, Any]:
     """A call as templates take it. They write arguments themselves; what is no JSON goes in as it is."""
     try:
-        arguments = json.loads(call.function.arguments)
+        arguments = json.loads(call.function.arguments or "{}")
     except ValueError:
         arguments = call.function.arguments
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

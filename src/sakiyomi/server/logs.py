@@ -6,18 +6,20 @@ import json
 import logging
 import sys
 import time
+import traceback
+from typing import TextIO
 
-__all__ = ["set_up"]
+__all__ = ["failure", "set_up"]
 
 
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {record.levelname.lower():<8}"
-        text += record.getMessage()
+        text += _one_line(record.getMessage())
         for name, value in getattr(record, "fields", {}).items():
             if name not in ("method", "path", "status"):
-                text += f" {name}={value}"
-        return text + (f"\n{self.formatException(record.exc_info)}" if record.exc_info else "")
+                text += f" {name}={_one_line(str(value))}"
+        return text + (f"\n{found}" if (found := _trace(self, record)) else "")
 
 
 class _Json(logging.Formatter):
@@ -30,18 +32,50 @@ class _Json(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
+        if found := _trace(self, record):
+            line["traceback"] = found
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def set_up(kind: str) -> None:
-    """Send what the library and the server say to stderr.
+def _one_line(text: str) -> str:
+    """Nobody can write lines of his own into the log, by a path or a name with a line feed in it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    return formatter.formatException(record.exc_info) if record.exc_info else str(getattr(record, "where", ""))
+
+
+def failure(logger: logging.Logger, message: str, error: BaseException, *, prompts: bool) -> None:
+    """Log a request's end by an error that is our own fault.
+
+    Args:
+        logger: to log with.
+        message: before the traceback.
+        error: what happened.
+        prompts: what the error says may be logged; otherwise only where it happened, and of what kind it was: a
+            tokenizer or a template may tell of the text that it failed at.
+    """
+    if prompts:
+        logger.error(message, exc_info=error)
+        return
+    where = ""
+    found: BaseException | None = error
+    while found is not None:
+        kind = type(found).__qualname__
+        where = f"{''.join(traceback.format_tb(found.__traceback__))}{kind} (what it says: --log-prompts)\n{where}"
+        found = found.__cause__ or found.__context__
+    logger.error(message, extra={"where": where.rstrip()})
+
+
+def set_up(kind: str, stream: TextIO | None = None) -> None:
+    """Send what the library and the server say to stderr, or to a stream.
 
     Args:
         kind: "text" or "json".
+        stream: None for stderr.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_Json() if kind == "json" else _Text())
     for name in ("sakiyomi", "uvicorn.error"):
         logger = logging.getLogger(name)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sakiyomi.outputs import Stats, TokenTrace
 from sakiyomi.server.tokens import TokenNames
-from sakiyomi.server.tools import ToolReader
+from sakiyomi.server.tools import ToolReader, shown
 from sakiyomi.server.worker import Event, Job
 from sakiyomi.text import TextStream
 
@@ -57,13 +57,20 @@ class Sample:
         self._job, self._names = job, names
         self._texts = TextStream(tokenizer, job.params.stop) if job.traced else None
         self._tools = ToolReader(job.tools) if job.tools is not None else None
+        # Marks of calls that are special tokens are in no usual text.
+        marks = shown(job.tools, tokenizer) if job.tools is not None else None
+        self._marked = TextStream(tokenizer, job.params.stop, marks) if marks else None
 
     def read(self, event: Event) -> Piece:
         """One step."""
         step = event.step
         piece = Piece(self._job.index, step.text, list(step.trace), step.finish_reason)
         if self._tools is not None:
-            piece.text, piece.calls = self._tools.push(step.text, step.finish_reason is not None)
+            text, over = step.text, step.finish_reason is not None
+            if (marked := self._marked) is not None:
+                text = "" if marked.stopped else marked.push(step.token_ids)[0]
+                text += marked.finish() if over else ""
+            piece.text, piece.calls = self._tools.push(text, over)
             if step.finish_reason == "stop" and self._tools.calls:
                 piece.finish_reason = "tool_calls"
         if self._texts is not None:

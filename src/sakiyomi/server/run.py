@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from sakiyomi.dialogue import read_template
 from sakiyomi.errors import InputError
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
@@ -18,9 +20,10 @@ from sakiyomi.server.config import ServerConfig
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
 
-__all__ = ["serve"]
+__all__ = ["check", "serve"]
 
 logger = logging.getLogger("sakiyomi.server")
+BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
 LAST = 2.0  # seconds for the last words to clients whose requests were cut
 
 
@@ -42,6 +45,30 @@ class _Listener(uvicorn.Server):
             cut.cancel()
 
 
+def check(config: ServerConfig) -> None:
+    """Refuse now what would be refused when the model is loaded, which takes a while.
+
+    Raises:
+        InputError: the address is taken, or none of this machine's.
+        LoadError: the chat template cannot be read.
+    """
+    read_template(config.chat_template)
+    _listen(config).close()
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(BACKLOG)  # two may be bound to one address, but only one listens
+    except OSError as error:
+        listener.close()
+        advice = "; choose another --port, 0 for a free one" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+        raise InputError(f"cannot listen at {config.host}:{config.port}: {error.strerror or error}{advice}") from None
+    return listener
+
+
 def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGTERM or Ctrl-C; both end it in good order, a second Ctrl-C at once.
 
@@ -54,14 +81,7 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
         InputError: the address is taken, or none of this machine's.
     """
     server = Server(llm, config)
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise InputError(f"cannot listen at {config.host}:{config.port}: {error.strerror or error}") from None
+    listener = _listen(config)
     port = listener.getsockname()[1]
     host = f"[{config.host}]" if ":" in config.host else config.host
     if config.api_key is None and not config.is_local:
@@ -73,6 +93,7 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
         server_header=False,
         timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
         lifespan="on",
+        ws="none",  # there are none, and it would tell to install something for them
     )
     # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}

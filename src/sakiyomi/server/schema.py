@@ -30,7 +30,8 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Seed = Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[Whole, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
-Stop = str | Annotated[list[str], Field(max_length=16)]
+Text = Annotated[str, Field(min_length=0)]  # that there is a bound has pydantic refuse what is no Unicode
+Stop = Text | Annotated[list[Text], Field(max_length=16)]
 
 
 class Strict(BaseModel):
@@ -89,10 +90,10 @@ class Ask(Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    user: str | None = Field(None, description="Goes to the log, and nowhere else.")
+    user: str | None = Field(None, max_length=512, description="Goes to the log, and nowhere else.")
     response_format: ResponseFormat | None = None
     # Ours, named as in other servers where they have them.
-    top_k: Annotated[Whole, Field(ge=0, le=2**31 - 1)] = 0
+    top_k: Annotated[Whole, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens.")] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
@@ -194,3 +195,6 @@ class ChatRequest(Ask):
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="As in vLLM: what the chat template knows besides, enable_thinking for instance."
+    )

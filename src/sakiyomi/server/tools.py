@@ -1,43 +1,110 @@
 """Calls of tools: how a model writes them, and how they are found in its text while it comes.
 
-A new way of writing is one line in ``FORMATS``.
+A new way of writing is one entry of ``FORMATS``.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.server.errors import ApiError
+from sakiyomi.text import profile
 
-__all__ = ["FORMATS", "ToolFormat", "ToolReader", "tool_format"]
+__all__ = ["FORMATS", "ToolFormat", "ToolReader", "shown", "tool_format"]
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a call is written: an object with its name and arguments, between two marks.
+    """How calls are written: ``{opening}{pad}{"name": NAME, "arguments": ARGUMENTS}{pad}{closing}``.
 
     Attributes:
-        trigger: how it begins, whatever is called.
-        arguments: name of the field that holds them.
-        end: what follows the arguments.
-        mark: of that, what is behind the object.
+        models: that write so.
+        signs: a chat template of theirs has all of these texts in it.
+        foreign: and none of these, which belong to another way.
+        opening: what begins calls, whatever is called; "" where a reply that begins with an object of this kind is one.
+        closing: what ends them.
+        pad: what stands beside the marks; read as any white space.
+        arguments: name of the object's field that holds them.
+        listed: one opening has a JSON list of calls behind it; otherwise each call has its own.
+        divider: between a name and arguments that stand in no object together; "" where they do.
+        lead: may stand before a call that has no opening.
     """
 
-    trigger: str
-    arguments: str
-    end: str
-    mark: str
+    models: str
+    signs: tuple[str, ...]
+    opening: str = ""
+    closing: str = ""
+    pad: str = ""
+    arguments: str = "arguments"
+    listed: bool = False
+    divider: str = ""
+    lead: str = ""
+    foreign: tuple[str, ...] = ()
 
-    def begin(self, name: str) -> str:
-        """Up to where the arguments begin."""
-        return f'{self.trigger}\n{{"name": {json.dumps(name)}, "{self.arguments}": '
+    def around(self, name: str) -> tuple[str, str]:
+        """What stands before the arguments of a call, and behind them."""
+        if self.divider:
+            return name + self.divider, ""
+        return f'{{"name": {json.dumps(name)}, "{self.arguments}": ', "}"
+
+    def read(self, text: str) -> tuple[list[tuple[str, Any]], str] | None:
+        """Names and arguments of the calls that a text behind the opening begins with, and what follows them.
+
+        None: they are not whole, or none.
+        """
+        name, _, rest = text.partition(self.divider) if self.divider else ("", "", text)
+        try:
+            value, end = _decode(rest := rest.lstrip())
+            values = value if self.listed else [value]
+            if self.divider:
+                calls = [(name.strip(), value)]
+            else:
+                calls = [(value["name"], value[self.arguments]) for value in values]
+        except (ValueError, KeyError, TypeError):
+            return None
+        rest = rest[end:]
+        if self.closing:
+            if not rest.lstrip().startswith(self.closing):
+                return None
+            rest = rest.lstrip()[len(self.closing) :]
+        return calls, rest
 
 
-FORMATS = {"<tool_call>": ToolFormat("<tool_call>", "arguments", "}\n</tool_call>", "</tool_call>")}
-"""By what a chat template that tells of tools has in it: Hermes and Qwen, and many after them."""
+_decode = json.JSONDecoder().raw_decode
+
+FORMATS = (
+    # mistral-common, tokens/tokenizers/instruct.py: since version 11 of its tokenizers the name stands by itself.
+    # Version 11 has [CALL_ID] and an id behind the name; ids are the server's own here, so the grammar leaves it out.
+    ToolFormat(
+        "Mistral since 2025", ("[TOOL_CALLS]", "[ARGS]"), opening="[TOOL_CALLS]", divider="[ARGS]"
+    ),
+    # vLLM, examples/tool_chat_template_mistral*.jinja.
+    ToolFormat("Mistral", ("[TOOL_CALLS]",), opening="[TOOL_CALLS]", pad=" ", listed=True),
+    # vLLM, examples/tool_chat_template_llama3.1_json.jinja; one call a reply, as its template says. Meta's models put
+    # <|python_tag|> before it at times (vLLM, tool_parsers/llama_tool_parser.py).
+    ToolFormat(
+        "Llama 3 and 4", ('"parameters": dictionary of argument name',), arguments="parameters", lead="<|python_tag|>"
+    ),
+    # vLLM, tool_parsers/granite_tool_parser.py.
+    ToolFormat("Granite 3", ("<|tool_call|>",), opening="<|tool_call|>", listed=True, foreign=("<|/tool_call|>",)),
+    # llama.cpp, models/templates/llama-cpp-microsoft-Phi-4-mini-instruct.jinja.
+    ToolFormat("Phi 4 mini", ("<|tool_call|>", "<|/tool_call|>"), opening="<|tool_call|>", closing="<|/tool_call|>"),
+    # vLLM, examples/tool_chat_template_phi4_mini.jinja.
+    ToolFormat("Phi 4 mini by vLLM's template", ("functools[",), opening="functools", listed=True),
+    # vLLM, examples/tool_chat_template_nemotron_nano_v2.jinja.
+    ToolFormat("Nemotron", ("<TOOLCALL>",), opening="<TOOLCALL>", closing="</TOOLCALL>", listed=True),
+    # vLLM, examples/tool_chat_template_hermes.jinja; Qwen's own. Qwen3-Coder, GLM 4.5 and Hunyuan have the same mark
+    # and something else than an object behind it.
+    ToolFormat(
+        "Hermes, Qwen", ("<tool_call>",), opening="<tool_call>", closing="</tool_call>", pad="\n",
+        foreign=("<function=", "<arg_key>", "<tool_calls>"),
+    ),
+)  # fmt: skip
+"""Ways of writing, by what is in a chat template; the first that fits counts."""
 
 
 def tool_format(template: str) -> ToolFormat:
@@ -46,15 +113,30 @@ def tool_format(template: str) -> ToolFormat:
     Raises:
         ApiError: it is not known.
     """
-    for sign, form in FORMATS.items():
-        if sign in template:
+    for form in FORMATS:
+        if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign):
             return form
+    if not template:
+        raise ApiError(
+            400, "without a chat template nothing tells the model of tools; leave them out", param="tools",
+            code="unsupported_value",
+        )  # fmt: skip
     raise ApiError(
         400,
-        f"the model's chat template calls tools in a way that this server does not know; it knows {', '.join(FORMATS)}",
+        "the model's chat template has it call tools in a way that this server does not know; it knows those of "
+        f"{', '.join(form.models for form in FORMATS)}. Leave tools out, or start the server with a --chat-template of "
+        "one of these",
         param="tools",
-        code="unsupported_field",
+        code="unsupported_value",
     )
+
+
+def shown(form: ToolFormat, tokenizer: Any) -> frozenset[int]:
+    """Ids of the special tokens among the marks: texts leave such tokens out, and the reader has to see them."""
+    marks = [mark for mark in (form.opening, form.closing, form.divider, form.lead) if mark]
+    special = profile(tokenizer).special
+    found = zip(marks, tokenizer.convert_tokens_to_ids(marks), strict=True)
+    return frozenset(i for mark, i in found if i in special and tokenizer.convert_ids_to_tokens(i) == mark)
 
 
 class ToolReader:
@@ -67,47 +149,70 @@ class ToolReader:
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
         self._pending = ""
+        self._end = (form.closing or ("]" if form.listed else "}"))[-1]
+        self._begun = False  # whether text was given: then a form without opening has no calls any more
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """What of the text is no call, and the calls that have become whole; ``last``: no more comes.
 
-        A call that never becomes whole is text.
+        Calls that never become whole are text.
         """
         self._pending += text
         plain, before = "", len(self.calls)
-        while True:
-            head, mark, rest = self._pending.partition(self._form.trigger)
-            if not mark:
-                break
-            inner, closed, after = rest.partition(self._form.mark)
-            call = self._read(inner) if closed else None
-            if call is None and not (closed or last):
-                plain, self._pending = plain + head, mark + rest
-                return plain.rstrip("\n") if self.calls else plain, self.calls[before:]
-            plain += head if call is not None else head + mark + inner + closed
-            self._pending = after if closed else ""
-            if call is not None:
-                self.calls.append(call)
+        while (place := self._place()) is not None:
+            start, inner = place
+            # Calls can only have become whole by what ends them.
+            found = self._form.read(self._pending[inner:]) if last or self._end in text else None
+            if found is None and not last:
+                plain, self._pending = plain + self._pending[:start], self._pending[start:]
+                return self._given(plain), self.calls[before:]
+            if found is None:
+                plain, self._pending = plain + self._pending[:inner], self._pending[inner:]
+                self._begun = True
+                continue
+            plain += self._pending[:start]
+            self._begun, self._pending = True, found[1]
+            self._add(found[0])
         keep = 0 if last else self._beginning()
         plain += self._pending[: len(self._pending) - keep]
         self._pending = self._pending[len(self._pending) - keep :]
-        return plain.strip("\n") if self.calls else plain, self.calls[before:]
+        return self._given(plain), self.calls[before:]
+
+    def _given(self, plain: str) -> str:
+        self._begun = self._begun or bool(plain)
+        if not self.calls:
+            return plain
+        return "" if plain.isspace() else plain.strip("\n")
+
+    def _place(self) -> tuple[int, int] | None:
+        """Where what may be calls begins, and where the mark before them ends."""
+        mark = self._form.opening
+        if mark:
+            start = self._pending.find(mark)
+            return None if start < 0 else (start, start + len(mark))
+        if self._begun:
+            return None
+        inner = len(self._pending) - len(self._pending.lstrip().removeprefix(self._form.lead).lstrip())
+        return (0, inner) if self._pending[inner:].startswith("{") else None
 
     def _beginning(self) -> int:
         """Characters at the end that may begin a call."""
-        trigger = self._form.trigger
-        return next((n for n in range(len(trigger) - 1, 0, -1) if self._pending.endswith(trigger[:n])), 0)
+        mark = self._form.opening
+        if mark:
+            return next((n for n in range(len(mark) - 1, 0, -1) if self._pending.endswith(mark[:n])), 0)
+        text = self._pending.lstrip()
+        ahead = text.removeprefix(self._form.lead).strip() == "" or self._form.lead.startswith(text)
+        return len(self._pending) if ahead and not self._begun else 0
 
-    def _read(self, inner: str) -> dict[str, Any] | None:
-        try:
-            value = json.loads(inner)
-            name, arguments = value["name"], value[self._form.arguments]
-        except (ValueError, KeyError, TypeError):
-            return None
-        return {
-            "index": len(self.calls),
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
-        }
+    def _add(self, calls: Sequence[tuple[str, Any]]) -> None:
+        for name, arguments in calls:
+            self.calls.append(
+                {
+                    "index": len(self.calls),
+                    # Nine letters and digits: Mistral's templates take no other ids back.
+                    "id": secrets.token_hex(5)[:9],
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+                }
+            )
