@@ -6,7 +6,8 @@
 The server is a process of its own, with ``--exact``; every reply that is not cut off is compared with the library's
 text, in the same process as the clients, which has loaded the model once more. A share of clients goes away in the
 middle, a share sends what is no request. Memory is the server's resident one: the mean of the last fifth of the
-readings against that of the second fifth (the first is the cache's growth). The last line is one JSON object; the exit
+readings against that of the second fifth. Before the first one every place of the cache is filled once with a long
+text: its pages become resident when they are first written to. The last line is one JSON object; the exit
 code is 1 if a reply was wrong or lost, or memory grew by more than ``--grow``.
 """
 
@@ -37,6 +38,7 @@ BEGINNINGS = [
     "むかしむかし",
     '"Look!" he said',
 ]
+BATCH = 16  # requests that the server runs at once
 MALFORMED = [b"{", b'{"model": "tales"}', b'{"model": "tales", "prompt": "a", "nonsense": 1}', b"\xff", b"[1, 2]"]
 
 
@@ -53,6 +55,17 @@ class Truth:
                 params = SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=seed)
                 self._known[key] = self._llm.generate(prompt, params).text
             return self._known[key]
+
+
+def fill(url: str) -> None:
+    """Write as many long texts at once as the server runs."""
+
+    def write(number: int) -> None:
+        body = {"model": "tales", "prompt": f"{number}.", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status()
+
+    with ThreadPoolExecutor(BATCH) as pool:
+        list(pool.map(write, range(BATCH)))
 
 
 def ask(url: str, number: int, args: argparse.Namespace) -> tuple[str, dict[str, Any], str]:
@@ -107,13 +120,14 @@ def main() -> None:
     parser.add_argument("--grow", type=float, default=0.03)
     args = parser.parse_args()
     command = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve"]
-    command += ["--port", "0", "--exact", "--dtype", "float32", "--max-batch", "16", "--max-queue", "8"]
+    command += ["--port", "0", "--exact", "--dtype", "float32", "--max-batch", str(BATCH), "--max-queue", "8"]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         url = next(line.split()[-1] for line in process.stderr if line.startswith("serving"))
         threading.Thread(target=lambda: said.writelines(process.stderr), daemon=True).start()
         truth = Truth(LLM("tales", "none", dtype="float32", exact=True))
+        fill(url)
         readings: list[int] = []
         done = threading.Event()
 
