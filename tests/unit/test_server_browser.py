@@ -249,7 +249,10 @@ def test_clicks_and_keys_that_come_too_early_do_no_harm(page: Tab) -> None:
     assert page.run("$('status').textContent === 'Stopped after 1 tokens.' && $('prompt').value === 'The next one'")
 
 
-def test_a_reader_who_scrolls_up_is_left_there(page: Tab) -> None:
+def test_a_reader_who_scrolls_up_is_left_there(
+    page: Tab, site: tuple[Server, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(site[0].llm.engine, "stop_ids", frozenset())
     put(page, max=3500)
     page.size(390, 600, phone=True)
     send(page, "Go on", wait=False)
