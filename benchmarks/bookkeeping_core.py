@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import torch
 
+from sakiyomi.core.tree import Draft
 from sakiyomi.kernels.build import native
 from sakiyomi.noise import RequestNoise
 from sakiyomi.sampling import Sampler, SamplingParams, best_token, draw
-from sakiyomi.tree import Draft
 from sakiyomi.verifiers import VERIFIERS, Rows
 
 GOALS = {"greedy": 0.3, "temperature": 0.6, "top_k": 0.6, "top_p": 1.5, "coupled": 1.5, "coupled_top_p": 1.5}

@@ -27,13 +27,13 @@ from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import sakiyomi
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.following import TextDrafter
 from sakiyomi.drafters.lookup import LookupReader, PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.noise import RequestNoise
-from sakiyomi.params import SamplingParams
 
 GAMMA = 8
 ROUNDS = 300

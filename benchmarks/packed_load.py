@@ -22,8 +22,8 @@ import torch
 
 import sakiyomi
 from sakiyomi.bench.models import random_llama
+from sakiyomi.core.memory import peak_bytes
 from sakiyomi.llm import LLM
-from sakiyomi.memory import peak_bytes
 
 SHAPE = (2048, 22, 32, 5632, 32000)
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters import Context
-from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
 
 Skill = Literal["always", "sometimes", "never"]
 

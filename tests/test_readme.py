@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sakiyomi.embedded import embedded
+from sakiyomi.core.embedded import embedded
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.following import TextDrafter
 from sakiyomi.drafters.lookup import PromptLookup
@@ -14,9 +16,7 @@ from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.noise import RequestNoise
-from sakiyomi.params import SamplingParams
 from sakiyomi.train.ngram import count_tables
-from sakiyomi.tree import Draft
 
 KINDS = ("prompt-lookup", "suffix", "ngram", "tables")
 

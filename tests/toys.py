@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sakiyomi.errors import SakiyomiError
+from sakiyomi.core.errors import SakiyomiError
 
 CORPUS = (
     "Once upon a time there was a little fox who lived in a wood. Every day the fox went down to the river.",

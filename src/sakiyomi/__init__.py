@@ -9,10 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# These two modules import only the standard library. embedded must come now, not on first use: whoever imports the
-# submodule sakiyomi.embedded later would otherwise bind that module over the function of the same name.
-from sakiyomi.embedded import embedded
-from sakiyomi.errors import (
+# These import only the standard library.
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import (
     DraftError,
     InputError,
     LoadError,
@@ -21,18 +20,17 @@ from sakiyomi.errors import (
     SakiyomiError,
     UnsupportedError,
 )
+from sakiyomi.core.version import __version__
 
 if TYPE_CHECKING:
     from sakiyomi import theory
-    from sakiyomi.audio import Audio
+    from sakiyomi.core.audio import Audio
+    from sakiyomi.core.outputs import Generation, Stats, Step, TokenTrace
+    from sakiyomi.core.params import SamplingParams
+    from sakiyomi.core.tree import Draft, TokenTree, Verdict
     from sakiyomi.dropin import custom_generate
     from sakiyomi.generate import Engine
     from sakiyomi.llm import LLM
-    from sakiyomi.outputs import Generation, Stats, Step, TokenTrace
-    from sakiyomi.params import SamplingParams
-    from sakiyomi.tree import Draft, TokenTree, Verdict
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -62,17 +60,17 @@ __all__ = [
 # Where each name that costs an import lives.
 _HOME = {
     "LLM": "sakiyomi.llm",
-    "Audio": "sakiyomi.audio",
+    "Audio": "sakiyomi.core.audio",
     "custom_generate": "sakiyomi.dropin",
     "Engine": "sakiyomi.generate",
-    "SamplingParams": "sakiyomi.params",
-    "Generation": "sakiyomi.outputs",
-    "Stats": "sakiyomi.outputs",
-    "Step": "sakiyomi.outputs",
-    "TokenTrace": "sakiyomi.outputs",
-    "TokenTree": "sakiyomi.tree",
-    "Draft": "sakiyomi.tree",
-    "Verdict": "sakiyomi.tree",
+    "SamplingParams": "sakiyomi.core.params",
+    "Generation": "sakiyomi.core.outputs",
+    "Stats": "sakiyomi.core.outputs",
+    "Step": "sakiyomi.core.outputs",
+    "TokenTrace": "sakiyomi.core.outputs",
+    "TokenTree": "sakiyomi.core.tree",
+    "Draft": "sakiyomi.core.tree",
+    "Verdict": "sakiyomi.core.tree",
 }
 
 

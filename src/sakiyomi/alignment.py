@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sakiyomi.borders import Borders, Cut
-from sakiyomi.text import profile
+from sakiyomi.core.text import profile
 
 __all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
 

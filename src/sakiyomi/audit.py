@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.audit_report import AuditConfig, AuditReport, Check, SampledCheck, Texts, shape_name
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.own_referee import OwnReferee
-from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Divergence, Referee, Scores, coupled_scores, greedy_scores
 from sakiyomi.sampled import SampledTests, drafted_kind
 from sakiyomi.verifiers import VERIFIERS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.errors import InputError
-from sakiyomi.params import ACCEPTANCES, SamplingParams
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import ACCEPTANCES, SamplingParams
 from sakiyomi.referee import Divergence
 
 if TYPE_CHECKING:

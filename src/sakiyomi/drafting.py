@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sakiyomi.clock import running_mean
+from sakiyomi.core.errors import DraftError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.running_mean import running_mean
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
-from sakiyomi.errors import DraftError
 from sakiyomi.gamma import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Gain, Size
-from sakiyomi.params import SamplingParams
 from sakiyomi.request import Request
-from sakiyomi.tree import Draft
 from sakiyomi.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:

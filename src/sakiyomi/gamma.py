@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from sakiyomi.theory import marginal_gamma
 
 if TYPE_CHECKING:
-    from sakiyomi.params import SamplingParams
+    from sakiyomi.core.params import SamplingParams
 
 __all__ = [
     "NO_DRAFT",

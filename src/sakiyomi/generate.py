@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sakiyomi.core.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
+from sakiyomi.core.memory import no_memory
+from sakiyomi.core.outputs import Generation, Step
+from sakiyomi.core.params import SamplingParams, as_params
+from sakiyomi.core.text import TextStream
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
-from sakiyomi.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
 from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Asked, Intake, TextIntake
 from sakiyomi.keeping import surprise
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.memory import no_memory
 from sakiyomi.noise import RequestNoise
-from sakiyomi.outputs import Generation, Step
-from sakiyomi.params import SamplingParams, as_params
 from sakiyomi.places import Places
 from sakiyomi.prefix import Prefix
 from sakiyomi.request import Place, Request
 from sakiyomi.sampling import Sampler
-from sakiyomi.text import TextStream
-from sakiyomi.tree import Draft
 from sakiyomi.verifiers import Rows
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sakiyomi.audio import Audio
-from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.audio import Audio
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.cache.sources import Source

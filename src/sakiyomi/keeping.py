@@ -18,10 +18,10 @@ from torch import Tensor
 from sakiyomi.cache.notes import Notes
 from sakiyomi.cache.packed_pairs import GROUP, PackedPairs, Packing
 from sakiyomi.cache.slots import LayerShape, SlotCache
-from sakiyomi.errors import InputError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.rotary import make_turn
 from sakiyomi.kernels.sparse import Sparse
-from sakiyomi.memory import available_bytes, readable
 from sakiyomi.policies import Policy, View, read_budget
 
 if TYPE_CHECKING:

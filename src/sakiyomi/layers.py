@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.model import DRAFT_SIZES, SIZES, PackedModel
 

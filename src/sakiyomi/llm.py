@@ -12,23 +12,23 @@ from typing import Any
 
 from torch import Tensor
 
-from sakiyomi.audio import Audio
 from sakiyomi.conversation import Conversation
+from sakiyomi.core.audio import Audio
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import parse_bytes, readable, returned_when_freed
+from sakiyomi.core.outputs import Step
+from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
+from sakiyomi.core.progress import progress
+from sakiyomi.core.prompts import judging_text
 from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, parse_drafters
-from sakiyomi.errors import InputError
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.intake import Asked, Intake
 from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
-from sakiyomi.memory import parse_bytes, readable, returned_when_freed
 from sakiyomi.model import DRAFT_SIZES, PackedModel
-from sakiyomi.outputs import Step
-from sakiyomi.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.policies import CacheSpec, read_cache, without_place
 from sakiyomi.prefix import Prefix, read_prefix
-from sakiyomi.progress import progress
-from sakiyomi.prompts import judging_text
 from sakiyomi.request import Place
 from sakiyomi.tuning.profile import find_profile
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sakiyomi import __version__
+from sakiyomi.core.memory import available_bytes
+from sakiyomi.core.version import __version__
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.memory import available_bytes
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from sakiyomi.cache.offloaded import Offloaded
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.cache.sources import Source, SourceCache
-from sakiyomi.clock import running_mean
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.memory import available_bytes, readable
+from sakiyomi.core.running_mean import running_mean
 from sakiyomi.keeping import ENDLESS, Everything, Keeping, Watched
 from sakiyomi.kernels import attention, observe
 from sakiyomi.kernels.build import native_at_hand
@@ -42,7 +43,6 @@ from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bit
 from sakiyomi.kernels.tap import Tap
 from sakiyomi.loading.families import has_experts
 from sakiyomi.loading.stream import attach, is_offloaded
-from sakiyomi.memory import available_bytes, readable
 from sakiyomi.policies.looking import note_queries
 from sakiyomi.seq2seq.decoder import Encoder, split
 from sakiyomi.structure import structural_copy

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 
 from sakiyomi.cache.slots import SlotCache
+from sakiyomi.core.errors import MemoryLimitError, RemovedError
 from sakiyomi.drafters.base import Drafter, tell
-from sakiyomi.errors import MemoryLimitError, RemovedError
 from sakiyomi.keeping import Everything, Keeping
 from sakiyomi.prefix import LEAST, alike
 from sakiyomi.request import Place, Request

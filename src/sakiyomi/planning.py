@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sakiyomi import theory
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.theory.checks import cost
 
 __all__ = ["PlanConfig", "draw", "plan"]

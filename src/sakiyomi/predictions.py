@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.warping import chance, leading
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import SlotCache

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
 from sakiyomi.keeping import Everything
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.tree import Draft
 
 __all__ = ["STATES", "WIDTH", "Listener", "Narrow", "Recording", "TableModel", "narrow", "telling"]
 

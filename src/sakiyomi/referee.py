@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.noise import RequestNoise
-from sakiyomi.params import SamplingParams
 from sakiyomi.sampling import Sampler
 
 __all__ = ["Divergence", "Referee", "Scores", "coupled_scores", "greedy_scores"]

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sakiyomi.core.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
+from sakiyomi.core.text import TextStream
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context
 from sakiyomi.gamma import SizePolicy
 from sakiyomi.numerics import as_row
-from sakiyomi.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.prefix import Prefix, alike
 from sakiyomi.sampling import Sampler
-from sakiyomi.text import TextStream
-from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import Rows, Verifier
 
 __all__ = ["Place", "Request"]

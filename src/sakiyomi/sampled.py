@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from sakiyomi.audit_report import AWAY, ODDS, POWER, AuditConfig, SampledCheck, Texts, shape_name
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.frequencies import Frequencies, rank
 from sakiyomi.generate import Engine
-from sakiyomi.params import SamplingParams
 from sakiyomi.recorded import STATES, WIDTH, Listener, Narrow, Recording, TableModel, narrow
 from sakiyomi.sampling import Sampler
 from sakiyomi.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from sakiyomi.bench.undrafted import Undrafted
+    from sakiyomi.core.tree import DraftKind
     from sakiyomi.drafters import Drafter
     from sakiyomi.referee import Referee
     from sakiyomi.request import Request
-    from sakiyomi.tree import DraftKind
 
 __all__ = ["SampledTests", "drafted_kind"]
 

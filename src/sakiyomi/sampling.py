@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import TokenTree
 from sakiyomi.numerics import Row, Tokens, as_row, draw, draw_distinct, top_tokens
-from sakiyomi.params import SamplingParams
-from sakiyomi.tree import TokenTree
 from sakiyomi.warping import best_token, fill_row, reference_probs
 
 if TYPE_CHECKING:

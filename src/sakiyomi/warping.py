@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.build import loaded
 from sakiyomi.numerics import Row, Tokens, as_row, top_tokens
-from sakiyomi.params import SamplingParams
 
 __all__ = ["best", "best_token", "chance", "fill_row", "leading", "reference_probs", "require_number"]
 

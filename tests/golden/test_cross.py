@@ -17,12 +17,12 @@ import torch
 
 from sakiyomi import LLM, SamplingParams, UnsupportedError
 from sakiyomi.alignment import Lexicon
+from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.cross import CrossDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model import PackedModel
 from sakiyomi.noise import RequestNoise
-from sakiyomi.tree import Draft, Draw, TokenTree
 from toys import (
     byte_fallback_tokenizer,
     character_tokenizer,

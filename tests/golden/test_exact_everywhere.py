@@ -30,12 +30,12 @@ from medusa_toys import heads_folder
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.builders import BUILDERS
 from sakiyomi.cache.slots import LayerShape
+from sakiyomi.core.outputs import Generation
+from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.merging.formats import write_merging
 from sakiyomi.model import PackedModel
-from sakiyomi.outputs import Generation
-from sakiyomi.params import QUANTIZATIONS
 from sakiyomi.policies import POLICIES
 from sakiyomi.policies.specs import MERGERS, PACKINGS, PLACES, SPARSE
 from sakiyomi.retaining.formats import write_heads

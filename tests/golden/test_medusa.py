@@ -14,6 +14,7 @@ from architectures import ALL, VOCAB, greedy, model_of
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
 from sakiyomi.builders import BUILDERS, Growth
+from sakiyomi.core.tree import TokenTree
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.kernels.build import native
 from sakiyomi.medusa.backbone import Backbone
@@ -22,7 +23,6 @@ from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 from sakiyomi.medusa.ranks import Ranks
 from sakiyomi.medusa.search import ranks_of
 from sakiyomi.medusa.tuned import FILE
-from sakiyomi.tree import TokenTree
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 NEW = 24

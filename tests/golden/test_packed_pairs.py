@@ -23,7 +23,7 @@ from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.leveled_pairs import LeveledPacking
 from sakiyomi.cache.packed_pairs import PackedPairs
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.model import PackedModel

@@ -24,11 +24,11 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.audit import audit
 from sakiyomi.audit_report import AuditConfig
 from sakiyomi.cache.notes import Notes
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.outputs import Generation
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.merging.formats import write_merging
-from sakiyomi.outputs import Generation
 from sakiyomi.policies import POLICIES, View
 from sakiyomi.policies.h2o import H2O
 from sakiyomi.policies.specs import SPARSE

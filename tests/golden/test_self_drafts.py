@@ -186,7 +186,7 @@ def test_early_exit_follows_the_target_to_its_kernels(monkeypatch: pytest.Monkey
 
 def test_without_memory_for_the_drafts_columns_text_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.errors import MemoryLimitError
+    from sakiyomi.core.errors import MemoryLimitError
 
     llm = llm_of("early-exit:1")
     reserve = SlotCache.reserve

@@ -17,13 +17,13 @@ import torch
 from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from drafters import Branching, Failing, Scripted, texts_of
 from sakiyomi import LLM, InputError, SamplingParams
+from sakiyomi.core.errors import DraftError
+from sakiyomi.core.params import TREES
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.errors import DraftError
 from sakiyomi.model import PackedModel
-from sakiyomi.params import TREES
-from sakiyomi.tree import Draft
 from toys import character_tokenizer
 
 NEW = 40

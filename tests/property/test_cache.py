@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
-from sakiyomi.errors import InputError, MemoryLimitError
+from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.native import NativeModel
 
 NATIVE = NativeModel.create()

@@ -15,10 +15,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sakiyomi.core.tree import TokenTree
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import draw
 from sakiyomi.sampling import Sampler, SamplingParams, reference_probs
-from sakiyomi.tree import TokenTree
 
 OPTIONS = st.fixed_dictionaries(
     {

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.noise import RequestNoise
-from sakiyomi.tree import Draft, Draw, TokenTree
 from sakiyomi.verifiers import VERIFIERS, Rows
 
 V = 6

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree, Verdict
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import draw, top_tokens
-from sakiyomi.tree import DRAFT_KINDS, Draft, Draw, TokenTree, Verdict
 from sakiyomi.verifiers import BlockVerifier, RatioVerifier, Rows, TraversalVerifier
 from sakiyomi.verifiers.base import Rule, ended
 from sakiyomi.verifiers.greedy import follow

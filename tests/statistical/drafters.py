@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import draw, draw_distinct, top_tokens
-from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
 from statistical.harness import Propose, Table, as_probs
 
 

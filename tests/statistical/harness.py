@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
+from sakiyomi.core.tree import Draft
 from sakiyomi.noise import RequestNoise
-from sakiyomi.tree import Draft
 from sakiyomi.verifiers import Rows, Verifier
 
 V = 8

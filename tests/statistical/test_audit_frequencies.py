@@ -16,17 +16,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import sakiyomi.params
+import sakiyomi.core.params
 from sakiyomi import audit_report, sampled
 from sakiyomi.audit import AuditConfig, AuditReport, audit
 from sakiyomi.cli import app
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Rule, Verdict
 from sakiyomi.frequencies import Frequencies, Ranked, chance_to_see, rank, shift_to_see
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import draw
 from sakiyomi.recorded import STATES, WIDTH, Recording, TableModel, narrow, telling
-from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Rule, Verdict
 from sakiyomi.verifiers import VERIFIERS, RatioVerifier, Rows
 from sakiyomi.verifiers.base import ended
 from statistical import broken
@@ -116,8 +116,8 @@ def audited(
     for rule in rules:
         monkeypatch.setitem(VERIFIERS, rule.name, rule)
     names = tuple(rule.name for rule in rules)
-    known = (*sakiyomi.params.ACCEPTANCES, *names)
-    monkeypatch.setattr(sakiyomi.params, "ACCEPTANCES", known)
+    known = (*sakiyomi.core.params.ACCEPTANCES, *names)
+    monkeypatch.setattr(sakiyomi.core.params, "ACCEPTANCES", known)
     monkeypatch.setattr(audit_report, "ACCEPTANCES", known)
     return audit(*pair, prompts=PROMPTS, config=replace(config, verifiers=names), options={"compile": False})
 

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from medusa_toys import new_heads
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.core.memory import available_bytes
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.medusa.formats import write_heads
-from sakiyomi.memory import available_bytes
 from sakiyomi.model import PackedModel
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft
 from statistical.harness import LEVEL, p_value
 from text_drafters import KINDS, Wide, text_drafter
 from toys import character_tokenizer, tiny_llama

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.noise import RequestNoise
 from sakiyomi.sampling import Sampler, SamplingParams, draw, draw_distinct
-from sakiyomi.tree import Draft, Draw, TokenTree
 from sakiyomi.verifiers import VERIFIERS, Rows
 from statistical.harness import LEVEL, p_value
 

@@ -12,9 +12,9 @@ import itertools
 import numpy as np
 import pytest
 
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import draw
-from sakiyomi.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.verifiers import VERIFIERS, Rows, Verifier
 from statistical import broken, drafters
 from statistical.harness import (

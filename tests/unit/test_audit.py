@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from sakiyomi.audit import AuditConfig, AuditReport, audit
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.cli import app
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.kernels.build import native
 from sakiyomi.llm import LLM
 from sakiyomi.model import PackedModel
 from sakiyomi.noise import RequestNoise
-from sakiyomi.params import SamplingParams
 from sakiyomi.referee import Referee, coupled_scores, greedy_scores
-from sakiyomi.tree import Draft, Verdict
 from sakiyomi.verifiers import VERIFIERS, Rows
 from toys import save_model, tiny_llama, tiny_tokenizer
 

@@ -31,8 +31,12 @@ from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.cli.output import table
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.memory import peak_bytes
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 from sakiyomi.drafters.early_exit import EarlyExit
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.kernels.native import PackedLinear
@@ -40,12 +44,8 @@ from sakiyomi.layers import FirstLayers
 from sakiyomi.llm import LLM
 from sakiyomi.loading import load_model
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
-from sakiyomi.memory import peak_bytes
 from sakiyomi.model import SIZES
-from sakiyomi.outputs import Stats
 from sakiyomi.own_referee import OwnReferee
-from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)

@@ -31,11 +31,11 @@ from sakiyomi.bench.long.systems import System, systems
 from sakiyomi.bench.long.table import growth, table
 from sakiyomi.bench.long.work import Loader, Options, Watch, answers
 from sakiyomi.cli import app
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError
+from sakiyomi.core.memory import parse_bytes, peak_bytes, resident_bytes
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.llm import LLM
 from sakiyomi.longtasks import TASKS
-from sakiyomi.memory import parse_bytes, peak_bytes, resident_bytes
-from sakiyomi.params import SamplingParams
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 STORY = "Once upon a time there was a little fox who lived in a wood. "
@@ -438,7 +438,7 @@ def test_a_row_that_fails_says_so_and_the_others_run(pair: tuple[Any, Any], tmp_
 def test_the_peak_of_a_process_is_its_own() -> None:
     """Linux gives a process the peak of the one that started it; this one has torch in its memory."""
     assert peak_bytes() > 150_000_000
-    code = "from sakiyomi.memory import peak_bytes; print(peak_bytes())"
+    code = "from sakiyomi.core.memory import peak_bytes; print(peak_bytes())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 0 < int(result.stdout) < 100_000_000
 

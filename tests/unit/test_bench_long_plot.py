@@ -11,7 +11,7 @@ import pytest
 
 from sakiyomi.bench.long import plot
 from sakiyomi.bench.report import Row
-from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 
 PNG = b"\x89PNG"
 

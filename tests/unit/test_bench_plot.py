@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from sakiyomi.bench import plot, suites
 from sakiyomi.bench.report import Row
 from sakiyomi.cli import app
-from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 
 
 def race_row(**changed: Any) -> Row:

@@ -25,11 +25,11 @@ from sakiyomi.bench.figures.section import THEMES, picture
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cli import app
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import DRAFTERS
-from sakiyomi.errors import InputError, LoadError
 from sakiyomi.llm import LLM
 from sakiyomi.medusa.formats import write_heads
-from sakiyomi.params import SamplingParams
 from sakiyomi.theory import expected_tokens, guess_acceptance
 from sakiyomi.verifiers import VERIFIERS
 from toys import save_model, tiny_llama, tiny_tokenizer

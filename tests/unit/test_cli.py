@@ -23,8 +23,8 @@ from sakiyomi import LLM, SamplingParams, __version__
 from sakiyomi.cli import app
 from sakiyomi.cli.common import ModelOptions, flag_help
 from sakiyomi.cli.output import TokenPainter, legend
+from sakiyomi.core.outputs import TokenTrace
 from sakiyomi.llm import LLM as Engine
-from sakiyomi.outputs import TokenTrace
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import sakiyomi.model
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingParams
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.tree import Draft
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

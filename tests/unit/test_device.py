@@ -17,14 +17,14 @@ from torch import Tensor
 
 from architectures import ALL, model_of, prompt
 from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
-from sakiyomi.errors import MemoryLimitError
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.memory import available_bytes
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.generate import Engine
 from sakiyomi.kernels import device, native
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
 from sakiyomi.kernels.plan import Plan, Segment
-from sakiyomi.memory import available_bytes
 from sakiyomi.model import SIZES, PackedModel
-from sakiyomi.params import SamplingParams
 from toys import tiny_llama, tiny_tokenizer
 
 SERVED = [name for name in ALL if not name.startswith("falcon")]

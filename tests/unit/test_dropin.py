@@ -18,8 +18,8 @@ from torch import Tensor
 
 import sakiyomi
 from architectures import CONFIGS, VOCAB, make, model_of, prompt
+from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.dropin.state import ModelState
-from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.generate import Engine
 from seq2seq_toys import FOUR, sources
 from seq2seq_toys import build as build_seq2seq

@@ -29,12 +29,12 @@ from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
 from sakiyomi.cache.slots import FIRST_ROOM
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels import graphs
 from sakiyomi.model import PackedModel
 from sakiyomi.request import Request
-from sakiyomi.tree import Draft
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -617,7 +617,7 @@ def test_a_drafter_that_lacks_something() -> None:
 @pytest.mark.parametrize("wrong", ["short", "foreign token", "cycle"])
 def test_a_drafter_that_breaks_its_word(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     """A wrong tree is not scored, and the text goes on plainly, with one line in the log."""
-    from sakiyomi.tree import Draw, TokenTree
+    from sakiyomi.core.tree import Draw, TokenTree
 
     class Wrong(Scripted):
         def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:

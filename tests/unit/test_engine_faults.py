@@ -18,13 +18,13 @@ from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
 from sakiyomi.audit import AuditConfig, audit
+from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels import native
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.model import PackedModel
-from sakiyomi.tree import Draft, Draw, TokenTree
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

@@ -11,10 +11,10 @@ from typing import get_args
 
 import pytest
 
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.tree import DRAFT_KINDS
 from sakiyomi.drafters.base import Context
-from sakiyomi.embedded import embedded
-from sakiyomi.errors import LoadError
-from sakiyomi.tree import DRAFT_KINDS
 from sakiyomi.verifiers.base import Rule
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.gamma import (
     LOSS,
     MOST,
@@ -22,7 +23,6 @@ from sakiyomi.gamma import (
     Worth,
     make_policy,
 )
-from sakiyomi.params import SamplingParams
 
 
 def costs(draft: float = 0.1, slope: float = 0.02, overhead: float = 0.0) -> Costs:

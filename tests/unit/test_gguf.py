@@ -168,9 +168,9 @@ def test_a_file_that_does_not_fit_unpacked(files: Path, monkeypatch: pytest.Monk
     file = files / "Q4_0.gguf"
     weights = sum(parameter.numel() for parameter in tiny_llama().parameters())
     monkeypatch.setattr("sakiyomi.loading.reader.Reader.read", lambda *_, **__: pytest.fail("weights were read"))
-    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: int(1.9 * weights))
+    monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: int(1.9 * weights))
     refused(MemoryLimitError, "in bfloat16 needs", "the largest model that fits", target=file)
-    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: int(2.1 * weights))
+    monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: int(2.1 * weights))
     refused(MemoryLimitError, "in float32 needs", "with dtype='bfloat16'", target=file, dtype="float32")
 
 

@@ -16,8 +16,8 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.grounded import grounded
 from sakiyomi.bench.models import Pair
 from sakiyomi.cli import app
-from sakiyomi.errors import LoadError, UnsupportedError
-from sakiyomi.outputs import Stats
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.outputs import Stats
 from sakiyomi.train.edits import train_edits
 from sakiyomi.train.tones import train_tones
 

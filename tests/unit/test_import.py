@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 import sakiyomi
-from sakiyomi import errors
+from sakiyomi.core import errors
 
 HEAVY = ("torch", "transformers", "numpy", "typer", "rich", "fastapi", "matplotlib", "ray", "huggingface_hub")
 
@@ -61,16 +61,6 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match="nonesuch"):
         _ = sakiyomi.nonesuch
-
-
-def test_embedded_stays_a_function() -> None:
-    """The submodule has the same name; importing it first, or later, must not put it in the function's place."""
-    for code in (
-        "import sakiyomi.embedded, sakiyomi",
-        "import sakiyomi, sakiyomi.loading, sakiyomi.embedded",
-        "from sakiyomi.embedded import EMBEDDED; import sakiyomi",
-    ):
-        assert in_new_process(f"{code}\nprint(callable(sakiyomi.embedded))") == "True"
 
 
 def test_version_is_the_installed_one() -> None:

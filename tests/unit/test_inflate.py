@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from medusa_toys import new_heads
-from sakiyomi import memory
 from sakiyomi.bench import inflate as module
 from sakiyomi.bench.config import InflateConfig, Note
 from sakiyomi.bench.inflate import inflate, inflated, parse_count, wider
 from sakiyomi.cli import app
-from sakiyomi.embedded import embedded
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core import memory
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.medusa.formats import read_heads, write_heads
 from toys import save_model, tiny_llama, tiny_tokenizer

@@ -19,7 +19,7 @@ from sakiyomi.bench import inflate_seq
 from sakiyomi.bench.config import InflateConfig, Note
 from sakiyomi.bench.inflate import inflate
 from sakiyomi.bench.inflate_seq import Inflatable
-from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.train.edits import train_edits
 from sakiyomi.train.held_out import read_examples
 from sakiyomi.train.tones import train_tones

@@ -9,7 +9,7 @@ from torch import Tensor
 from sakiyomi.cache.leveled_pairs import LeveledPacking, LeveledPairs, aside_of, fit_levels
 from sakiyomi.cache.packed_pairs import Packing, pack_codes, unpack_codes
 from sakiyomi.cache.slots import LayerShape, SlotCache
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.rotary import Rotation
 from turning import fit, turning
 

@@ -12,10 +12,10 @@ from sakiyomi.bench import llamacpp
 from sakiyomi.bench.llamacpp import LlamaCpp, gguf_file, gguf_folder, missing
 from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.quality import perplexity, their_logits
-from sakiyomi.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import STORIES
 from sakiyomi.loading import Loaded, load_model
-from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import STORIES
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 needed = pytest.mark.skipif(missing() is not None, reason=f"optional: {missing()}")

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import toys
-from sakiyomi import memory
-from sakiyomi.embedded import EMBEDDED, embedded
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core import memory
+from sakiyomi.core.embedded import EMBEDDED, embedded
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.kernels import graphs
 from sakiyomi.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
 from sakiyomi.loading.reader import Reader
@@ -470,11 +470,11 @@ def test_attention_models_are_not_refused(kind: str, tmp_path: Path) -> None:
 def test_too_large_is_refused_before_it_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = read_checkpoint(good).parameters
     monkeypatch.setattr("sakiyomi.loading.model.Reader.read", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: 3 * parameters)
+    monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 3 * parameters)
     message = refused(MemoryLimitError, "float32", "are available", "the largest model", target=good)
     assert memory.readable(4 * parameters) in message
     assert "dtype='bfloat16'" in message, "a dtype in which it fits should be named"
-    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: parameters)
+    monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: parameters)
     assert "bfloat16" not in refused(MemoryLimitError, "float32", target=good)
 
 
@@ -531,7 +531,7 @@ def test_embedded_names() -> None:
 
 
 def test_embedded_files_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["sakiyomi.embedded"], "_ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules["sakiyomi.core.embedded"], "_ROOT", tmp_path)
     refused(LoadError, "tales", str(tmp_path), "install", target="tales")
 
 
@@ -539,7 +539,7 @@ def test_embedded_files_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 LOAD = """
 import sys, time
-from sakiyomi.errors import SakiyomiError
+from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.loading import load_model
 import huggingface_hub, transformers
 start = time.perf_counter()

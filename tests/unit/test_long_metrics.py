@@ -14,7 +14,7 @@ from sakiyomi.bench.long import metrics
 from sakiyomi.bench.long.infinitebench import read_infinitebench
 from sakiyomi.bench.long.leval import read_leval
 from sakiyomi.bench.long.longbench import METRICS, read_longbench
-from sakiyomi.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 
 
 def write(path: Path, *rows: Any) -> Path:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.medusa.formats import FORMATS, read_heads, write_heads
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 from toys import save_model, tiny_llama, tiny_tokenizer

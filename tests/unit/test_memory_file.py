@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cli import app
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters import memory as module
 from sakiyomi.drafters.memory import MAGIC, MemoryFile, read_memory
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.errors import LoadError, UnsupportedError
-from sakiyomi.fingerprint import tokenizer_digest
 from text_drafters import context
 from toys import tiny_llama, tiny_tokenizer
 

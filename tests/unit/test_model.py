@@ -17,7 +17,7 @@ from transformers import Llama4TextConfig
 
 import sakiyomi.kernels.native
 from architectures import ALL, REFUSED, VOCAB, WINDOW, logits_after, make, model_of, prompt, refused_model
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.pack import Watch
 from sakiyomi.kernels.plan import Segment

@@ -387,7 +387,7 @@ def test_pairs_and_gguf_files(folder: Path, tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_told_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "available_bytes", lambda device="cpu": 1000)
-    monkeypatch.setattr("sakiyomi.memory.available_bytes", lambda device="cpu": 1000)
+    monkeypatch.setattr("sakiyomi.core.memory.available_bytes", lambda device="cpu": 1000)
     with pytest.raises(MemoryLimitError, match="offload='auto'"):
         LLM(os.fspath(folder), "none")
 

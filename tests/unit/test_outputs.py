@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sakiyomi.outputs import Generation, RoundTrace, Stats, Step, TokenTrace
+from sakiyomi.core.outputs import Generation, RoundTrace, Stats, Step, TokenTrace
 
 
 def some_stats() -> Stats:

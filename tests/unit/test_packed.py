@@ -30,16 +30,16 @@ from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParam
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.suites import ROWS
 from sakiyomi.cli import app
-from sakiyomi.embedded import embedded
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.memory import readable
+from sakiyomi.core.prompts import STORIES
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.rounding import compare
 from sakiyomi.loading import load_model, packed, read_checkpoint
 from sakiyomi.loading import model as loading_model
 from sakiyomi.loading.accelerated import torchao
 from sakiyomi.loading.reader import Reader
-from sakiyomi.memory import readable
 from sakiyomi.model import structural_copy
-from sakiyomi.prompts import STORIES
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -616,7 +616,7 @@ def test_weights_that_cannot_stay_on_disk(fresh: Path, by_torchao: None, monkeyp
     monkeypatch.setattr("sakiyomi.loading.model.by_layer", lambda *_: False)
     monkeypatch.setattr(Reader, "read_later", lambda self: pytest.fail("left on disk"))
     assert load(fresh, quantize="int8", dtype="bfloat16").target.rounding is not None
-    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: 1000)
+    monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 1000)
     refused(MemoryLimitError, "1.0 kB are available", target=fresh, quantize="int8", dtype="bfloat16")
 
 
@@ -672,7 +672,7 @@ def test_too_large_and_what_would_fit(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def message(share: float, **options: Any) -> str:
         room = int(share * size)
-        monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: room)
+        monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: room)
         text = refused(MemoryLimitError, f"where {readable(room)} are available", "needs", target=folder, **options)
         return text.partition("; ")[2]
 
@@ -689,18 +689,18 @@ def test_what_is_said_to_fit_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = wide(tmp_path)
     size = (folder / "model.safetensors").stat().st_size
     monkeypatch.setattr("sakiyomi.loading.fit.available_bytes", lambda *_: int(0.3 * size))
-    monkeypatch.setattr("sakiyomi.memory.available_bytes", lambda *_: int(0.3 * size))
+    monkeypatch.setattr("sakiyomi.core.memory.available_bytes", lambda *_: int(0.3 * size))
     load(folder, quantize="int4")
     load(folder, quantize="int4")
 
 
 def test_experts_are_not_said_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved(tmp_path / "model", model_of("mixtral"))
-    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: 100_000)
+    monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 100_000)
     assert "quantize=" not in refused(MemoryLimitError, target=folder, dtype="bfloat16")
     refused(MemoryLimitError, "in bfloat16 needs", target=folder, dtype="bfloat16", quantize="int4")
 
 
 def test_a_packed_model_that_does_not_fit(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sakiyomi.memory._group_headroom", lambda: 1000)
+    monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 1000)
     refused(MemoryLimitError, "the packed model", "1.0 kB are available", target=good / COPY)

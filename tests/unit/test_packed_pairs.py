@@ -27,7 +27,7 @@ from sakiyomi.cache.packed_pairs import (
     unpack_values,
 )
 from sakiyomi.cache.slots import LayerShape, SlotCache
-from sakiyomi.errors import InputError, MemoryLimitError
+from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.plan import Plan, Segment

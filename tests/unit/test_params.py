@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 
 
 def test_defaults() -> None:
@@ -135,7 +135,9 @@ def test_frozen() -> None:
 
 
 def test_reading_the_defaults_loads_no_torch() -> None:
-    code = "import sys, sakiyomi.params, sakiyomi.theory; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, sakiyomi.core.params, sakiyomi.theory; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.model import PackedModel
 from sakiyomi.predictions import predictions
 from sakiyomi.warping import leading

@@ -13,7 +13,7 @@ def test_workers_end_when_they_are_released() -> None:
     """Else a second thread that computes would have them beside its own, and libgomp would let none of them spin."""
     code = """
 import os, torch
-from sakiyomi.process import release_workers
+from sakiyomi.core.process import release_workers
 torch.set_num_threads(4)
 def threads():
     return len(os.listdir("/proc/self/task"))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from sakiyomi import LLM
-from sakiyomi import progress as module
+from sakiyomi.core import progress as module
+from sakiyomi.core.progress import progress
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.progress import progress
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 

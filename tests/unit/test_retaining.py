@@ -17,8 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from architectures import ALL, REFUSED, model_of, prompt, refused_model
-from sakiyomi.embedded import embedded
-from sakiyomi.errors import InputError, LoadError, SakiyomiError, UnsupportedError
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.loading import load_model
 from sakiyomi.model import PackedModel

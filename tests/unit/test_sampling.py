@@ -17,10 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import TokenTree
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling import Sampler, SamplingParams, best_token, reference_probs, to_probs
-from sakiyomi.tree import TokenTree
 from sakiyomi.warping import best, chance, fill_row
 
 OPTIONS: list[dict[str, Any]] = [

@@ -12,6 +12,7 @@ import pytest
 import torch
 from openai import OpenAI
 
+from sakiyomi.core.text import TextStream
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
@@ -19,7 +20,6 @@ from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.intake import Intake
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, shown, tool_format
-from sakiyomi.text import TextStream
 from server_toys import client, marked_tokenizer, running, toy_llm
 from toys import tiny_tokenizer
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from sakiyomi.errors import InputError
-from sakiyomi.text import TextStream
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.text import TextStream
 from toys import (
     CORPUS,
     byte_fallback_tokenizer,

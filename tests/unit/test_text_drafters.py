@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import DRAFTERS, FORMS, Surroundings, make_drafter, parse_drafters
 from sakiyomi.drafters.calibration import Calibration
 from sakiyomi.drafters.following import CHUNK
@@ -18,8 +20,6 @@ from sakiyomi.drafters.growth import grow
 from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter, NgramReader, OnlineTables
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.errors import InputError
-from sakiyomi.tree import Draft
 from text_drafters import KINDS, context, text_drafter
 
 V = 50

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from sakiyomi import theory
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 # Leviathan et al. 2023, table 2, T5-XXL 11B: draft's c, gamma, alpha, predicted ("Exp") speed-up.
 SMALL, BASE, LARGE = 0.02, 0.04, 0.11

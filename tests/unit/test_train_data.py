@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.data import Library, TextSpec, encode_documents, excerpts, parse_text, read_documents
 from sakiyomi.train.rows import FixedRows, Mixture, Rows, Stream
 from sakiyomi.train.tokenizer import END, train_tokenizer

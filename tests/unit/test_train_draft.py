@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sakiyomi import LLM, SamplingParams, theory
-from sakiyomi.errors import InputError, LoadError, UnsupportedError
-from sakiyomi.outputs import Generation
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.outputs import Generation
 from sakiyomi.train import draft
 from sakiyomi.train.acceptance import continuations, distinct_ngrams, speculate
 from sakiyomi.train.checkpoint import load_checkpoint

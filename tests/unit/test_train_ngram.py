@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams, theory
 from sakiyomi.cli.train import app
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, read_tables, tables_bytes
-from sakiyomi.errors import InputError, LoadError
-from sakiyomi.fingerprint import tokenizer_digest
 from sakiyomi.train.config import NgramConfig
 from sakiyomi.train.data import encode_file
 from sakiyomi.train.ngram import count_tables, train_ngram

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer
 
 from pair_toys import edits_config, tones_config
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.config import EditsConfig
 from sakiyomi.train.edits import CONTINUE, FIX, Edits, train_edits
 from sakiyomi.train.held_out import Example, read_examples, write_examples

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train import target
 from sakiyomi.train.config import TargetConfig
 from sakiyomi.train.draft import train_draft

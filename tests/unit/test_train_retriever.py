@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from sakiyomi.embedded import embedded
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.longtasks import TASKS
 from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.config import RetrieverConfig

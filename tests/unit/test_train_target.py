@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train import checkpoint, loop
 from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from sakiyomi.train.growth import grow

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sakiyomi.tree import Draft, Draw, TokenTree, Verdict
+from sakiyomi.core.tree import Draft, Draw, TokenTree, Verdict
 
 #        0       3
 #      1   2     4

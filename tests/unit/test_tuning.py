@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
+from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters.oracle import Oracle
-from sakiyomi.tree import Draft, Draw, TokenTree
 from sakiyomi.tuning import profile, search
 from sakiyomi.tuning.beginnings import WHAT, WHO, beginnings
 from sakiyomi.tuning.calibrate import DEEP

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.kernels.build import native
 from sakiyomi.noise import RequestNoise
 from sakiyomi.sampling import Sampler, SamplingParams
-from sakiyomi.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier, residual
 
 V = 8

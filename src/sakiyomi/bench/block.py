@@ -11,9 +11,9 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft, DraftKind, Verdict
 from sakiyomi.noise import RequestNoise
-from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft, DraftKind, Verdict
 from sakiyomi.verifiers import VERIFIERS, Rows
 from sakiyomi.verifiers.base import Rule, draft_rows
 from sakiyomi.verifiers.block import level_of

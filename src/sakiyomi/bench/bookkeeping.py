@@ -12,7 +12,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import Numbers, random_llama, random_prompts
 from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.report import Row
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["bookkeeping"]
 

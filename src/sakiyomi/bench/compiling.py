@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row
-from sakiyomi.errors import SakiyomiError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sakiyomi.errors import InputError, UnsupportedError
-from sakiyomi.params import QUANTIZATIONS
-from sakiyomi.prompts import STORIES, read_prompts, read_references, read_text
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.params import QUANTIZATIONS
+from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 
 __all__ = ["BenchConfig", "InflateConfig", "Note"]
 

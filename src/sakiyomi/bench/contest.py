@@ -16,9 +16,9 @@ from sakiyomi.bench.quality import CHUNK, Logits
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Lap, race, timed
 from sakiyomi.bench.speed import everybody, pair_conditions
-from sakiyomi.errors import MemoryLimitError, UnsupportedError
+from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.rounding import ROUNDINGS
-from sakiyomi.params import SamplingParams
 
 __all__ = ["peers"]
 

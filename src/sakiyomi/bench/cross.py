@@ -15,9 +15,9 @@ from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Lap, race
 from sakiyomi.bench.speed import our_lap, pair_conditions, peer_lap
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.loading import same_tokenizer
-from sakiyomi.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

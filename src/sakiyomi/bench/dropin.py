@@ -10,7 +10,7 @@ from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, race, timed
 from sakiyomi.bench.speed import peer_lap
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["dropin"]
 

@@ -15,8 +15,8 @@ from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.conversation import Conversation
-from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["evicted"]
 

@@ -14,7 +14,7 @@ from sakiyomi.bench.report import Row, unclaimed
 from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["exact"]
 

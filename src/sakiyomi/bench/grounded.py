@@ -21,10 +21,10 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.peers import ForwardClock, generation_settings
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Agreement, Contender, Judge, Lap, Outputs, race, same_tokens, timed
-from sakiyomi.errors import LoadError, SakiyomiError
+from sakiyomi.core.errors import LoadError, SakiyomiError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.loading.model import parse_device, parse_dtype
-from sakiyomi.outputs import Stats
-from sakiyomi.params import SamplingParams
 from sakiyomi.scores import exact_match, word_error_rate
 from sakiyomi.train.held_out import Example, read_examples
 from sakiyomi.train.sounds import RATE, recording

@@ -36,15 +36,15 @@ from sakiyomi.bench.inflating import (
     writer,
 )
 from sakiyomi.bench.peers import Transformers
-from sakiyomi.embedded import folder_of
-from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.core.memory import available_bytes, require_bytes
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import STORIES
 from sakiyomi.loading import load_model
 from sakiyomi.medusa.backbone import check_heads
 from sakiyomi.medusa.formats import read_heads, write_heads
 from sakiyomi.medusa.heads import MedusaHeads
-from sakiyomi.memory import available_bytes, require_bytes
-from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import STORIES
 
 __all__ = ["inflate", "inflated", "parse_count", "wider"]
 

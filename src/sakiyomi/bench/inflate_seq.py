@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from sakiyomi.bench.inflating import ASPECT, LOUDNESS, NEW_TOKENS, Random, gain, hooked, save_model, writer
-from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.prompts import STORIES
 from sakiyomi.loading.families import read_config
-from sakiyomi.prompts import STORIES
 from sakiyomi.train.held_out import HELD_OUT, read_examples
 from sakiyomi.train.sounds import RATE, recording
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from sakiyomi.errors import LoadError
-from sakiyomi.memory import readable
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.memory import readable
 
 __all__ = ["ASPECT", "LOUDNESS", "NEW_TOKENS", "Random", "fresh_folder", "gain", "hooked", "save_model", "writer"]
 

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.loading import Loaded
-from sakiyomi.params import SamplingParams
 
 __all__ = ["KINDS", "LlamaCpp", "check", "gguf_file", "gguf_folder", "missing"]
 

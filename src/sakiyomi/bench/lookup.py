@@ -24,11 +24,11 @@ from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, same_tokens, timed
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import Surroundings, make_drafter
-from sakiyomi.errors import InputError
-from sakiyomi.outputs import Stats
-from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import STORIES
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

@@ -15,13 +15,13 @@ from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Lap, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.core.outputs import Generation
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.outputs import Generation
-from sakiyomi.params import SamplingParams
 from sakiyomi.sampling import Sampler
 from sakiyomi.verifiers.typical import threshold
 

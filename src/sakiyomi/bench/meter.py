@@ -6,8 +6,8 @@ import functools
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from sakiyomi.core.outputs import Stats
 from sakiyomi.machine import bandwidth
-from sakiyomi.outputs import Stats
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import SlotCache

@@ -16,8 +16,8 @@ from sakiyomi.bench.report import Row, unclaimed
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions, peer_lap
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import UnsupportedError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

@@ -12,7 +12,7 @@ import torch
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.bench.report import Row
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.machine import bandwidth
 

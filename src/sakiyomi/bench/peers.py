@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.loading import stop_tokens
-from sakiyomi.params import SamplingParams
 
 __all__ = ["ForwardClock", "Transformers", "generation_settings", "stop_tokens"]
 

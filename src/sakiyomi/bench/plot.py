@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.bench.report import Row, condition_line
-from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 
 __all__ = ["check", "draw", "save"]
 

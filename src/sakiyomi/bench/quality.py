@@ -15,9 +15,9 @@ from torch import Tensor
 
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.runner import Contender
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.prompts import read_text
 from sakiyomi.kernels.plan import Segment
-from sakiyomi.prompts import read_text
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Context

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sakiyomi.bench.runner import Spread, Standing
-from sakiyomi.memory import readable
+from sakiyomi.core.memory import readable
 
 __all__ = ["Row", "condition_line", "of_race", "unclaimed"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["Agreement", "Contender", "Judge", "Lap", "Spread", "Standing", "race", "same_tokens", "timed"]
 

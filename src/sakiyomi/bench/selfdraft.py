@@ -12,9 +12,9 @@ from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Lap, race
 from sakiyomi.bench.speed import our_lap
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.layers import FirstLayers
-from sakiyomi.params import SamplingParams
 
 __all__ = ["selfdraft"]
 

@@ -17,8 +17,8 @@ from sakiyomi.bench.quality import own_logits, their_logits
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.outputs import Stats
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

@@ -28,8 +28,8 @@ from sakiyomi.bench.speed import batch, plain, speculative, stories
 from sakiyomi.bench.sweep import sweep
 from sakiyomi.bench.trees import coverage, trees
 from sakiyomi.bench.useless import useless
-from sakiyomi.errors import InputError, SakiyomiError
-from sakiyomi.memory import peak_bytes
+from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.memory import peak_bytes
 
 __all__ = ["ROWS", "run"]
 

@@ -15,8 +15,8 @@ from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import MemoryLimitError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["sweep"]
 

@@ -12,7 +12,7 @@ from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["coverage", "trees"]
 

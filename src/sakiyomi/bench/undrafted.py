@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from sakiyomi.core.outputs import Generation
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.generate import Engine
-from sakiyomi.outputs import Generation
-from sakiyomi.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter

@@ -14,7 +14,7 @@ from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.drafters.model import ModelDrafter

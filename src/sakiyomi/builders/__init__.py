@@ -10,7 +10,7 @@ from sakiyomi.builders.chain import Chain
 from sakiyomi.builders.choices import Choices
 from sakiyomi.builders.dynamic import Dynamic
 from sakiyomi.builders.static import Static
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["BUILDERS", "BestFirst", "Builder", "Chain", "Choices", "Dynamic", "Growth", "Ranks", "Static"]
 

@@ -28,7 +28,7 @@ from sakiyomi.cache.packed_pairs import (
     unpack_codes,
     value_bytes,
 )
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.kernels.rotary import Rotation, make_turn
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import InputError, MemoryLimitError, UnsupportedError
-from sakiyomi.memory import readable
+from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.memory import readable
 
 __all__ = ["Offloaded"]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sakiyomi.cache.offloaded import Offloaded
 from sakiyomi.cache.packed_pairs import GROUP, PackedPairs
-from sakiyomi.errors import InputError, MemoryLimitError
+from sakiyomi.core.errors import InputError, MemoryLimitError
 
 FIRST_ROOM = 256
 STEP = 64  # columns, where doubling does not fit

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from sakiyomi import __version__
 from sakiyomi.cli import (
     audit,
     bench,
@@ -33,7 +32,8 @@ from sakiyomi.cli import (
     tree,
     tune,
 )
-from sakiyomi.errors import SakiyomiError
+from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.version import __version__
 
 __all__ = ["app", "main"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, ModelOptions, command
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 if TYPE_CHECKING:
     from sakiyomi.audit import AuditReport
@@ -72,7 +72,7 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
     if options.count < 1:
         raise InputError(f"count is {options.count}; expected at least 1")
     from sakiyomi.cli.output import emit_json, progress, quiet
-    from sakiyomi.prompts import STORIES, read_prompts
+    from sakiyomi.core.prompts import STORIES, read_prompts
 
     texts = list(STORIES) if options.prompts is None else read_prompts(options.prompts)
     with progress("loading") as status:

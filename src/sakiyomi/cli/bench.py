@@ -13,7 +13,7 @@ from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.cli import spec
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.cli.rows import PlotOption, Shown, show
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
 
     with progress("loading") as status:
         from sakiyomi.bench.inflate import inflate as run
-        from sakiyomi.memory import readable
+        from sakiyomi.core.memory import readable
 
         quiet()
         found = run(config, Shown(status))

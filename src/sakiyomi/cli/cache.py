@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def register(app: typer.Typer) -> None:
 def build(options: BuildOptions, model: ModelOptions, output: JsonOption) -> None:
     """Run the command."""
     from sakiyomi.cli.output import emit_json, progress, stdout
-    from sakiyomi.memory import readable
+    from sakiyomi.core.memory import readable
 
     path = Path(options.text).expanduser()
     try:
@@ -83,7 +83,7 @@ def build(options: BuildOptions, model: ModelOptions, output: JsonOption) -> Non
 def info(place: InfoPlace, output: JsonOption) -> None:
     """Run the command."""
     from sakiyomi.cli.output import emit_json, stdout
-    from sakiyomi.memory import readable
+    from sakiyomi.core.memory import readable
     from sakiyomi.prefix import read_about
 
     about, shapes = read_about(place.file)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, ModelOptions, command, load, note_lossy
-from sakiyomi.errors import InputError, SakiyomiError
-from sakiyomi.outputs import Stats
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.cli.lines import Lines

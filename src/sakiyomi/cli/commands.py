@@ -10,9 +10,9 @@ from pathlib import Path
 from sakiyomi.cli.chat import REFUSED, Chat, check
 from sakiyomi.cli.common import flag_help, parameters, parsed
 from sakiyomi.cli.output import is_coloured, legend, note, stdout
-from sakiyomi.errors import InputError
-from sakiyomi.outputs import Stats
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
 
 __all__ = ["COMMANDS", "obey"]
 

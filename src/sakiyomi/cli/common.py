@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
+    from sakiyomi.core.params import SamplingParams
     from sakiyomi.llm import LLM
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
 

@@ -11,14 +11,14 @@ import typer
 
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from sakiyomi.bench.report import Row
+    from sakiyomi.core.outputs import Step
     from sakiyomi.llm import LLM
-    from sakiyomi.outputs import Step
 
 TARGET, DRAFT = "tales", "model:tales-draft"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         quiet()
         from pathlib import Path
 
-        from sakiyomi.embedded import folder_of
+        from sakiyomi.core.embedded import folder_of
         from sakiyomi.medusa.backbone import check_heads
         from sakiyomi.medusa.formats import read_heads, write_heads
 

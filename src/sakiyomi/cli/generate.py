@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, ModelOptions, command, load, note_lossy
-from sakiyomi.errors import InputError, LoadError
-from sakiyomi.outputs import Generation
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.outputs import Generation
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
@@ -93,7 +93,7 @@ def _prompts(options: GenerateOptions) -> list[str]:
     """Prompts from all places, in the order arguments, file."""
     found = [_from_stdin() if text == "-" else text for text in options.prompts]
     if options.file is not None:
-        from sakiyomi.prompts import read_prompts
+        from sakiyomi.core.prompts import read_prompts
 
         found += read_prompts(options.file)
     if not found:
@@ -122,7 +122,7 @@ def _flat(results: Any) -> list[Generation]:
 
 def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloured: bool) -> Generation:
     from sakiyomi.cli.output import printed
-    from sakiyomi.outputs import Stats
+    from sakiyomi.core.outputs import Stats
 
     steps = list(printed(llm.stream(prompt, params, index=index), llm.tokenizer, params.stop, coloured))
     return Generation(

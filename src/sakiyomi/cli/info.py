@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 
 @dataclass(frozen=True)

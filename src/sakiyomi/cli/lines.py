@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 
 __all__ = ["Lines"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def show(place: MemoryPlace, options: ShowOptions, output: JsonOption) -> None:
     from datetime import datetime
 
     from sakiyomi.cli.output import emit_json, stdout, table
+    from sakiyomi.core.memory import readable
     from sakiyomi.drafters.memory import LIMIT, read_memory
-    from sakiyomi.memory import readable
 
     path = Path(place.file).expanduser()
     contents = read_memory(path)
@@ -113,7 +113,7 @@ def clear(place: MemoryPlace, output: JsonOption) -> None:
 
 def _decoder(target: str, digest: str) -> Any:
     from sakiyomi.cli.output import progress, quiet
-    from sakiyomi.fingerprint import tokenizer_digest
+    from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.loading import load_model
 
     with progress(f"loading {target}"):

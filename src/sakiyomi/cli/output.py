@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.progress import progress
+from sakiyomi.core.progress import progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sakiyomi.outputs import Step, TokenTrace
+    from sakiyomi.core.outputs import Step, TokenTrace
 
 __all__ = [
     "COLOURS",
@@ -115,7 +115,7 @@ class TokenPainter:
     """
 
     def __init__(self, console: Console, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        from sakiyomi.text import TextStream
+        from sakiyomi.core.text import TextStream
 
         self._console, self._text = console, TextStream(tokenizer, stop)
         self._status = "plain"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import typer
 
 from sakiyomi.cli.common import ModelOptions, command, load
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.server.config import ENVIRONMENT, ServerConfig
 
 __all__ = ["register"]

@@ -7,7 +7,7 @@ import typer
 from sakiyomi.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.cli.rows import PlotOption, Shown, show
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 
 def register(app: typer.Typer) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-from sakiyomi.errors import SakiyomiError
+from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import (
     DistillDataConfig,
     DraftConfig,

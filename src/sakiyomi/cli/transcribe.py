@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import typer
 
 from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
-from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def transcribe(options: TranscribeOptions, model: ModelOptions, params: Sampling
     """Run the command."""
     if not options.files:
         raise InputError("no file was given; expected one or more, for instance: sakiyomi transcribe speech.wav")
-    from sakiyomi.audio import Audio
     from sakiyomi.cli.output import emit_json, progress, stdout, write
+    from sakiyomi.core.audio import Audio
 
     # Before the model, which takes longer.
     sounds = [Audio.read(name, language=options.language, task=options.task) for name in options.files]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
-from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-    from sakiyomi.outputs import RoundTrace
+    from sakiyomi.core.outputs import RoundTrace
     from sakiyomi.predictions import Prediction
 
 WIDE = 1000  # columns: a deep tree is wrapped by the terminal, not cut

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context, Drafter, Rule
 from sakiyomi.drafters.merged import MergedDrafter
-from sakiyomi.errors import InputError
 
 __all__ = ["DRAFTERS", "Context", "Drafter", "Rule", "Surroundings", "make_drafter", "parse_drafters"]
 
@@ -108,9 +108,9 @@ def _lookup(argument: str, around: Surroundings) -> Drafter:
 
 
 def _suffix(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.drafters.memory import MemoryFile
     from sakiyomi.drafters.suffix import SuffixDrafter
-    from sakiyomi.fingerprint import tokenizer_digest
 
     if not argument:
         return SuffixDrafter()
@@ -118,9 +118,9 @@ def _suffix(argument: str, around: Surroundings) -> Drafter:
 
 
 def _ngram(argument: str, around: Surroundings) -> Drafter:
+    from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.drafters.ngram import NgramDrafter
     from sakiyomi.drafters.ngram_file import read_tables
-    from sakiyomi.fingerprint import tokenizer_digest
 
     if not argument:
         return NgramDrafter(around.vocab_size)

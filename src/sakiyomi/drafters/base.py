@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft, DraftKind, Rule
 from sakiyomi.gamma import Worth
 from sakiyomi.noise import RequestNoise
-from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft, DraftKind, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor

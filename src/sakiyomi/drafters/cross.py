@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.alignment import Lexicon, Mirror, continuation
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft, DraftKind, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.translation import Said, Translator
-from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft, DraftKind, TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor

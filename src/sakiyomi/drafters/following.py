@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.growth import Growth
-from sakiyomi.tree import Draft, DraftKind
 
 __all__ = ["FLOOR", "Reader", "TextDrafter"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TypeVar
 
+from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.gamma import Worth
-from sakiyomi.tree import Draft, Draw, TokenTree
 
 __all__ = ["Expand", "Growth", "grow"]
 

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from sakiyomi.builders import BUILDERS, Builder, Growth, Ranks
-from sakiyomi.clock import running_mean
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.running_mean import running_mean
+from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.errors import MemoryLimitError
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sakiyomi.core.params import SamplingParams
     from sakiyomi.model import PackedModel
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["LevelDrafter", "Levels", "begun", "is_drawn", "kind_of"]
 

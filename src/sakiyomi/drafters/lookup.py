@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
 from sakiyomi.drafters.following import FLOOR, TextDrafter
 from sakiyomi.drafters.growth import Growth
-from sakiyomi.errors import InputError
 
 __all__ = ["MOST", "LookupReader", "PromptLookup"]
 

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.levels import SHARPNESS, begun, is_drawn, kind_of
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.embedded import folder_of
-from sakiyomi.errors import InputError
 from sakiyomi.medusa.formats import read_heads
 from sakiyomi.medusa.guesser import Guesser
 from sakiyomi.medusa.tuned import Tuned, read_tuned
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sakiyomi.core.params import SamplingParams
     from sakiyomi.model import PackedModel
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["MedusaDrafter"]
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 
 __all__ = ["LIMIT", "Document", "MemoryFile", "read_memory"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from sakiyomi.clock import running_mean
+from sakiyomi.core.running_mean import running_mean
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context, Drafter, tell
 from sakiyomi.drafters.claims import Claims
 from sakiyomi.gamma import Worth
-from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
 
 __all__ = ["MergedDrafter"]
 

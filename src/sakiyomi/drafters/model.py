@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.errors import MemoryLimitError
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.prefix import LEAST, alike
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft
 
 if TYPE_CHECKING:
     from sakiyomi.cache.sources import Source

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.ngram import WIDEST, Seen, run_number
-from sakiyomi.errors import LoadError
 
 __all__ = ["FORMAT", "FileTables", "read_tables", "tables_bytes"]
 

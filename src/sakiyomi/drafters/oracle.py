@@ -11,9 +11,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
-from sakiyomi.errors import InputError
-from sakiyomi.tree import Draft, DraftKind, Draw, TokenTree
 
 __all__ = ["Answer", "Oracle"]
 

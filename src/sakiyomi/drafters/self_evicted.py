@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.excerpt import Excerpt
 from sakiyomi.keeping import Watched
 from sakiyomi.sampling import Sampler

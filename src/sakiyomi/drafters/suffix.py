@@ -14,6 +14,7 @@ from bisect import bisect
 from collections.abc import Sequence
 from heapq import nlargest
 
+from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
@@ -21,7 +22,6 @@ from sakiyomi.drafters.following import FLOOR, TextDrafter
 from sakiyomi.drafters.growth import Growth, grow
 from sakiyomi.drafters.memory import MemoryFile
 from sakiyomi.drafters.source import Source
-from sakiyomi.errors import LoadError
 
 __all__ = ["SuffixDrafter", "SuffixReader"]
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sakiyomi.alignment import Lexicon, continuation
+from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.gamma import Worth
-from sakiyomi.tree import Draft, Draw, TokenTree
 
 __all__ = ["Said", "Translator"]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters import DRAFTERS, Drafter, Surroundings, make_drafter, parse_drafters
 from sakiyomi.drafters.cross import CrossDrafter
 from sakiyomi.drafters.lookup import MOST, PromptLookup
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.dropin.state import ModelState
-from sakiyomi.errors import InputError
 from sakiyomi.generate import Engine
 from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, check_cross_pair, check_family, load_model, same_tokenizer, stop_tokens

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.dropin import reading
 from sakiyomi.dropin.engines import Assistance, Engines, Ready
 from sakiyomi.dropin.lockstep import Lockstep
-from sakiyomi.errors import InputError
 from sakiyomi.loading import has_encoder
-from sakiyomi.params import SamplingParams
 from sakiyomi.request import Request
 
 __all__ = ["CustomGenerate", "custom_generate"]

@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor
 
 from sakiyomi.cache.sources import Source
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.dropin.engines import NO_TEXT
-from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.intake import Asked, prompt_tokens
-from sakiyomi.params import SamplingParams
 from sakiyomi.seq2seq.families import family_of
 from sakiyomi.seq2seq.prompts import token_source
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels import dense, device, observe  # noqa: F401  (their operators are registered)
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.build import cache_folder, compiler
 from sakiyomi.kernels.plan import Plan
 from sakiyomi.kernels.tap import Tap
-from sakiyomi.process import TORCH_STATE
 
 logger = logging.getLogger("sakiyomi")
 Graph = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

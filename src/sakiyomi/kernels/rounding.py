@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.build import library_path
 from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, NativeModel, can_pack, to_halves
 from sakiyomi.kernels.pack import PACKED, present, weight_of

@@ -1,6 +1,6 @@
 """Models and tokenizers from wherever the user has them, with every kind of bad input refused in one clear sentence."""
 
-from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint
+from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.loading.families import has_encoder
 from sakiyomi.loading.model import Loaded, load_model, stop_tokens
 from sakiyomi.loading.pairs import check_cross_pair, check_family, check_pair, same_tokenizer

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.prompts import judging_text
 from sakiyomi.kernels.pack import PACKED
 from sakiyomi.kernels.rounding import RoundingReport, compare
-from sakiyomi.prompts import judging_text
 
 if TYPE_CHECKING:
     from sakiyomi.loading.reader import Reader

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.errors import LoadError, UnsupportedError
-from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.core.checkpoint import read_json
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.seq2seq.families import family_of
 
 __all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config"]

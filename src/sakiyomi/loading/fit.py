@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from sakiyomi.core.checkpoint import Checkpoint
+from sakiyomi.core.memory import available_bytes, readable, require_bytes
+from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.pack import PACKED
-from sakiyomi.loading.checkpoint import Checkpoint
 from sakiyomi.loading.families import has_experts
 from sakiyomi.loading.reader import quiet
-from sakiyomi.memory import available_bytes, readable, require_bytes
-from sakiyomi.process import TORCH_STATE
 
 __all__ = ["by_layer", "check_memory", "rounded_bytes", "without_weights"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.errors import LoadError, UnsupportedError
-from sakiyomi.loading.checkpoint import Checkpoint
+from sakiyomi.core.checkpoint import Checkpoint
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.loading.reader import quiet, short
 
 __all__ = ["read_gguf"]

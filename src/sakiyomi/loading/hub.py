@@ -12,9 +12,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from sakiyomi.embedded import EMBEDDED
-from sakiyomi.errors import LoadError, MemoryLimitError
-from sakiyomi.memory import readable
+from sakiyomi.core.embedded import EMBEDDED
+from sakiyomi.core.errors import LoadError, MemoryLimitError
+from sakiyomi.core.memory import readable
 
 __all__ = ["fetch", "looks_like_hub_id"]
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.embedded import folder_of, is_embedded_name
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE, Checkpoint, read_checkpoint
+from sakiyomi.core.embedded import folder_of, is_embedded_name
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.memory import require_bytes
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.rounding import check_rounding
 from sakiyomi.loading.accelerated import read_rounded
-from sakiyomi.loading.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE, Checkpoint, read_checkpoint
 from sakiyomi.loading.families import auto_class, check_supported, has_encoder, read_config
 from sakiyomi.loading.fit import by_layer, check_memory
 from sakiyomi.loading.gguf import read_gguf
@@ -40,7 +41,6 @@ from sakiyomi.loading.packed import (
 from sakiyomi.loading.placeholder import register
 from sakiyomi.loading.reader import Reader, quiet, short
 from sakiyomi.loading.stream import is_offloaded
-from sakiyomi.memory import require_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.memory import available_bytes, readable, require_bytes
 from sakiyomi.loading.fit import by_layer, without_weights
 from sakiyomi.loading.reader import Reader
 from sakiyomi.loading.stream import hooks
-from sakiyomi.memory import available_bytes, readable, require_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -35,14 +35,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.errors import LoadError, MemoryLimitError
+from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
+from sakiyomi.core.errors import LoadError, MemoryLimitError
+from sakiyomi.core.memory import readable
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.kernels.native import PARTS, NativeModel, PackedLinear, can_pack
 from sakiyomi.kernels.pack import Prepared, join_siblings
 from sakiyomi.kernels.rounding import RoundingReport
-from sakiyomi.loading.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
 from sakiyomi.loading.placeholder import METHOD
-from sakiyomi.memory import readable
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

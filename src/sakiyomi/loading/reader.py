@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.errors import LoadError, MemoryLimitError
+from sakiyomi.core.checkpoint import Checkpoint
+from sakiyomi.core.errors import LoadError, MemoryLimitError
+from sakiyomi.core.memory import readable
+from sakiyomi.core.process import TORCH_STATE
+from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import PACKED
-from sakiyomi.loading.checkpoint import Checkpoint
-from sakiyomi.memory import readable
-from sakiyomi.process import TORCH_STATE
-from sakiyomi.progress import progress
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.errors import LoadError
-from sakiyomi.loading.checkpoint import read_header
+from sakiyomi.core.checkpoint import read_header
+from sakiyomi.core.errors import LoadError
 
 __all__ = ["Extent", "WeightStream", "attach", "hooks", "is_offloaded"]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["Example", "Fact", "Task", "check_depth", "fitted", "hits", "tokens_of"]
 

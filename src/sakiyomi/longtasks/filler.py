@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["NOISE", "Filler", "Noise", "Supply", "Texts", "read_filler"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.longtasks.example import Example, Fact, check_depth, fitted, hits
 from sakiyomi.longtasks.facts import NEEDLES, locker, needle, pair, question
 from sakiyomi.longtasks.filler import NOISE, Filler, Supply

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.longtasks.example import Example, check_depth, fitted, hits
 from sakiyomi.longtasks.facts import question
 from sakiyomi.longtasks.keys import keys

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.medusa.heads import MedusaHeads
 
 __all__ = ["Backbone", "check_heads"]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sakiyomi.errors import InputError, LoadError
-from sakiyomi.loading.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
+from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 
 if TYPE_CHECKING:

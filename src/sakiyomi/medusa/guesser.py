@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.kernels.plan import Plan

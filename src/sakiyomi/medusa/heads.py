@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["HeadsShape", "MedusaHeads"]
 

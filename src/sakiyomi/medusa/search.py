@@ -18,15 +18,15 @@ import torch
 
 from sakiyomi import machine
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.medusa import MedusaDrafter
-from sakiyomi.embedded import folder_of
-from sakiyomi.errors import InputError, LoadError
 from sakiyomi.gamma import MOST_NODES
 from sakiyomi.kernels.plan import Segment
 from sakiyomi.medusa.ranks import Ranks, rank_texts
 from sakiyomi.medusa.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
-from sakiyomi.outputs import Stats
-from sakiyomi.params import SamplingParams
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of

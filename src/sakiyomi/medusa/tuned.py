@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 
 __all__ = ["FILE", "TuneConfig", "Tuned", "read_tuned", "write_tuned"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from sakiyomi.errors import InputError, LoadError
-from sakiyomi.loading.checkpoint import MERGING_FILE as FILE
-from sakiyomi.loading.checkpoint import read_json
-from sakiyomi.loading.trained import differences, read_tensors, write_trained
+from sakiyomi.core.checkpoint import MERGING_FILE as FILE
+from sakiyomi.core.checkpoint import read_json
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.trained import differences, read_tensors, write_trained
 from sakiyomi.merging.convolutions import Convolutions, MergingShape, check_shape
 
 __all__ = ["FILE", "MergingFile", "read_merging", "write_merging"]

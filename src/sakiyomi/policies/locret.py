@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.pack import linear_beside
 from sakiyomi.policies.base import Policy, View

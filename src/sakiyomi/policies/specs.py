@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from sakiyomi.cache.leveled_pairs import LeveledPacking
 from sakiyomi.cache.offloaded import Offloaded
 from sakiyomi.cache.packed_pairs import Packing
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import parse_bytes
 from sakiyomi.kernels.sparse import Sparse
-from sakiyomi.memory import parse_bytes
 from sakiyomi.policies.base import Policy
 from sakiyomi.policies.chance import Random
 from sakiyomi.policies.expected import Expected

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.embedded import folder_of
-from sakiyomi.errors import LoadError, UnsupportedError
-from sakiyomi.fingerprint import tokenizer_digest
-from sakiyomi.loading.checkpoint import RETAINING_FILE as FILE
-from sakiyomi.loading.checkpoint import read_checkpoint, read_header, read_json
-from sakiyomi.loading.trained import differences, write_trained
+from sakiyomi.core.checkpoint import RETAINING_FILE as FILE
+from sakiyomi.core.checkpoint import read_checkpoint, read_header, read_json
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.fingerprint import tokenizer_digest
+from sakiyomi.core.trained import differences, write_trained
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, check_heads
 from sakiyomi.retaining.raw import out_features
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 
 __all__ = ["RetainingHeads", "RetainingShape", "activation_of", "check_heads", "default_width"]
 

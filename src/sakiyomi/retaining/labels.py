@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.attention import call_arguments
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

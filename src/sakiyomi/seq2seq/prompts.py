@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sakiyomi.audio import Audio
 from sakiyomi.cache.sources import Source
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.core.audio import Audio
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.intake import Asked, prompt_tokens, with_ids
-from sakiyomi.params import SamplingParams
 from sakiyomi.seq2seq.defaults import default_processors
 from sakiyomi.seq2seq.families import Family, family_of
 

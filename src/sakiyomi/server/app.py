@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
-from sakiyomi import __version__
+from sakiyomi.core.version import __version__
 from sakiyomi.server import errors
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error

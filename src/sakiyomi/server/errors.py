@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from sakiyomi.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
 
 __all__ = ["ApiError", "ErrorReply", "api_error", "body_of", "install", "reply_to"]
 

@@ -14,7 +14,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import ToolFormat

@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.dialogue import Dialogue, read_template
-from sakiyomi.errors import InputError, UnsupportedError
 from sakiyomi.intake import prompt_tokens
 from sakiyomi.loading import has_encoder
-from sakiyomi.params import SamplingParams
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Constraint, Grammars

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from sakiyomi.outputs import Step
+from sakiyomi.core.outputs import Step
 
 if TYPE_CHECKING:
     from sakiyomi.server.worker import Job

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sakiyomi.outputs import Stats, TokenTrace
+from sakiyomi.core.outputs import Stats, TokenTrace
+from sakiyomi.core.text import TextStream
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.tools import ToolReader, shown
 from sakiyomi.server.worker import Event, Job
-from sakiyomi.text import TextStream
 
 __all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
 

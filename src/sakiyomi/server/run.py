@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.dialogue import read_template
-from sakiyomi.errors import InputError
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from sakiyomi.text import profile
+from sakiyomi.core.text import profile
 
 __all__ = ["TokenNames"]
 

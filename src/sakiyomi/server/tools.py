@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sakiyomi.core.text import profile
 from sakiyomi.server.errors import ApiError
-from sakiyomi.text import profile
 
 __all__ = ["FORMATS", "ToolFormat", "ToolReader", "shown", "tool_format"]
 

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from sakiyomi.outputs import RoundTrace, Stats, Step
-from sakiyomi.params import SamplingParams
-from sakiyomi.process import release_workers
+from sakiyomi.core.outputs import RoundTrace, Stats, Step
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.process import release_workers
 from sakiyomi.request import Place, Request
 from sakiyomi.server.errors import ApiError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.theory.chains import expected_tokens
 from sakiyomi.theory.checks import count, distribution, fraction
 

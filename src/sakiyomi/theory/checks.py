@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["cost", "count", "distribution", "fraction", "positive"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.counted import answered_tokens, chat_messages, written_chat
 from sakiyomi.train.data import Ids, TextSpec, excerpts, normalise, parse_text, read_records
 

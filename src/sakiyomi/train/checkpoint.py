@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.train.writing import writing
 
 KEEP = 2

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.merging.convolutions import Convolutions
 from sakiyomi.policies import Policy, View, read_cache

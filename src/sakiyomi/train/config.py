@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 
 def _field(

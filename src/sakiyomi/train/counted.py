@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.data import Ids, check_ids, encode_documents, normalise, read_records
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.llm import LLM
 from sakiyomi.loading.model import parse_device
 from sakiyomi.train.config import DistillDataConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.llm import LLM
 from sakiyomi.loading import load_model, stop_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams

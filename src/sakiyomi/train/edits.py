@@ -12,7 +12,7 @@ import torch
 from tokenizers import processors
 from transformers import AutoTokenizer, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerBase
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.train.config import EditsConfig
 from sakiyomi.train.data import Ids
 from sakiyomi.train.defects import Spoiler, sentences

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.train.data import Encoder, Ids, encode_documents, read_documents
 from sakiyomi.train.losses import next_token_loss
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sakiyomi import theory
-from sakiyomi.errors import SakiyomiError
+from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.export import model_folder
 from sakiyomi.train.report import Reporter

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.core.checkpoint import read_json
 from sakiyomi.medusa.heads import MedusaHeads
 from sakiyomi.merging.convolutions import Convolutions
 from sakiyomi.retaining.heads import RetainingHeads

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 
 __all__ = ["HELD_OUT", "Example", "read_examples", "write_examples"]
 

@@ -24,7 +24,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.growth import grow

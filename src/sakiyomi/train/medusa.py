@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from sakiyomi.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.memory import readable
 from sakiyomi.llm import LLM
 from sakiyomi.loading.model import parse_device
 from sakiyomi.medusa.backbone import Backbone
@@ -32,7 +33,6 @@ from sakiyomi.medusa.formats import write_heads
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 from sakiyomi.medusa.ranks import Ranks, rank_texts
 from sakiyomi.medusa.tuned import FILE as TUNED
-from sakiyomi.memory import readable
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS
 from sakiyomi.train.config import MedusaConfig

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
-from sakiyomi.errors import InputError
-from sakiyomi.fingerprint import tokenizer_digest
 from sakiyomi.train.config import NgramConfig
 from sakiyomi.train.data import Ids, Library
 from sakiyomi.train.evaluate import parse_valid

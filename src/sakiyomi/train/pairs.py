@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from sakiyomi.loading.checkpoint import read_json
+from sakiyomi.core.checkpoint import read_json
 from sakiyomi.scores import exact_match, word_error_rate
 from sakiyomi.train.checkpoint import checkpoints
 from sakiyomi.train.config import PairConfig

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.train.checkpoint import checkpoints, load_checkpoint
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.data import read_documents

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered
 from sakiyomi.train.config import AnsweredConfig
 from sakiyomi.train.data import Ids, check_shares, parse_text

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 from sakiyomi.longtasks.example import Fact
 from sakiyomi.longtasks.facts import locker, needle, pair
 from sakiyomi.longtasks.filler import NOISE, Supply, Texts

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.longtasks.facts import locker, needle, pair
 from sakiyomi.longtasks.filler import NOISE, Filler, Texts
 from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS

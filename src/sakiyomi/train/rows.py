@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.data import Encoder, Ids, TextSpec, encode_file
 
 

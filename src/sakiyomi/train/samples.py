@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.checkpoint import read_json
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.llm import LLM
-from sakiyomi.loading.checkpoint import read_json
-from sakiyomi.params import SamplingParams
 from sakiyomi.train.counted import token_ids
 from sakiyomi.train.data import Ids, TextSpec
 from sakiyomi.train.report import Reporter

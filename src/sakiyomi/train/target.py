@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.config import TargetConfig
 from sakiyomi.train.data import TextSpec, check_shares, parse_text, read_documents
 from sakiyomi.train.evaluate import bits_per_character, encode_held_out, parse_valid, read_held_out

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.config import PairConfig
 from sakiyomi.train.data import check_shares, parse_text
 from sakiyomi.train.evaluate import parse_valid, read_held_out

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"

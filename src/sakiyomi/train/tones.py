@@ -19,7 +19,7 @@ from transformers import (
     WhisperTokenizer,
 )
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.train.config import TonesConfig
 from sakiyomi.train.held_out import Example
 from sakiyomi.train.pairs import padded, train_pair

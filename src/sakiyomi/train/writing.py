@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from sakiyomi.errors import LoadError
+from sakiyomi.core.errors import LoadError
 
 
 @contextmanager

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import DraftError, InputError
+from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.tuning.predict import Chains, Expected, RoundCosts, by_chance, by_place, by_rank, calm, usual, weighed
 from sakiyomi.tuning.watch import Heard, Round, watched
 
 if TYPE_CHECKING:
+    from sakiyomi.core.params import SamplingParams
     from sakiyomi.llm import LLM
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["ALONE", "BATCH", "DEEP", "GAMMAS", "OVER", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
 

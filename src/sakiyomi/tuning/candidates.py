@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters import parse_drafters
-from sakiyomi.embedded import folder_of
-from sakiyomi.errors import InputError
 from sakiyomi.tuning.config import PairConfig
 
 if TYPE_CHECKING:

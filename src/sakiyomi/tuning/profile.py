@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi import machine
+from sakiyomi.core.embedded import is_embedded_name
+from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.drafters import parse_drafters
-from sakiyomi.embedded import is_embedded_name
-from sakiyomi.errors import LoadError, SakiyomiError
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.retaining.formats import fingerprint
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi import machine
-from sakiyomi.errors import InputError, SakiyomiError
-from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import read_prompts
+from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import read_prompts
 from sakiyomi.tuning.beginnings import beginnings
 from sakiyomi.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.tuning.candidates import available, named

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.tree import Draft
+from sakiyomi.core.tree import Draft
 
 if TYPE_CHECKING:
+    from sakiyomi.core.params import SamplingParams
     from sakiyomi.drafters import Context
     from sakiyomi.generate import Engine
-    from sakiyomi.params import SamplingParams
 
 __all__ = ["Heard", "Judged", "Round", "Written", "judged", "watched"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
-from sakiyomi.tree import DraftKind
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import DraftKind
 from sakiyomi.verifiers.base import Rows, Verifier
 from sakiyomi.verifiers.block import BlockVerifier
 from sakiyomi.verifiers.coupled import CoupledVerifier

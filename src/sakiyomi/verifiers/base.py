@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft, DraftKind, Rule, TokenTree, Verdict, VerdictKind
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, Tokens, as_row
-from sakiyomi.params import SamplingParams
 from sakiyomi.sampling import Sampler
-from sakiyomi.tree import Draft, DraftKind, Rule, TokenTree, Verdict, VerdictKind
 from sakiyomi.warping import best, chance, require_number
 
 __all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended"]

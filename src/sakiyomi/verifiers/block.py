@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from sakiyomi.core.tree import Draft, DraftKind, Verdict
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, draw, positive_part
-from sakiyomi.tree import Draft, DraftKind, Verdict
 from sakiyomi.verifiers.base import Rows, Rule, draft_rows, ended
 from sakiyomi.verifiers.ratio import LEAST_MASS, without
 

@@ -7,8 +7,8 @@ it proposes, the text is the same: for every drafter, gamma, tree, pruning and b
 
 from __future__ import annotations
 
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
 from sakiyomi.noise import RequestNoise
-from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
 from sakiyomi.verifiers.base import Rows, Rule
 from sakiyomi.verifiers.greedy import follow
 

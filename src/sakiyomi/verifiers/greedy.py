@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
 from sakiyomi.noise import RequestNoise
-from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
 from sakiyomi.verifiers.base import Rows, Rule, ended
 
 __all__ = ["GreedyVerifier", "follow"]

@@ -23,9 +23,9 @@ so that no subtree is judged twice, but its q is taken from p as any other's.
 
 from __future__ import annotations
 
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Draw, Verdict
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import Row, draw
-from sakiyomi.tree import DRAFT_KINDS, Draft, DraftKind, Draw, Verdict
 from sakiyomi.verifiers.base import Rows, Rule, draft_rows, ended
 from sakiyomi.verifiers.block import after_refusal, level_of
 from sakiyomi.verifiers.ratio import without

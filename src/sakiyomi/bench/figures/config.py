@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sakiyomi.bench.config import BenchConfig
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["ReportConfig"]
 

@@ -14,9 +14,9 @@ from sakiyomi.bench.models import NearTies
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
-from sakiyomi.errors import InputError, SakiyomiError
 from sakiyomi.train.ngram import count_tables
 
 if TYPE_CHECKING:

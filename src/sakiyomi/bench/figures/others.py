@@ -14,7 +14,7 @@ from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.bench.long.plot import accuracy
 from sakiyomi.bench.long.run import run
 from sakiyomi.bench.report import Row
-from sakiyomi.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.tuning.config import PairConfig
 from sakiyomi.tuning.search import tune
 

@@ -15,8 +15,8 @@ from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Lap, Spread
 from sakiyomi.bench.speed import everybody, peer_lap
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.errors import SakiyomiError
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

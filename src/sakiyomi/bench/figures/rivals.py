@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
-from sakiyomi.params import SamplingParams
-from sakiyomi.tree import Draft, DraftKind
 
 __all__ = ["GreedyDraft"]
 

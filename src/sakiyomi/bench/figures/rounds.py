@@ -9,8 +9,8 @@ from sakiyomi.bench.figures.section import Section, Theme, panels
 from sakiyomi.bench.figures.work import Work
 from sakiyomi.bench.long.plot import drawable
 from sakiyomi.bench.report import Row
-from sakiyomi.errors import UnsupportedError
-from sakiyomi.outputs import RoundTrace
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.outputs import RoundTrace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

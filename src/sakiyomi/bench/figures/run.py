@@ -24,7 +24,7 @@ from sakiyomi.bench.figures.section import THEMES, Section, picture
 from sakiyomi.bench.figures.work import Work
 from sakiyomi.bench.long.plot import check
 from sakiyomi.bench.report import Row
-from sakiyomi.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 
 __all__ = ["SECTIONS", "run"]
 

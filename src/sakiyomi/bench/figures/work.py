@@ -17,8 +17,8 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import unclaimed
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race, timed
 from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.outputs import Generation, Stats
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.outputs import Generation, Stats
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

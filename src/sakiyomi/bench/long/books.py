@@ -24,9 +24,9 @@ from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.bench.long.failures import caught
 from sakiyomi.bench.long.files import read_rows
 from sakiyomi.bench.long.systems import System
-from sakiyomi.errors import InputError
-from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import read_text
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import read_text
 
 if TYPE_CHECKING:
     from sakiyomi.bench.long.work import Loader

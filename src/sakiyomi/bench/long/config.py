@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from sakiyomi.errors import InputError
-from sakiyomi.memory import parse_bytes
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import parse_bytes
 
 __all__ = ["FORMATS", "LongConfig", "budget_pairs"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sakiyomi.errors import MemoryLimitError, SakiyomiError
+from sakiyomi.core.errors import MemoryLimitError, SakiyomiError
 
 __all__ = ["caught"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from sakiyomi.bench.long import metrics
 from sakiyomi.bench.long.files import Item, read_rows
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["TASKS", "read_infinitebench"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sakiyomi.bench.long import metrics
 from sakiyomi.bench.long.files import Item, read_rows, require
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["read_leval"]
 

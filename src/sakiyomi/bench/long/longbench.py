@@ -9,7 +9,7 @@ from typing import Any
 
 from sakiyomi.bench.long import metrics
 from sakiyomi.bench.long.files import Item, read_object, read_rows, require
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = ["METRICS", "read_longbench"]
 

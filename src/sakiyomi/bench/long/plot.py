@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sakiyomi.bench.report import Row, condition_line
-from sakiyomi.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

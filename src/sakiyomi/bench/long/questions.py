@@ -19,7 +19,7 @@ from sakiyomi.bench.long.files import Item
 from sakiyomi.bench.long.infinitebench import read_infinitebench
 from sakiyomi.bench.long.leval import read_leval
 from sakiyomi.bench.long.longbench import read_longbench
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 from sakiyomi.longtasks import TASKS, Example, Task
 
 __all__ = ["FromFile", "FromTasks", "Question", "Source", "check_tasks", "made", "middle_cut", "source"]

@@ -22,8 +22,8 @@ from sakiyomi.bench.long.systems import ONE_SHOT, System, systems
 from sakiyomi.bench.long.table import Perform, growth, reasons, table
 from sakiyomi.bench.long.work import Loader, Options, work
 from sakiyomi.bench.report import Row
-from sakiyomi.embedded import folder_of
-from sakiyomi.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.loading.model import parse_device, parse_dtype
 from sakiyomi.longtasks import TASKS
 

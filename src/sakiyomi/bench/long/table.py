@@ -16,7 +16,7 @@ from sakiyomi.bench.long.fit import longest, slope
 from sakiyomi.bench.long.questions import Question, Source
 from sakiyomi.bench.long.systems import System
 from sakiyomi.bench.report import Row
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["Perform", "growth", "measured", "reasons", "table"]
 

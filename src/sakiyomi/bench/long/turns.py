@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.bench.long.failures import caught
 from sakiyomi.bench.long.systems import System
-from sakiyomi.memory import resident_bytes
-from sakiyomi.params import SamplingParams
+from sakiyomi.core.memory import resident_bytes
+from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.bench.long.work import Loader

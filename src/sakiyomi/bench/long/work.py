@@ -16,9 +16,9 @@ from sakiyomi.bench.long.books import books
 from sakiyomi.bench.long.failures import caught
 from sakiyomi.bench.long.systems import ONE_SHOT, OneShot, Ours, Running, System
 from sakiyomi.bench.long.turns import turns
-from sakiyomi.errors import MemoryLimitError
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.memory import peak_bytes, readable, reset_peak, resident_bytes
 from sakiyomi.loading import load_model, stop_tokens
-from sakiyomi.memory import peak_bytes, readable, reset_peak, resident_bytes
 
 __all__ = ["KINDS", "Loader", "Options", "Watch", "answers", "work"]
 

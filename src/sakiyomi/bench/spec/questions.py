@@ -14,7 +14,7 @@ from pathlib import Path
 from sakiyomi.bench.long.config import split_list
 from sakiyomi.bench.long.files import read_rows, require
 from sakiyomi.bench.spec.own import OWN
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = ["Question", "chosen", "digest", "own_questions", "read_questions"]
 

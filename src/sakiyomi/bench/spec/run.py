@@ -24,13 +24,13 @@ from sakiyomi.bench.spec.questions import Question, chosen, digest, own_question
 from sakiyomi.bench.spec.results import PLAIN, Record, Results
 from sakiyomi.bench.spec.table import rows
 from sakiyomi.bench.undrafted import Undrafted
+from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import STORIES
 from sakiyomi.dialogue import WORDS, Dialogue, read_template
 from sakiyomi.drafters import parse_drafters
-from sakiyomi.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.loading import has_encoder
-from sakiyomi.outputs import Stats
-from sakiyomi.params import SamplingParams
-from sakiyomi.prompts import STORIES
 from sakiyomi.tuning.candidates import available
 from sakiyomi.tuning.config import PairConfig
 

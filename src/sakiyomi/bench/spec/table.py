@@ -15,7 +15,7 @@ from typing import Any
 from sakiyomi.bench.report import Row, unclaimed
 from sakiyomi.bench.runner import Agreement, Lap, Spread, Standing
 from sakiyomi.bench.spec.results import PLAIN, Record, Results, differences
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 __all__ = ["ALL", "compared", "figures", "rows"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sakiyomi.errors import InputError, MemoryLimitError
+from sakiyomi.core.errors import InputError, MemoryLimitError
 
 __all__ = [
     "available_bytes",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from sakiyomi.errors import InputError
+from sakiyomi.core.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = ["STORIES", "judging_text", "read_prompts", "read_references", "read_text"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.errors import LoadError
-from sakiyomi.memory import readable
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.memory import readable
 
 __all__ = ["Checkpoint", "read_checkpoint", "read_header", "read_json"]
 

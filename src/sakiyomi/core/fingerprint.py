@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from sakiyomi.errors import UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 
 __all__ = ["tokenizer_digest"]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.errors import InputError, LoadError
-from sakiyomi.loading.checkpoint import read_header
+from sakiyomi.core.checkpoint import read_header
+from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sakiyomi.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = ["EMBEDDED", "HEADS", "embedded", "folder_of", "is_embedded_name"]
 
@@ -17,7 +17,7 @@ EMBEDDED = ("tales", "tales-draft", "retriever")
 HEADS = ("tales-medusa", "tales-retaining", "retriever-retaining", "retriever-retaining-query")
 """Names of heads that belong to one of them."""
 
-_ROOT = Path(__file__).resolve().parent / "models"
+_ROOT = Path(__file__).resolve().parents[1] / "models"
 
 
 def embedded(name: str) -> Path:

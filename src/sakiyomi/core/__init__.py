@@ -1,0 +1,1 @@
+"""What every layer uses: errors, parameters, results, trees, text, files. It knows no models."""
