@@ -22,7 +22,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.sources import Source
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.model import PackedModel
 
 _BART = {"d_model": 768, "encoder_attention_heads": 12, "decoder_attention_heads": 12}

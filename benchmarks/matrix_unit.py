@@ -10,9 +10,9 @@ import time
 
 import torch
 
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.kernels.plan import Plan, Segment
 
 ROWS = (1, 2, 5, 8, 16, 32, 64, 256)
 LAYERS, LAPS = 12, 9

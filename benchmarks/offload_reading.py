@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from sakiyomi import LLM
-from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.batch import Plan
 from sakiyomi.machine import conditions
 
 ROWS = (1, 16, 65, 129)

@@ -24,7 +24,7 @@ from sakiyomi import LLM
 from sakiyomi.bench.models import random_llama
 from sakiyomi.cache.packed_pairs import GROUP
 from sakiyomi.keeping import Keeping
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.model import PackedModel
 from sakiyomi.policies import read_cache
 

@@ -11,7 +11,7 @@ from sakiyomi.referee import Divergence
 
 if TYPE_CHECKING:
     from sakiyomi.frequencies import Fit
-    from sakiyomi.kernels.rounding import RoundingReport
+    from sakiyomi.kernels.quantization import RoundingReport
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "Texts", "shape_name"]
 

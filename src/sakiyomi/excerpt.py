@@ -16,7 +16,7 @@ from sakiyomi.model import DRAFT_SIZES, SIZES, PackedModel
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sakiyomi.kernels.plan import Plan
+    from sakiyomi.kernels.batch import Plan
 
 __all__ = ["Excerpt"]
 

@@ -29,7 +29,7 @@ from sakiyomi.drafting import Drafting
 from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Asked, Intake, TextIntake
 from sakiyomi.keeping import surprise
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.places import Places
 from sakiyomi.prefix import Prefix

@@ -16,7 +16,7 @@ import torch
 
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.version import __version__
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

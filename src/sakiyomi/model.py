@@ -30,6 +30,7 @@ from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.keeping import ENDLESS, Everything, Keeping, Watched
 from sakiyomi.kernels import attention, observe
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.dense import Dense, take_over
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
@@ -38,8 +39,7 @@ from sakiyomi.kernels.made import listening
 from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
-from sakiyomi.kernels.plan import Plan, Segment
-from sakiyomi.kernels.rounding import RoundingReport, check_rounding, choose_bits, compare, layer_errors
+from sakiyomi.kernels.quantization import RoundingReport, check_rounding, choose_bits, compare, layer_errors
 from sakiyomi.kernels.tap import Tap
 from sakiyomi.loading.families import has_experts
 from sakiyomi.loading.stream import attach, is_offloaded

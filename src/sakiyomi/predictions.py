@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.warping import chance, leading
 
 if TYPE_CHECKING:

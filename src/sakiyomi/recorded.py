@@ -19,7 +19,7 @@ from torch import Tensor
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
 from sakiyomi.keeping import Everything
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 
 __all__ = ["STATES", "WIDTH", "Listener", "Narrow", "Recording", "TableModel", "narrow", "telling"]
 

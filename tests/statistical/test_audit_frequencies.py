@@ -23,7 +23,7 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Rule, Verdict
 from sakiyomi.frequencies import Frequencies, Ranked, chance_to_see, rank, shift_to_see
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.noise import RequestNoise
 from sakiyomi.numerics import draw
 from sakiyomi.recorded import STATES, WIDTH, Recording, TableModel, narrow, telling

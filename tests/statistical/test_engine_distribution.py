@@ -26,7 +26,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.medusa.formats import write_heads
 from sakiyomi.model import PackedModel
 from sakiyomi.sampling import Sampler

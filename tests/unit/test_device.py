@@ -22,8 +22,8 @@ from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.generate import Engine
 from sakiyomi.kernels import device, native
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.device import CudaGraphs, DevicePass
-from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.model import SIZES, PackedModel
 from toys import tiny_llama, tiny_tokenizer
 

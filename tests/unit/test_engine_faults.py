@@ -22,8 +22,8 @@ from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels import native
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.dense import Dense
-from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.model import PackedModel
 from toys import character_tokenizer, tiny_llama
 

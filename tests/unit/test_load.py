@@ -11,7 +11,7 @@ from architectures import VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.gamma import MOST_NODES
-from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.batch import Plan
 from sakiyomi.model import PackedModel
 from toys import character_tokenizer, tiny_llama
 

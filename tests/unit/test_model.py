@@ -18,9 +18,9 @@ from transformers import Llama4TextConfig
 import sakiyomi.kernels.native
 from architectures import ALL, REFUSED, VOCAB, WINDOW, logits_after, make, model_of, prompt, refused_model
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.pack import Watch
-from sakiyomi.kernels.plan import Segment
 from sakiyomi.loading.families import check_supported
 from sakiyomi.model import PackedModel
 

@@ -23,7 +23,7 @@ from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParam
 from sakiyomi.bench import suites
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.gamma import FAR, FAR_NODES, MOST_NODES, AutoSize, Costs
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.loading import fit, load_model, offload
 from sakiyomi.loading.stream import Extent, WeightStream
 from toys import character_tokenizer, save_model, tiny_llama

@@ -34,7 +34,7 @@ from sakiyomi.core.embedded import embedded
 from sakiyomi.core.memory import readable
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.kernels.rounding import compare
+from sakiyomi.kernels.quantization import compare
 from sakiyomi.loading import load_model, packed, read_checkpoint
 from sakiyomi.loading import model as loading_model
 from sakiyomi.loading.accelerated import torchao
@@ -488,7 +488,7 @@ def test_what_may_still_be_written_stays(tmp_path: Path) -> None:
 
 def test_the_self_test_runs_once_a_load(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[NativeModel] = []
-    monkeypatch.setattr("sakiyomi.kernels.rounding._adds_up", lambda native: runs.append(native) or True)
+    monkeypatch.setattr("sakiyomi.kernels.quantization._adds_up", lambda native: runs.append(native) or True)
     for count, target in enumerate((fresh, fresh, fresh / COPY, (tiny_llama(), TOKENIZER)), start=1):
         load(target, quantize=None if target == fresh / COPY else "int8")
         assert len(runs) == count

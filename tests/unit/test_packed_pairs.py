@@ -28,9 +28,9 @@ from sakiyomi.cache.packed_pairs import (
 )
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.kernels.plan import Plan, Segment
 from sakiyomi.policies import CacheSpec, read_cache
 from turning import fit
 

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from architectures import ALL, REFUSED, model_of, prompt, refused_model
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
-from sakiyomi.kernels.plan import Plan, Segment
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.loading import load_model
 from sakiyomi.model import PackedModel
 from sakiyomi.retaining import labels

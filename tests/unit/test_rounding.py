@@ -16,11 +16,11 @@ import sakiyomi.kernels.native
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
-from sakiyomi.kernels import rounding
+from sakiyomi.kernels import quantization as rounding
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.pack import join_siblings
-from sakiyomi.kernels.plan import Plan, Segment
-from sakiyomi.kernels.rounding import ROUNDINGS, check_rounding, choose_bits, compare, layer_errors
+from sakiyomi.kernels.quantization import ROUNDINGS, check_rounding, choose_bits, compare, layer_errors
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error

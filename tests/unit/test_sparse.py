@@ -20,8 +20,8 @@ from sakiyomi.audit import audit
 from sakiyomi.audit_report import AuditConfig
 from sakiyomi.bench.long.systems import systems
 from sakiyomi.cache.packed_pairs import Packing
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.kernels.plan import Segment
 from sakiyomi.kernels.sparse import Chunk, attend_some
 from sakiyomi.policies import CacheSpec, read_cache
 from sakiyomi.policies.minference import LAST, PATTERNS, MInference, diagonal_sums

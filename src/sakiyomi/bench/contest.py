@@ -18,7 +18,7 @@ from sakiyomi.bench.runner import Contender, Lap, race, timed
 from sakiyomi.bench.speed import everybody, pair_conditions
 from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.kernels.rounding import ROUNDINGS
+from sakiyomi.kernels.quantization import ROUNDINGS
 
 __all__ = ["peers"]
 

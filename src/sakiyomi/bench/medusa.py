@@ -21,7 +21,7 @@ from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.sampling import Sampler
 from sakiyomi.verifiers.typical import threshold
 

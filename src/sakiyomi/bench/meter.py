@@ -12,7 +12,7 @@ from sakiyomi.machine import bandwidth
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import SlotCache
     from sakiyomi.generate import Engine
-    from sakiyomi.kernels.plan import Plan
+    from sakiyomi.kernels.batch import Plan
 
 __all__ = ["Meter", "round_figures"]
 

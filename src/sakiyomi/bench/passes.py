@@ -13,7 +13,7 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.bench.report import Row
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.machine import bandwidth
 
 if TYPE_CHECKING:

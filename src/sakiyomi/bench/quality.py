@@ -17,7 +17,7 @@ from sakiyomi.bench.config import BenchConfig
 from sakiyomi.bench.runner import Contender
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.prompts import read_text
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

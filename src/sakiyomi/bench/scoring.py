@@ -12,7 +12,7 @@ import torch
 from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.bench.report import Row
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.theory import best_tree
 
 if TYPE_CHECKING:

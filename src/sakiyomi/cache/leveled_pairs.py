@@ -29,7 +29,7 @@ from sakiyomi.cache.packed_pairs import (
     value_bytes,
 )
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.kernels.rotary import Rotation, make_turn
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.batch import Plan
 
 __all__ = ["Notes"]
 

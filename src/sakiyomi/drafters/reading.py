@@ -14,7 +14,7 @@ from sakiyomi.builders import Builder, Growth
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.numerics import Row, draw_distinct, top_tokens
 from sakiyomi.sampling import Sampler
 from sakiyomi.warping import best, best_token, leading

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sakiyomi.cache.slots import Part, SlotCache
 from sakiyomi.cache.sources import SourceCache
-from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.sparse import Chunk, Sparse, attend_some
 
 

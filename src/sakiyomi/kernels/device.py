@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
+from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.dense import attend_all
-from sakiyomi.kernels.plan import Plan
 
 __all__ = ["CudaGraphs", "DevicePass"]
 

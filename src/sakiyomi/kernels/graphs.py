@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.process import TORCH_STATE
+from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.build import cache_folder, compiler
-from sakiyomi.kernels.plan import Plan
 from sakiyomi.kernels.tap import Tap
 
 logger = logging.getLogger("sakiyomi")

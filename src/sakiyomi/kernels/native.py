@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cache.sources import SourceCache
+from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.build import native
-from sakiyomi.kernels.plan import Plan
 
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 32  # output channels side by side, as linear.h reads them

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.batch import Plan
 
 if TYPE_CHECKING:
     from sakiyomi.cache.notes import Notes

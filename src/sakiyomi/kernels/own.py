@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Cache
 
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.kernels.plan import Plan
+from sakiyomi.kernels.batch import Plan
 
 
 class OwnAttention(Cache):

@@ -16,7 +16,7 @@ from sakiyomi.cache.slots import LayerShape
 from sakiyomi.kernels.native import NativeModel, PackedLinear, can_pack
 
 if TYPE_CHECKING:
-    from sakiyomi.kernels.rounding import RoundingReport
+    from sakiyomi.kernels.quantization import RoundingReport
 
 __all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.prompts import judging_text
 from sakiyomi.kernels.pack import PACKED
-from sakiyomi.kernels.rounding import RoundingReport, compare
+from sakiyomi.kernels.quantization import RoundingReport, compare
 
 if TYPE_CHECKING:
     from sakiyomi.loading.reader import Reader

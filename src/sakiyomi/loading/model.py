@@ -20,7 +20,7 @@ from sakiyomi.core.embedded import folder_of, is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.kernels.pack import Prepared
-from sakiyomi.kernels.rounding import check_rounding
+from sakiyomi.kernels.quantization import check_rounding
 from sakiyomi.loading.accelerated import read_rounded
 from sakiyomi.loading.families import auto_class, check_supported, has_encoder, read_config
 from sakiyomi.loading.fit import by_layer, check_memory

@@ -41,7 +41,7 @@ from sakiyomi.core.memory import readable
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.kernels.native import PARTS, NativeModel, PackedLinear, can_pack
 from sakiyomi.kernels.pack import Prepared, join_siblings
-from sakiyomi.kernels.rounding import RoundingReport
+from sakiyomi.kernels.quantization import RoundingReport
 from sakiyomi.loading.placeholder import METHOD
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.pack import linear_beside
-from sakiyomi.kernels.plan import Plan
 from sakiyomi.medusa.backbone import check_heads
 from sakiyomi.medusa.heads import MedusaHeads
 

@@ -24,7 +24,7 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.gamma import MOST_NODES
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.medusa.ranks import Ranks, rank_texts
 from sakiyomi.medusa.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
 from sakiyomi.theory import expected_tree_tokens

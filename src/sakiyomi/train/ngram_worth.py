@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sakiyomi import machine, theory
 from sakiyomi.drafters.ngram import SIBLINGS, NgramReader, Tables
-from sakiyomi.kernels.plan import Segment
+from sakiyomi.kernels.batch import Segment
 from sakiyomi.train.data import Ids
 from sakiyomi.train.report import Reporter
 

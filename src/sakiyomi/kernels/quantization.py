@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.build import library_path
 from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, NativeModel, can_pack, to_halves
 from sakiyomi.kernels.pack import PACKED, present, weight_of
-from sakiyomi.kernels.plan import Plan, Segment
 
 __all__ = ["ROUNDINGS", "Rounding", "RoundingReport", "check_rounding", "choose_bits", "compare", "layer_errors"]
 
