@@ -20,9 +20,9 @@ import torch
 
 from sakiyomi.core.tree import Draft
 from sakiyomi.kernels.build import native
-from sakiyomi.noise import RequestNoise
-from sakiyomi.sampling import Sampler, SamplingParams, best_token, draw
-from sakiyomi.verifiers import VERIFIERS, Rows
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.sampler import Sampler, SamplingParams, best_token, draw
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 
 GOALS = {"greedy": 0.3, "temperature": 0.6, "top_k": 0.6, "top_p": 1.5, "coupled": 1.5, "coupled_top_p": 1.5}
 CASES = {

@@ -33,7 +33,7 @@ from sakiyomi.drafters.following import TextDrafter
 from sakiyomi.drafters.lookup import LookupReader, PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.noise import RequestNoise
+from sakiyomi.sampling.rng import RequestNoise
 
 GAMMA = 8
 ROUNDS = 300

@@ -15,7 +15,7 @@ from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.noise import RequestNoise
+from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.train.ngram import count_tables
 
 KINDS = ("prompt-lookup", "suffix", "ngram", "tables")

@@ -24,7 +24,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.referee import Divergence, Referee, Scores, coupled_scores, greedy_scores
 from sakiyomi.sampled import SampledTests, drafted_kind
-from sakiyomi.verifiers import VERIFIERS
+from sakiyomi.sampling.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter

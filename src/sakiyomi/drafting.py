@@ -20,7 +20,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.gamma import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Gain, Size
 from sakiyomi.request import Request
-from sakiyomi.verifiers import Verifier, check_fits, choose_verifier
+from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

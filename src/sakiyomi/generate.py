@@ -30,12 +30,12 @@ from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Asked, Intake, TextIntake
 from sakiyomi.keeping import surprise
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.noise import RequestNoise
 from sakiyomi.places import Places
 from sakiyomi.prefix import Prefix
 from sakiyomi.request import Place, Request
-from sakiyomi.sampling import Sampler
-from sakiyomi.verifiers import Rows
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers import Rows
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

@@ -11,7 +11,7 @@ import torch
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.warping import chance, leading
+from sakiyomi.sampling.probs import chance, leading
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.noise import RequestNoise
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["Divergence", "Referee", "Scores", "coupled_scores", "greedy_scores"]
 

@@ -17,10 +17,10 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context
 from sakiyomi.gamma import SizePolicy
-from sakiyomi.numerics import as_row
 from sakiyomi.prefix import Prefix, alike
-from sakiyomi.sampling import Sampler
-from sakiyomi.verifiers import Rows, Verifier
+from sakiyomi.sampling.rows import as_row
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers import Rows, Verifier
 
 __all__ = ["Place", "Request"]
 

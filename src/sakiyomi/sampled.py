@@ -23,8 +23,8 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.frequencies import Frequencies, rank
 from sakiyomi.generate import Engine
 from sakiyomi.recorded import STATES, WIDTH, Listener, Narrow, Recording, TableModel, narrow
-from sakiyomi.sampling import Sampler
-from sakiyomi.verifiers import VERIFIERS
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
     from sakiyomi.bench.undrafted import Undrafted

@@ -22,7 +22,7 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.cross import CrossDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model import PackedModel
-from sakiyomi.noise import RequestNoise
+from sakiyomi.sampling.rng import RequestNoise
 from toys import (
     byte_fallback_tokenizer,
     character_tokenizer,

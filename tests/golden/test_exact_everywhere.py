@@ -41,7 +41,7 @@ from sakiyomi.policies.specs import MERGERS, PACKINGS, PLACES, SPARSE
 from sakiyomi.retaining.formats import write_heads
 from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.retaining.raw import Raw
-from sakiyomi.verifiers import VERIFIERS, Verifier
+from sakiyomi.sampling.verifiers import VERIFIERS, Verifier
 from toys import character_tokenizer, save_model
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sakiyomi import theory
-from sakiyomi.noise import RequestNoise
-from sakiyomi.verifiers import VERIFIERS
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.verifiers import VERIFIERS
 from statistical import drafters
 from statistical.harness import generate
 

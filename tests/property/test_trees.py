@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sakiyomi.core.tree import Draft, Draw, TokenTree
-from sakiyomi.noise import RequestNoise
-from sakiyomi.verifiers import VERIFIERS, Rows
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 
 V = 6
 

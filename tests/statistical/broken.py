@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import draw, top_tokens
-from sakiyomi.verifiers import BlockVerifier, RatioVerifier, Rows, TraversalVerifier
-from sakiyomi.verifiers.base import Rule, ended
-from sakiyomi.verifiers.greedy import follow
-from sakiyomi.verifiers.ratio import residual
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import draw, top_tokens
+from sakiyomi.sampling.verifiers import BlockVerifier, RatioVerifier, Rows, TraversalVerifier
+from sakiyomi.sampling.verifiers.base import Rule, ended
+from sakiyomi.sampling.verifiers.greedy import follow
+from sakiyomi.sampling.verifiers.ratio import residual
 from statistical.harness import Propose, Table, as_probs
 
 

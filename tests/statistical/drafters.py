@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import draw, draw_distinct, top_tokens
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import draw, draw_distinct, top_tokens
 from statistical.harness import Propose, Table, as_probs
 
 

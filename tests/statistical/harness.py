@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from sakiyomi.core.tree import Draft
-from sakiyomi.noise import RequestNoise
-from sakiyomi.verifiers import Rows, Verifier
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.verifiers import Rows, Verifier
 
 V = 8
 SAMPLES = 20_000

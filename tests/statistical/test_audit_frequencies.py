@@ -24,11 +24,11 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Rule, Verdict
 from sakiyomi.frequencies import Frequencies, Ranked, chance_to_see, rank, shift_to_see
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import draw
 from sakiyomi.recorded import STATES, WIDTH, Recording, TableModel, narrow, telling
-from sakiyomi.verifiers import VERIFIERS, RatioVerifier, Rows
-from sakiyomi.verifiers.base import ended
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import draw
+from sakiyomi.sampling.verifiers import VERIFIERS, RatioVerifier, Rows
+from sakiyomi.sampling.verifiers.base import ended
 from statistical import broken
 from toys import save_model, tiny_llama, tiny_tokenizer
 

@@ -29,7 +29,7 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.medusa.formats import write_heads
 from sakiyomi.model import PackedModel
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.sampler import Sampler
 from statistical.harness import LEVEL, p_value
 from text_drafters import KINDS, Wide, text_drafter
 from toys import character_tokenizer, tiny_llama

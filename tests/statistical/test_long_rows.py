@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sakiyomi.core.tree import Draft, Draw, TokenTree
-from sakiyomi.noise import RequestNoise
-from sakiyomi.sampling import Sampler, SamplingParams, draw, draw_distinct
-from sakiyomi.verifiers import VERIFIERS, Rows
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.sampler import Sampler, SamplingParams, draw, draw_distinct
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from statistical.harness import LEVEL, p_value
 
 SIZE = 6000

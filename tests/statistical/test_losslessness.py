@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import draw
-from sakiyomi.verifiers import VERIFIERS, Rows, Verifier
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import draw
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier
 from statistical import broken, drafters
 from statistical.harness import (
     LEVEL,

@@ -20,9 +20,9 @@ from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.kernels.build import native
 from sakiyomi.llm import LLM
 from sakiyomi.model import PackedModel
-from sakiyomi.noise import RequestNoise
 from sakiyomi.referee import Referee, coupled_scores, greedy_scores
-from sakiyomi.verifiers import VERIFIERS, Rows
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PROMPTS = ["Once upon a time", "The fox"]

@@ -30,8 +30,8 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.llm import LLM
 from sakiyomi.medusa.formats import write_heads
+from sakiyomi.sampling.verifiers import VERIFIERS
 from sakiyomi.theory import expected_tokens, guess_acceptance
-from sakiyomi.verifiers import VERIFIERS
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 pytest.importorskip("matplotlib")

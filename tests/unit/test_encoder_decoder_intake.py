@@ -286,7 +286,7 @@ def test_what_stands_in_the_source_is_proposed() -> None:
     from sakiyomi.drafters import Context
     from sakiyomi.drafters.lookup import PromptLookup
     from sakiyomi.drafters.suffix import SuffixDrafter
-    from sakiyomi.noise import RequestNoise
+    from sakiyomi.sampling.rng import RequestNoise
 
     source = Source({}, 6, (5, 6, 7, 8, 9, 10))
     for drafter in (PromptLookup(), SuffixDrafter()):

@@ -15,7 +15,7 @@ from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.tree import DRAFT_KINDS
 from sakiyomi.drafters.base import Context
-from sakiyomi.verifiers.base import Rule
+from sakiyomi.sampling.verifiers.base import Rule
 
 ROOT = Path(__file__).resolve().parents[2]
 TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from sakiyomi.noise import _SCALE, RequestNoise, Uniforms
+from sakiyomi.sampling.rng import _SCALE, RequestNoise, Uniforms
 
 
 def weights(size: int, seed: int = 0, spread: float = 3.0) -> np.ndarray:

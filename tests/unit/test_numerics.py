@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from sakiyomi import SamplingParams, numerics, warping
+from sakiyomi import SamplingParams
 from sakiyomi.kernels.build import native
-from sakiyomi.noise import Uniforms
-from sakiyomi.numerics import as_row, draw, draw_distinct, largest, positive_part, top_tokens
-from sakiyomi.warping import fill_row
+from sakiyomi.sampling.probs import fill_row
+from sakiyomi.sampling.rng import Uniforms
+from sakiyomi.sampling.rows import as_row, draw, draw_distinct, largest, positive_part, top_tokens
+from sakiyomi.sampling.sampler import probs as warping
+from sakiyomi.sampling.sampler import rows as numerics
 
 SIZES = (1, 8, 127, 1000, 4096, 32000, 32064, 50257)
 

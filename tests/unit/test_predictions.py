@@ -8,7 +8,7 @@ import torch
 from sakiyomi.core.errors import InputError
 from sakiyomi.model import PackedModel
 from sakiyomi.predictions import predictions
-from sakiyomi.warping import leading
+from sakiyomi.sampling.probs import leading
 from toys import tiny_llama
 
 
@@ -53,7 +53,7 @@ def test_leading_tokens_and_their_log_softmax(
             order = row.float().sort(descending=True, stable=True).indices[:8].tolist()
             assert tokens == order
             assert scores == pytest.approx(row.float().log_softmax(-1)[order].tolist(), abs=2e-5)
-        monkeypatch.setattr("sakiyomi.warping.loaded", lambda: None)
+        monkeypatch.setattr("sakiyomi.sampling.probs.loaded", lambda: None)
 
 
 def test_leading_of_a_row_that_is_none() -> None:

@@ -20,8 +20,8 @@ from transformers import (
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import TokenTree
 from sakiyomi.kernels.build import native
-from sakiyomi.sampling import Sampler, SamplingParams, best_token, reference_probs, to_probs
-from sakiyomi.warping import best, chance, fill_row
+from sakiyomi.sampling.probs import best, chance, fill_row
+from sakiyomi.sampling.sampler import Sampler, SamplingParams, best_token, reference_probs, to_probs
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},

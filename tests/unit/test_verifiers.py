@@ -9,9 +9,9 @@ import torch
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.kernels.build import native
-from sakiyomi.noise import RequestNoise
-from sakiyomi.sampling import Sampler, SamplingParams
-from sakiyomi.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier, residual
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.sampler import Sampler, SamplingParams
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier, residual
 
 V = 8
 

@@ -13,10 +13,10 @@ from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.verifiers import VERIFIERS, Rows
-from sakiyomi.verifiers.base import Rule, draft_rows
-from sakiyomi.verifiers.block import level_of
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.verifiers import VERIFIERS, Rows
+from sakiyomi.sampling.verifiers.base import Rule, draft_rows
+from sakiyomi.sampling.verifiers.block import level_of
 
 __all__ = ["block"]
 

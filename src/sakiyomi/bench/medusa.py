@@ -22,8 +22,8 @@ from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.sampling import Sampler
-from sakiyomi.verifiers.typical import threshold
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers.typical import threshold
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

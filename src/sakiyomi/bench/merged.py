@@ -24,7 +24,7 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["merged"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Rule
 from sakiyomi.gamma import Worth
-from sakiyomi.noise import RequestNoise
+from sakiyomi.sampling.rng import RequestNoise
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from sakiyomi.layers import FirstLayers

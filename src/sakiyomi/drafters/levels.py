@@ -19,7 +19,7 @@ from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from sakiyomi.drafters.reading import Reading
 from sakiyomi.medusa.formats import read_heads
 from sakiyomi.medusa.guesser import Guesser
 from sakiyomi.medusa.tuned import Tuned, read_tuned
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.prefix import LEAST, alike
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from sakiyomi.cache.sources import Source

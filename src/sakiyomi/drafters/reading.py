@@ -15,9 +15,9 @@ from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.numerics import Row, draw_distinct, top_tokens
-from sakiyomi.sampling import Sampler
-from sakiyomi.warping import best, best_token, leading
+from sakiyomi.sampling.probs import best, best_token, leading
+from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
+from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from torch import Tensor

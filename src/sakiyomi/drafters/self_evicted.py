@@ -22,7 +22,7 @@ from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.excerpt import Excerpt
 from sakiyomi.keeping import Watched
-from sakiyomi.sampling import Sampler
+from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, draw
-from sakiyomi.verifiers.base import Rows, Rule, ended
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import Row, draw
+from sakiyomi.sampling.verifiers.base import Rows, Rule, ended
 
 __all__ = ["TypicalVerifier", "threshold"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import DraftKind
-from sakiyomi.verifiers.base import Rows, Verifier
-from sakiyomi.verifiers.block import BlockVerifier
-from sakiyomi.verifiers.coupled import CoupledVerifier
-from sakiyomi.verifiers.greedy import GreedyVerifier
-from sakiyomi.verifiers.ratio import RatioVerifier, residual
-from sakiyomi.verifiers.traversal import TraversalVerifier
-from sakiyomi.verifiers.typical import TypicalVerifier
+from sakiyomi.sampling.verifiers.base import Rows, Verifier
+from sakiyomi.sampling.verifiers.block import BlockVerifier
+from sakiyomi.sampling.verifiers.coupled import CoupledVerifier
+from sakiyomi.sampling.verifiers.greedy import GreedyVerifier
+from sakiyomi.sampling.verifiers.ratio import RatioVerifier, residual
+from sakiyomi.sampling.verifiers.traversal import TraversalVerifier
+from sakiyomi.sampling.verifiers.typical import TypicalVerifier
 
 __all__ = [
     "VERIFIERS",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from sakiyomi.numerics import Row, Tokens, largest
+from sakiyomi.sampling.rows import Row, Tokens, largest
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ it proposes, the text is the same: for every drafter, gamma, tree, pruning and b
 from __future__ import annotations
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.verifiers.base import Rows, Rule
-from sakiyomi.verifiers.greedy import follow
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.verifiers.base import Rows, Rule
+from sakiyomi.sampling.verifiers.greedy import follow
 
 __all__ = ["CoupledVerifier"]
 

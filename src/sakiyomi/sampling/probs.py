@@ -13,7 +13,7 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.build import loaded
-from sakiyomi.numerics import Row, Tokens, as_row, top_tokens
+from sakiyomi.sampling.rows import Row, Tokens, as_row, top_tokens
 
 __all__ = ["best", "best_token", "chance", "fill_row", "leading", "reference_probs", "require_number"]
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 import numpy as np
 
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, draw, positive_part
-from sakiyomi.verifiers.base import Rows, Rule, draft_rows, ended
-from sakiyomi.verifiers.ratio import LEAST_MASS, without
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import Row, draw, positive_part
+from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.ratio import LEAST_MASS, without
 
 __all__ = ["BlockVerifier", "after_refusal", "level_of"]
 

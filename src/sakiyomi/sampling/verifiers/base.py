@@ -12,10 +12,10 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Rule, TokenTree, Verdict, VerdictKind
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, Tokens, as_row
-from sakiyomi.sampling import Sampler
-from sakiyomi.warping import best, chance, require_number
+from sakiyomi.sampling.probs import best, chance, require_number
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import Row, Tokens, as_row
+from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.verifiers.base import Rows, Rule, ended
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.verifiers.base import Rows, Rule, ended
 
 __all__ = ["GreedyVerifier", "follow"]
 

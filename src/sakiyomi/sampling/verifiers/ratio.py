@@ -8,9 +8,9 @@ sampling (Jeon et al. 2024, 2402.14160; Sequoia, 2402.12374).
 from __future__ import annotations
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, draw, positive_part
-from sakiyomi.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import Row, draw, positive_part
+from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
 
 __all__ = ["LEAST_MASS", "RatioVerifier", "residual", "without"]
 

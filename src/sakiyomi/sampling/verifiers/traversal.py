@@ -24,11 +24,11 @@ so that no subtree is judged twice, but its q is taken from p as any other's.
 from __future__ import annotations
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Draw, Verdict
-from sakiyomi.noise import RequestNoise
-from sakiyomi.numerics import Row, draw
-from sakiyomi.verifiers.base import Rows, Rule, draft_rows, ended
-from sakiyomi.verifiers.block import after_refusal, level_of
-from sakiyomi.verifiers.ratio import without
+from sakiyomi.sampling.rng import RequestNoise
+from sakiyomi.sampling.rows import Row, draw
+from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.block import after_refusal, level_of
+from sakiyomi.sampling.verifiers.ratio import without
 
 __all__ = ["TraversalVerifier"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import TokenTree
-from sakiyomi.numerics import Row, Tokens, as_row, draw, draw_distinct, top_tokens
-from sakiyomi.warping import best_token, fill_row, reference_probs
+from sakiyomi.sampling.probs import best_token, fill_row, reference_probs
+from sakiyomi.sampling.rows import Row, Tokens, as_row, draw, draw_distinct, top_tokens
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
