@@ -21,7 +21,7 @@ import transformers
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from sakiyomi.cache.sources import Source
+from sakiyomi.cache.cross_attention import Source
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.model import PackedModel
 

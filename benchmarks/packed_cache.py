@@ -22,11 +22,11 @@ from torch import Tensor
 
 from sakiyomi import LLM
 from sakiyomi.bench.models import random_llama
-from sakiyomi.cache.packed_pairs import GROUP
-from sakiyomi.keeping import Keeping
+from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.policies import read_cache
+from sakiyomi.cache.quantized import GROUP
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.model import PackedModel
-from sakiyomi.policies import read_cache
 
 WINDOW, CHUNK, FIRST = 1024, 64, 256
 CACHES = ("full", "quant-8", "quant-4", "quant-2", "kvquant-4", "kvquant-3", "kvquant-2")

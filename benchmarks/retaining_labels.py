@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
-from sakiyomi.retaining.labels import kv_heads_of
-from sakiyomi.retaining.raw import Raw
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.heads_loss import HeadsLoss
+from sakiyomi.train.retaining_labels import kv_heads_of
 
 MARK, ASK, FACTS, TEXT = 78, 79, 6, 100
 Row = tuple[Tensor, int]

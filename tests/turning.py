@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.leveled_pairs import LeveledPairs
-from sakiyomi.kernels.rotary import Rotation, Turn
+from sakiyomi.cache.quantized_levels import LeveledPairs
+from sakiyomi.cache.rotary import Rotation, Turn
 
 
 def turning(dim: int, *, neighbours: bool = False) -> Turn:

@@ -7,11 +7,11 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any, Self
 
+from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.generate import Engine
-from sakiyomi.prefix import Prefix
 from sakiyomi.request import Place, Request
 
 __all__ = ["Conversation"]

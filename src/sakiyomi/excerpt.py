@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sakiyomi.cache.eviction import Everything
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.keeping import Everything
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.model import DRAFT_SIZES, SIZES, PackedModel

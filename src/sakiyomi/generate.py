@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.eviction import surprise
+from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.outputs import Generation, Step
@@ -28,10 +30,8 @@ from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafting import Drafting
 from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Asked, Intake, TextIntake
-from sakiyomi.keeping import surprise
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.places import Places
-from sakiyomi.prefix import Prefix
 from sakiyomi.request import Place, Request
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler

@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.sources import Source
+    from sakiyomi.cache.cross_attention import Source
 
 __all__ = ["Asked", "Intake", "TextIntake", "prompt_tokens", "with_ids"]
 

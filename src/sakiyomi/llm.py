@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
+from sakiyomi.cache.prefix import Prefix, read_prefix
 from sakiyomi.conversation import Conversation
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError
@@ -23,12 +26,9 @@ from sakiyomi.core.prompts import judging_text
 from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, parse_drafters
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.intake import Asked, Intake
-from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.build import builder
 from sakiyomi.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
 from sakiyomi.model import DRAFT_SIZES, PackedModel
-from sakiyomi.policies import CacheSpec, read_cache, without_place
-from sakiyomi.prefix import Prefix, read_prefix
 from sakiyomi.request import Place
 from sakiyomi.tuning.profile import find_profile
 
@@ -289,7 +289,7 @@ class LLM:
 
     def recipe(self) -> dict[str, str]:
         """What must be equal where a prefix is used again: the model, and how its cache is kept."""
-        from sakiyomi.retaining.formats import fingerprint
+        from sakiyomi.cache.policies.retaining.formats import fingerprint
 
         rounding = self.target.rounding
         return {

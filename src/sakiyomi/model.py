@@ -22,13 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from sakiyomi.cache.offloaded import Offloaded
+from sakiyomi.cache.cross_attention import Source, SourceCache
+from sakiyomi.cache.eviction import ENDLESS, Everything, Keeping, Watched
+from sakiyomi.cache.mapped_files import Offloaded
+from sakiyomi.cache.policies.looking import note_queries
 from sakiyomi.cache.slots import LayerShape, SlotCache
-from sakiyomi.cache.sources import Source, SourceCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.core.running_mean import running_mean
-from sakiyomi.keeping import ENDLESS, Everything, Keeping, Watched
 from sakiyomi.kernels import attention, observe
 from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.build import native_at_hand
@@ -43,7 +44,6 @@ from sakiyomi.kernels.quantization import RoundingReport, check_rounding, choose
 from sakiyomi.kernels.tap import Tap
 from sakiyomi.loading.families import has_experts
 from sakiyomi.loading.stream import attach, is_offloaded
-from sakiyomi.policies.looking import note_queries
 from sakiyomi.seq2seq.decoder import Encoder, split
 from sakiyomi.structure import structural_copy
 

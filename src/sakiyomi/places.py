@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from sakiyomi.cache.eviction import Everything, Keeping
+from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
 from sakiyomi.drafters.base import Drafter, tell
-from sakiyomi.keeping import Everything, Keeping
-from sakiyomi.prefix import LEAST, alike
 from sakiyomi.request import Place, Request
 
 __all__ = ["Places"]

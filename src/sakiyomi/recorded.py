@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.eviction import Everything
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
-from sakiyomi.keeping import Everything
 from sakiyomi.kernels.batch import Segment
 
 __all__ = ["STATES", "WIDTH", "Listener", "Narrow", "Recording", "TableModel", "narrow", "telling"]

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.prefix import Prefix, alike
 from sakiyomi.core.outputs import FinishReason, Generation, RoundTrace, Stats, Status, Step, TokenTrace
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context
 from sakiyomi.gamma import SizePolicy
-from sakiyomi.prefix import Prefix, alike
 from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier

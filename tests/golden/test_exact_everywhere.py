@@ -29,18 +29,18 @@ from drafters import Branching, Fading, Noisy, texts_of
 from medusa_toys import heads_folder
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.builders import BUILDERS
+from sakiyomi.cache.policies import POLICIES
+from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
+from sakiyomi.cache.policies.merging.formats import write_merging
+from sakiyomi.cache.policies.retaining.formats import write_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.cache.policies.retaining.raw import Raw
+from sakiyomi.cache.policies.specs import MERGERS, PACKINGS, PLACES, SPARSE
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.drafters import DRAFTERS
-from sakiyomi.merging.convolutions import Convolutions, MergingShape
-from sakiyomi.merging.formats import write_merging
 from sakiyomi.model import PackedModel
-from sakiyomi.policies import POLICIES
-from sakiyomi.policies.specs import MERGERS, PACKINGS, PLACES, SPARSE
-from sakiyomi.retaining.formats import write_heads
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
-from sakiyomi.retaining.raw import Raw
 from sakiyomi.sampling.verifiers import VERIFIERS, Verifier
 from toys import character_tokenizer, save_model
 

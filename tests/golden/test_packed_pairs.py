@@ -21,15 +21,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.cache.leveled_pairs import LeveledPacking
-from sakiyomi.cache.packed_pairs import PackedPairs
+from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.policies.retaining.formats import write_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.cache.policies.retaining.raw import Raw
+from sakiyomi.cache.quantized import PackedPairs
+from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.keeping import Keeping
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.model import PackedModel
-from sakiyomi.retaining.formats import write_heads
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
-from sakiyomi.retaining.raw import Raw
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

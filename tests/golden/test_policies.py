@@ -23,18 +23,18 @@ from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.audit import audit
 from sakiyomi.audit_report import AuditConfig
-from sakiyomi.cache.notes import Notes
+from sakiyomi.cache.observations import Notes
+from sakiyomi.cache.policies import POLICIES, View
+from sakiyomi.cache.policies.h2o import H2O
+from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
+from sakiyomi.cache.policies.merging.formats import write_merging
+from sakiyomi.cache.policies.retaining.formats import read_heads, write_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.cache.policies.retaining.raw import Raw
+from sakiyomi.cache.policies.specs import SPARSE
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.merging.convolutions import Convolutions, MergingShape
-from sakiyomi.merging.formats import write_merging
-from sakiyomi.policies import POLICIES, View
-from sakiyomi.policies.h2o import H2O
-from sakiyomi.policies.specs import SPARSE
-from sakiyomi.retaining.formats import read_heads, write_heads
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
-from sakiyomi.retaining.raw import Raw
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 WITHOUT_FILES = [name for name in POLICIES if name != "locret"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.cache.policies.infllm import InfLLM
 from sakiyomi.longtasks import TASKS
-from sakiyomi.policies.infllm import InfLLM
 
 LENGTH, BUDGET, COUNT = 1024, 128, 6
 

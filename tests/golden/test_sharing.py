@@ -21,10 +21,10 @@ import sakiyomi.model
 import seq2seq_toys
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
+from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.prefix import alike
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.keeping import Keeping
 from sakiyomi.model import PackedModel
-from sakiyomi.prefix import alike
 from sakiyomi.request import Place, Request
 from toys import character_tokenizer
 

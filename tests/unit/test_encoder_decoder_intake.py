@@ -282,7 +282,7 @@ def test_drafts_are_looked_up_in_the_source_only_where_it_has_the_decoders_token
 
 
 def test_what_stands_in_the_source_is_proposed() -> None:
-    from sakiyomi.cache.sources import Source
+    from sakiyomi.cache.cross_attention import Source
     from sakiyomi.drafters import Context
     from sakiyomi.drafters.lookup import PromptLookup
     from sakiyomi.drafters.suffix import SuffixDrafter

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.leveled_pairs import LeveledPacking, LeveledPairs, aside_of, fit_levels
-from sakiyomi.cache.packed_pairs import Packing, pack_codes, unpack_codes
+from sakiyomi.cache.quantized import Packing, pack_codes, unpack_codes
+from sakiyomi.cache.quantized_levels import LeveledPacking, LeveledPairs, aside_of, fit_levels
+from sakiyomi.cache.rotary import Rotation
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.kernels.rotary import Rotation
 from turning import fit, turning
 
 BITS = LeveledPacking.choices

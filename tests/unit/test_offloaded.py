@@ -27,11 +27,11 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.bench.long.run import run
 from sakiyomi.bench.long.systems import System
-from sakiyomi.cache.offloaded import Offloaded
+from sakiyomi.cache.mapped_files import Offloaded
+from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.model import PackedModel
-from sakiyomi.policies import CacheSpec, read_cache, without_place
 from toys import character_tokenizer, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(

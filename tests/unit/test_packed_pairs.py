@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sakiyomi.cache.leveled_pairs import LeveledPacking, LeveledPairs
-from sakiyomi.cache.packed_pairs import (
+from sakiyomi.cache.policies import CacheSpec, read_cache
+from sakiyomi.cache.quantized import (
     BITS,
     GROUP,
     PackedPairs,
@@ -26,12 +26,12 @@ from sakiyomi.cache.packed_pairs import (
     unpack_keys,
     unpack_values,
 )
+from sakiyomi.cache.quantized_levels import LeveledPacking, LeveledPairs
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.policies import CacheSpec, read_cache
 from turning import fit
 
 native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")

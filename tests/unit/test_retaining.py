@@ -17,17 +17,17 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from architectures import ALL, REFUSED, model_of, prompt, refused_model
+from sakiyomi.cache.policies.retaining.formats import fingerprint, read_heads, write_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, default_width
+from sakiyomi.cache.policies.retaining.raw import Raw, find_projections
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.loading import load_model
 from sakiyomi.model import PackedModel
-from sakiyomi.retaining import labels
-from sakiyomi.retaining.formats import fingerprint, read_heads, write_heads
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, default_width
-from sakiyomi.retaining.labels import attention_heard, kv_heads_of, largest_chances, largest_logits
-from sakiyomi.retaining.raw import Raw, find_projections
+from sakiyomi.train import retaining_labels as labels
 from sakiyomi.train.heads_loss import heads_loss
+from sakiyomi.train.retaining_labels import attention_heard, kv_heads_of, largest_chances, largest_logits
 from toys import tiny_llama, tiny_tokenizer
 
 OWN_ATTENTION = ("falcon", "falcon-multi-query", "falcon-multi-head")
@@ -401,7 +401,7 @@ def test_the_fingerprint_tells_models_apart_and_not_how_they_were_loaded() -> No
 
 
 def read_heads_of(model: Any) -> Any:
-    from sakiyomi.retaining.formats import HeadsFile
+    from sakiyomi.cache.policies.retaining.formats import HeadsFile
 
     return HeadsFile(heads_for(model), "some-heads", fingerprint=fingerprint(model, None))
 

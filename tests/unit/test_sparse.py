@@ -19,12 +19,12 @@ from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.audit import audit
 from sakiyomi.audit_report import AuditConfig
 from sakiyomi.bench.long.systems import systems
-from sakiyomi.cache.packed_pairs import Packing
+from sakiyomi.cache.policies import CacheSpec, read_cache
+from sakiyomi.cache.policies.minference import LAST, PATTERNS, MInference, diagonal_sums
+from sakiyomi.cache.policies.sparse import Chunk, attend_some
+from sakiyomi.cache.quantized import Packing
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.kernels.sparse import Chunk, attend_some
-from sakiyomi.policies import CacheSpec, read_cache
-from sakiyomi.policies.minference import LAST, PATTERNS, MInference, diagonal_sums
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

@@ -15,11 +15,11 @@ import transformers as hf
 
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError, embedded
-from sakiyomi.merging.convolutions import Convolutions, MergingShape
-from sakiyomi.merging.formats import read_merging, write_merging
-from sakiyomi.retaining.formats import write_heads
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
-from sakiyomi.retaining.raw import Raw
+from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
+from sakiyomi.cache.policies.merging.formats import read_merging, write_merging
+from sakiyomi.cache.policies.retaining.formats import write_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train.answered import TaskRows, joined
 from sakiyomi.train.compressed import Compressed, policy_of
 from sakiyomi.train.config import LococoConfig

@@ -21,16 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from architectures import ALL, make, model_of, prompt
 from sakiyomi import InputError, LoadError, UnsupportedError, embedded
+from sakiyomi.cache.policies.retaining.formats import read_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
+from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.longtasks import Example
-from sakiyomi.retaining.formats import read_heads
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape
-from sakiyomi.retaining.labels import kv_heads_of
-from sakiyomi.retaining.raw import Raw
 from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
 from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, shape_of
 from sakiyomi.train.retaining import train_retaining
+from sakiyomi.train.retaining_labels import kv_heads_of
 from sakiyomi.train.schedule import Schedule
 from toys import tiny_tokenizer
 from train_toys import losses, question_file, stop_at, tiny_gpt2, tiny_target, wide_target
@@ -233,8 +233,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_no_matrix_of_all_tokens_is_made(name: str, labels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of 64 rows and 64 tokens the largest tensor grows with the length, not with its square."""
-    monkeypatch.setattr("sakiyomi.retaining.labels.ROWS", 64)
-    monkeypatch.setattr("sakiyomi.retaining.labels.COLUMNS", 64)
+    monkeypatch.setattr("sakiyomi.train.retaining_labels.ROWS", 64)
+    monkeypatch.setattr("sakiyomi.train.retaining_labels.COLUMNS", 64)
     loss, _, _ = toy_loss(name, labels=labels)
     length = 1200
     rows = torch.from_numpy(np.resize(np.array(prompt(100)), length))

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.offloaded import Offloaded
-from sakiyomi.cache.packed_pairs import GROUP, PackedPairs
+from sakiyomi.cache.mapped_files import Offloaded
+from sakiyomi.cache.quantized import GROUP, PackedPairs
 from sakiyomi.core.errors import InputError, MemoryLimitError
 
 FIRST_ROOM = 256

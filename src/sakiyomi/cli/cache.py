@@ -82,9 +82,9 @@ def build(options: BuildOptions, model: ModelOptions, output: JsonOption) -> Non
 
 def info(place: InfoPlace, output: JsonOption) -> None:
     """Run the command."""
+    from sakiyomi.cache.prefix import read_about
     from sakiyomi.cli.output import emit_json, stdout
     from sakiyomi.core.memory import readable
-    from sakiyomi.prefix import read_about
 
     about, shapes = read_about(place.file)
     keys = {name: shape for name, shape in shapes.items() if name.startswith("keys.")}

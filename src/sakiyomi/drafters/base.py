@@ -15,7 +15,7 @@ from sakiyomi.sampling.rng import RequestNoise
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sakiyomi.cache.sources import Source
+    from sakiyomi.cache.cross_attention import Source
 
 __all__ = ["Context", "Drafter", "Rule", "tell"]
 

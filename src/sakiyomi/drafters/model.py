@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.prefix import LEAST, alike
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.sources import Source
+    from sakiyomi.cache.cross_attention import Source
     from sakiyomi.model import PackedModel
 
 __all__ = ["ModelDrafter"]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.eviction import Watched
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
 from sakiyomi.excerpt import Excerpt
-from sakiyomi.keeping import Watched
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from sakiyomi.cache.sources import Source
+from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.dropin.engines import NO_TEXT

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sakiyomi.cache.cross_attention import SourceCache
+from sakiyomi.cache.policies.sparse import Chunk, Sparse, attend_some
 from sakiyomi.cache.slots import Part, SlotCache
-from sakiyomi.cache.sources import SourceCache
 from sakiyomi.kernels.batch import Plan
-from sakiyomi.kernels.sparse import Chunk, Sparse, attend_some
 
 
 class _Pass(threading.local):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.cache.sources import SourceCache
 from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.build import native
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sakiyomi.kernels.batch import Plan
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.notes import Notes
+    from sakiyomi.cache.observations import Notes
 
 __all__ = ["listen"]
 

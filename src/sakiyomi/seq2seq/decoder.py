@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.modeling_outputs import BaseModelOutput
 
+from sakiyomi.cache.cross_attention import Source
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.cache.sources import Source
 from sakiyomi.kernels.attention import CROSS
 from sakiyomi.seq2seq.families import Family, family_of
 from sakiyomi.structure import structural_copy

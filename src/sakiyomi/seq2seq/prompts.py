@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.sources import Source
+from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams

@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.policies import Policy, View, read_cache
+from sakiyomi.cache.policies.merging.convolutions import Convolutions
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.errors import InputError
 from sakiyomi.medusa.backbone import Backbone
-from sakiyomi.merging.convolutions import Convolutions
-from sakiyomi.policies import Policy, View, read_cache
-from sakiyomi.retaining.labels import attention_by, layer_shapes
+from sakiyomi.train.retaining_labels import attention_by, layer_shapes
 
 __all__ = ["Compressed", "policy_of"]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from sakiyomi.cache.policies.merging.convolutions import Convolutions
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.medusa.heads import MedusaHeads
-from sakiyomi.merging.convolutions import Convolutions
-from sakiyomi.retaining.heads import RetainingHeads
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.llama import save_model
 from sakiyomi.train.loop import Progress

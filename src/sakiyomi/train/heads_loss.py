@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads
+from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.medusa.backbone import Backbone
-from sakiyomi.retaining.heads import RetainingHeads
-from sakiyomi.retaining.labels import attention_heard, largest_chances, largest_logits
-from sakiyomi.retaining.raw import Raw
 from sakiyomi.train.answered import split_rows
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.loop import compiled_loss
+from sakiyomi.train.retaining_labels import attention_heard, largest_chances, largest_logits
 
 __all__ = ["TOP", "HeadsLoss", "Measured", "heads_loss", "overlap"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sakiyomi.retaining.heads import RetainingShape
-from sakiyomi.retaining.raw import out_features
+from sakiyomi.cache.policies.retaining.heads import RetainingShape
+from sakiyomi.cache.policies.retaining.raw import out_features
 
 __all__ = ["GPU", "LLAMA_8B", "Shape", "operations", "paper_run", "shape_of"]
 

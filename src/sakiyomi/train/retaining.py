@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from sakiyomi.cache.policies.retaining.formats import fingerprint, write_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, default_width
+from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.loading.model import parse_device
-from sakiyomi.retaining.formats import fingerprint, write_heads
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, default_width
-from sakiyomi.retaining.labels import kv_heads_of
-from sakiyomi.retaining.raw import Raw
 from sakiyomi.train.answered import Questions, split_rows
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.data import parse_text
@@ -30,6 +29,7 @@ from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_overlaps
 from sakiyomi.train.prompts import check_prompts, read_prompts
 from sakiyomi.train.report import Reporter
+from sakiyomi.train.retaining_labels import kv_heads_of
 from sakiyomi.train.writing import writing
 
 __all__ = ["train_retaining"]

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi import machine
+from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.kernels.build import cache_folder
-from sakiyomi.retaining.formats import fingerprint
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.bench.long.config import budget_pairs
+from sakiyomi.cache.policies import read_cache
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.policies import read_cache
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

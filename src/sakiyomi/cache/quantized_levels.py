@@ -18,19 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.cache.packed_pairs import (
-    GROUP,
-    LARGEST,
-    PackedPairs,
-    Packing,
-    Sizes,
-    pack_codes,
-    unpack_codes,
-    value_bytes,
-)
+from sakiyomi.cache.quantized import GROUP, LARGEST, PackedPairs, Packing, Sizes, pack_codes, unpack_codes, value_bytes
+from sakiyomi.cache.rotary import Rotation, make_turn
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.kernels.rotary import Rotation, make_turn
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import LayerShape

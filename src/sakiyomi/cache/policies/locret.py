@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.policies.base import Policy, View
 from sakiyomi.core.errors import InputError
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.pack import linear_beside
-from sakiyomi.policies.base import Policy, View
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.policies.retaining.heads import RetainingHeads
+    from sakiyomi.cache.policies.retaining.raw import Raw
     from sakiyomi.model import PackedModel
-    from sakiyomi.retaining.heads import RetainingHeads
-    from sakiyomi.retaining.raw import Raw
 
 __all__ = ["Locret"]
 
@@ -57,8 +57,8 @@ class Locret(Policy):
 
     def listen(self, model: PackedModel) -> None:
         """Read the heads, and hear what the layers project."""
-        from sakiyomi.retaining.formats import fingerprint, read_heads
-        from sakiyomi.retaining.raw import Raw
+        from sakiyomi.cache.policies.retaining.formats import fingerprint, read_heads
+        from sakiyomi.cache.policies.retaining.raw import Raw
 
         found = read_heads(self.file)
         self._raw = Raw(model.module)

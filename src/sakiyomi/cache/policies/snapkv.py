@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.policies.base import View
-from sakiyomi.policies.looking import Looking
+from sakiyomi.cache.policies.base import View
+from sakiyomi.cache.policies.looking import Looking
 
 __all__ = ["SnapKV"]
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sakiyomi.policies.base import Policy, View
+from sakiyomi.cache.policies.base import Policy, View
 
 __all__ = ["Looking", "note_queries"]
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, check_heads
+from sakiyomi.cache.policies.retaining.raw import out_features
 from sakiyomi.core.checkpoint import RETAINING_FILE as FILE
 from sakiyomi.core.checkpoint import read_checkpoint, read_header, read_json
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.core.trained import differences, write_trained
-from sakiyomi.retaining.heads import RetainingHeads, RetainingShape, check_heads
-from sakiyomi.retaining.raw import out_features
 
 if TYPE_CHECKING:
     from torch import Tensor

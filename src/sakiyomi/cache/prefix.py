@@ -21,8 +21,8 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.eviction import Everything, Keeping
     from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.keeping import Everything, Keeping
     from sakiyomi.model import PackedModel
 
 __all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sakiyomi.policies.base import Policy, View
+from sakiyomi.cache.policies.base import Policy, View
 
 __all__ = ["Recency", "Streaming"]
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.kernels.sparse import Chunk, Sparse
+from sakiyomi.cache.policies.sparse import Chunk, Sparse
 
 __all__ = ["PATTERNS", "MInference"]
 

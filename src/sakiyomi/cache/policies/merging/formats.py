@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape, check_shape
 from sakiyomi.core.checkpoint import MERGING_FILE as FILE
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.trained import differences, read_tensors, write_trained
-from sakiyomi.merging.convolutions import Convolutions, MergingShape, check_shape
 
 __all__ = ["FILE", "MergingFile", "read_merging", "write_merging"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.policies.lococo import LoCoCo
     from sakiyomi.model import PackedModel
-    from sakiyomi.policies.lococo import LoCoCo
 
 __all__ = ["Policy", "View"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sakiyomi.policies.snapkv import SnapKV
+from sakiyomi.cache.policies.snapkv import SnapKV
 
 __all__ = ["PyramidKV"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.policies.base import Policy, View
+from sakiyomi.cache.policies.base import Policy, View
 
 __all__ = ["KeyDiff", "Knorm"]
 

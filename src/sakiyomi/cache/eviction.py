@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.notes import Notes
-from sakiyomi.cache.packed_pairs import GROUP, PackedPairs, Packing
+from sakiyomi.cache.observations import Notes
+from sakiyomi.cache.policies import Policy, View, read_budget
+from sakiyomi.cache.policies.sparse import Sparse
+from sakiyomi.cache.quantized import GROUP, PackedPairs, Packing
+from sakiyomi.cache.rotary import make_turn
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
-from sakiyomi.kernels.rotary import make_turn
-from sakiyomi.kernels.sparse import Sparse
-from sakiyomi.policies import Policy, View, read_budget
 
 if TYPE_CHECKING:
     from sakiyomi.model import PackedModel

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from sakiyomi.policies.base import View
-from sakiyomi.policies.looking import Looking
+from sakiyomi.cache.policies.base import View
+from sakiyomi.cache.policies.looking import Looking
 
 if TYPE_CHECKING:
-    from sakiyomi.kernels.rotary import Turn
+    from sakiyomi.cache.rotary import Turn
     from sakiyomi.model import PackedModel
 
 __all__ = ["Expected"]
@@ -39,7 +39,7 @@ class Expected(Looking):
 
     def prepare(self, model: PackedModel) -> None:
         """How the model's positions turn keys and queries."""
-        from sakiyomi.kernels.rotary import make_turn
+        from sakiyomi.cache.rotary import make_turn
 
         self._turn = make_turn(model)
 

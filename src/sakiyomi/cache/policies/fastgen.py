@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sakiyomi.policies.base import View
-from sakiyomi.policies.h2o import H2O
+from sakiyomi.cache.policies.base import View
+from sakiyomi.cache.policies.h2o import H2O
 
 __all__ = ["FastGen"]
 

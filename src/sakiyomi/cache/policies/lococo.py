@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.policies.base import View
+from sakiyomi.cache.policies.base import View
 
 if TYPE_CHECKING:
-    from sakiyomi.merging.convolutions import Convolutions
-    from sakiyomi.merging.formats import MergingFile
+    from sakiyomi.cache.policies.merging.convolutions import Convolutions
+    from sakiyomi.cache.policies.merging.formats import MergingFile
     from sakiyomi.model import PackedModel
 
 __all__ = ["LoCoCo"]
@@ -43,7 +43,7 @@ class LoCoCo:
 
     @cached_property
     def _found(self) -> MergingFile:
-        from sakiyomi.merging.formats import read_merging
+        from sakiyomi.cache.policies.merging.formats import read_merging
 
         return read_merging(self.file)
 
@@ -62,7 +62,7 @@ class LoCoCo:
         Raises:
             UnsupportedError: their sizes are not.
         """
-        from sakiyomi.retaining.formats import fingerprint
+        from sakiyomi.cache.policies.retaining.formats import fingerprint
 
         shapes = model.cache.shapes
         dims, heads = [(shape.key_dim, shape.value_dim) for shape in shapes], [shape.heads for shape in shapes]

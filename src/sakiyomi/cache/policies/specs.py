@@ -9,27 +9,27 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from sakiyomi.cache.leveled_pairs import LeveledPacking
-from sakiyomi.cache.offloaded import Offloaded
-from sakiyomi.cache.packed_pairs import Packing
+from sakiyomi.cache.mapped_files import Offloaded
+from sakiyomi.cache.policies.base import Policy
+from sakiyomi.cache.policies.chance import Random
+from sakiyomi.cache.policies.expected import Expected
+from sakiyomi.cache.policies.fastgen import FastGen
+from sakiyomi.cache.policies.h2o import H2O
+from sakiyomi.cache.policies.infllm import InfLLM
+from sakiyomi.cache.policies.knorm import KeyDiff, Knorm
+from sakiyomi.cache.policies.lococo import LoCoCo
+from sakiyomi.cache.policies.locret import Locret
+from sakiyomi.cache.policies.minference import PATTERNS, MInference
+from sakiyomi.cache.policies.pyramidkv import PyramidKV
+from sakiyomi.cache.policies.sirllm import SirLLM
+from sakiyomi.cache.policies.snapkv import SnapKV
+from sakiyomi.cache.policies.sparse import Sparse
+from sakiyomi.cache.policies.streaming import Recency, Streaming
+from sakiyomi.cache.policies.tova import TOVA
+from sakiyomi.cache.quantized import Packing
+from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import parse_bytes
-from sakiyomi.kernels.sparse import Sparse
-from sakiyomi.policies.base import Policy
-from sakiyomi.policies.chance import Random
-from sakiyomi.policies.expected import Expected
-from sakiyomi.policies.fastgen import FastGen
-from sakiyomi.policies.h2o import H2O
-from sakiyomi.policies.infllm import InfLLM
-from sakiyomi.policies.knorm import KeyDiff, Knorm
-from sakiyomi.policies.lococo import LoCoCo
-from sakiyomi.policies.locret import Locret
-from sakiyomi.policies.minference import PATTERNS, MInference
-from sakiyomi.policies.pyramidkv import PyramidKV
-from sakiyomi.policies.sirllm import SirLLM
-from sakiyomi.policies.snapkv import SnapKV
-from sakiyomi.policies.streaming import Recency, Streaming
-from sakiyomi.policies.tova import TOVA
 
 __all__ = ["POLICIES", "CacheSpec", "read_budget", "read_cache", "without_place"]
 
