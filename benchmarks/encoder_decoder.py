@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 
 _BART = {"d_model": 768, "encoder_attention_heads": 12, "decoder_attention_heads": 12}
 _BART |= {"encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}

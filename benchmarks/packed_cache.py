@@ -26,7 +26,7 @@ from sakiyomi.cache.eviction import Keeping
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.cache.quantized import GROUP
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 
 WINDOW, CHUNK, FIRST = 1024, 64, 256
 CACHES = ("full", "quant-8", "quant-4", "quant-2", "kvquant-4", "kvquant-3", "kvquant-2")

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sakiyomi import LLM
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 from toys import tiny_llama, tiny_tokenizer

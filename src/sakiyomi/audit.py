@@ -59,7 +59,7 @@ def audit(
         SakiyomiError: what ``LLM`` raises.
     """
     from sakiyomi.llm import LLM
-    from sakiyomi.loading import load_model
+    from sakiyomi.model_executor.loading import load_model
 
     config, options = config or AuditConfig(), dict(options or {})
     note("loading the engine")

@@ -23,7 +23,7 @@ from sakiyomi.request import Request
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Drafted", "Drafting"]
 

@@ -38,7 +38,7 @@ from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Engine"]
 

@@ -27,8 +27,8 @@ from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, pars
 from sakiyomi.generate import CHUNK, Engine
 from sakiyomi.intake import Asked, Intake
 from sakiyomi.kernels.build import builder
-from sakiyomi.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
-from sakiyomi.model import DRAFT_SIZES, PackedModel
+from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
+from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
 from sakiyomi.request import Place
 from sakiyomi.tuning.profile import find_profile
 

@@ -20,7 +20,7 @@ from sakiyomi.kernels.batch import Segment
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds", "processor"]
 

@@ -14,7 +14,7 @@ from sakiyomi.kernels.batch import Segment
 from sakiyomi.sampling.probs import chance, leading
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Prediction", "predictions"]
 

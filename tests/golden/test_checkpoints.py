@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from architectures import greedy
 from checkpoints import SHARED, convert, needs_shared
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.loading import load_model
+from sakiyomi.model_executor.loading import load_model
 
 pytestmark = needs_shared
 

@@ -21,7 +21,7 @@ from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.cross import CrossDrafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.sampling.rng import RequestNoise
 from toys import (
     byte_fallback_tokenizer,
@@ -338,7 +338,7 @@ def _context(tokens: Sequence[int], stop_ids: frozenset[int] = frozenset({0})) -
 
 def test_the_users_draft_model_is_as_it_was(drafts: dict[str, Path]) -> None:
     """Its weights, its settings and its tokenizer's answers."""
-    from sakiyomi.loading import load_model
+    from sakiyomi.model_executor.loading import load_model
 
     loaded = load_model(drafts["unigram"])
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}

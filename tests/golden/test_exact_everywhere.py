@@ -40,7 +40,7 @@ from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.drafters import DRAFTERS
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.sampling.verifiers import VERIFIERS, Verifier
 from toys import character_tokenizer, save_model
 

@@ -28,8 +28,8 @@ from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.cache.quantized import PackedPairs
 from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.kernels.dense import Dense
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.attention.torch import Dense
+from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

@@ -12,8 +12,8 @@ from torch import nn
 from architectures import ALL, VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.build import native
-from sakiyomi.layers import FirstLayers
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.early_exit import FirstLayers
+from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer, save_model, tiny_llama
 
 NEW = 24
@@ -137,8 +137,8 @@ def test_drawn_chains_of_early_exit(rule: Any) -> None:
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_early_exit_does_not_disturb_exact_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16, compiled, bit-equal text with and without."""
-    monkeypatch.setattr("sakiyomi.model.SIZES", (1, 8, 64))
-    monkeypatch.setattr("sakiyomi.layers.SIZES", (1, 8, 64))
+    monkeypatch.setattr("sakiyomi.model_executor.runner.SIZES", (1, 8, 64))
+    monkeypatch.setattr("sakiyomi.model_executor.early_exit.SIZES", (1, 8, 64))
     model = tiny_llama(vocab=VOCAB, layers=2, dim=64).to(torch.bfloat16)
     plain = LLM((model, TOKENIZER), "none", exact=True)
     drafted = LLM((model, TOKENIZER), "early-exit:1", exact=True, strict=True)
@@ -170,7 +170,7 @@ def test_early_exit_has_no_cache_and_no_weights_of_its_own() -> None:
 def test_early_exit_follows_the_target_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Built in the background at a machine's first use, and taken into use between requests."""
     at_hand = [False]
-    monkeypatch.setattr("sakiyomi.model.native_at_hand", lambda: at_hand[0])
+    monkeypatch.setattr("sakiyomi.model_executor.runner.native_at_hand", lambda: at_hand[0])
     llm = llm_of("early-exit:2", compile="auto")
     view = llm.draft.model  # type: ignore[union-attr]
     assert view.unsettled and view.state is llm.target.state

@@ -23,7 +23,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer
 
 NEW = 40

@@ -28,7 +28,7 @@ from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.medusa.formats import write_heads
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.sampling.sampler import Sampler
 from statistical.harness import LEVEL, p_value
 from text_drafters import KINDS, Wide, text_drafter
@@ -46,7 +46,7 @@ def memory_asked_for_once() -> Iterator[None]:
     """Each of thousands of requests would read the machine's figures anew, an eighth of the time."""
     there = available_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sakiyomi.model.available_bytes", lambda device: there)
+        patch.setattr("sakiyomi.model_executor.runner.available_bytes", lambda device: there)
         yield
 
 

@@ -19,7 +19,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.kernels.build import native
 from sakiyomi.llm import LLM
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.referee import Referee, coupled_scores, greedy_scores
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows

@@ -38,13 +38,13 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.kernels.build import native
-from sakiyomi.kernels.graphs import Graphs
 from sakiyomi.kernels.native import PackedLinear
-from sakiyomi.layers import FirstLayers
 from sakiyomi.llm import LLM
-from sakiyomi.loading import load_model
 from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
-from sakiyomi.model import SIZES
+from sakiyomi.model_executor.compiled import Graphs
+from sakiyomi.model_executor.early_exit import FirstLayers
+from sakiyomi.model_executor.loading import load_model
+from sakiyomi.model_executor.runner import SIZES
 from sakiyomi.own_referee import OwnReferee
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 

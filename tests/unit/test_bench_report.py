@@ -228,7 +228,7 @@ def test_sample_and_compare_gives_the_targets_own_text(toys: ReportConfig) -> No
     (found,), (alone,) = rival.generate(prompt, params), plain.generate(prompt, params)
     assert found.token_ids == alone.token_ids
     ids = torch.tensor([[*prompt[0], *found.token_ids]])
-    from sakiyomi.loading import load_model
+    from sakiyomi.model_executor.loading import load_model
 
     with torch.no_grad():
         p, q = (

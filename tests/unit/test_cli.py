@@ -347,7 +347,7 @@ def test_stop_strings_are_not_shown() -> None:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything eager: compiling is tested elsewhere."""
-    monkeypatch.setattr("sakiyomi.kernels.graphs.compiler", lambda: None)
+    monkeypatch.setattr("sakiyomi.model_executor.compiled.compiler", lambda: None)
 
 
 def test_demo(models: Path, no_compiler: None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-import sakiyomi.model
+import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingParams
@@ -98,7 +98,7 @@ def test_kept_places_make_way_for_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     llm = LLM((tiny_llama(vocab=VOCAB, max_position_embeddings=1024), TOKENIZER), "none", compile=False)
     idle, conversation = llm.conversation(), llm.conversation()
     wanted = idle.generate(FIRST, params()).token_ids
-    monkeypatch.setattr(sakiyomi.model, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 0)
     assert conversation.generate(FIRST, params()).token_ids == wanted
     assert llm.target.cache.slots == 1
     with pytest.raises(MemoryLimitError):
@@ -212,13 +212,13 @@ def test_kernels_that_are_ready_between_two_requests(monkeypatch: pytest.MonkeyP
     """What plain torch wrote into the cache on a machine's first use is read by the compiled kernels from then on."""
     if NativeModel.create() is None:
         pytest.skip("the C++ kernels cannot be compiled here")
-    monkeypatch.setattr("sakiyomi.kernels.graphs.compiler", lambda: None)
-    monkeypatch.setattr(sakiyomi.model, "native_at_hand", lambda: False)
+    monkeypatch.setattr("sakiyomi.model_executor.compiled.compiler", lambda: None)
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "native_at_hand", lambda: False)
     llm = LLM((model_of("llama"), TOKENIZER), "none")
     with llm.conversation() as conversation:
         conversation.generate(FIRST, params())
         assert not isinstance(llm.target.state, NativeModel)
-        monkeypatch.setattr(sakiyomi.model, "native_at_hand", lambda: True)
+        monkeypatch.setattr(sakiyomi.model_executor.runner, "native_at_hand", lambda: True)
         out = conversation.generate(second(), params())
         assert isinstance(llm.target.state, NativeModel)
         assert (out.stats.reused, out.token_ids) == (22, reply(tuple(second())))

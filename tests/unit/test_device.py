@@ -21,10 +21,11 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.generate import Engine
-from sakiyomi.kernels import device, native
+from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.device import CudaGraphs, DevicePass
-from sakiyomi.model import SIZES, PackedModel
+from sakiyomi.model_executor.attention import cuda as device
+from sakiyomi.model_executor.attention.cuda import CudaGraphs, DevicePass
+from sakiyomi.model_executor.runner import SIZES, PackedModel
 from toys import tiny_llama, tiny_tokenizer
 
 SERVED = [name for name in ALL if not name.startswith("falcon")]

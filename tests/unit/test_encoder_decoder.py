@@ -15,9 +15,9 @@ import torch
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.attention.torch import Dense
+from sakiyomi.model_executor.runner import PackedModel
 from seq2seq_toys import ALL, FOUR, NEW, TOKENIZER, VOCAB, build, model_of, reference, sources
 
 

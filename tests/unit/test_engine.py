@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-import sakiyomi.model
+import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Noisy, Scripted, texts_of
 from sakiyomi import LLM, Generation, InputError, MemoryLimitError, SamplingParams, Step, UnsupportedError
@@ -32,8 +32,8 @@ from sakiyomi.cache.slots import FIRST_ROOM
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.kernels import graphs
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor import compiled as graphs
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.request import Request
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
@@ -529,7 +529,7 @@ def test_too_little_memory_is_refused_before_any_work(monkeypatch: pytest.Monkey
     """With the bytes that are needed and what would fit; then everything goes on as before."""
     llm = llm_with()
     pair = llm.target.cache.pair_bytes
-    monkeypatch.setattr(sakiyomi.model, "available_bytes", lambda device: 200 * pair)
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 200 * pair)
     with pytest.raises(MemoryLimitError, match="available"):
         llm.generate([prompt(30)], params(max_new_tokens=200))
     assert not llm.engine.busy
@@ -689,7 +689,7 @@ def test_a_request_that_is_over_before_its_caller_looks(how: str, monkeypatch: p
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32, one graph a row count: nothing that a request does compiles anew."""
-    monkeypatch.setattr(sakiyomi.model, "SIZES", (1, 8, 64))
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
     llm = LLM((model_of("llama"), TOKENIZER), scripted("sometimes", Branching), compile=True)
     assert llm.compiled()
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == wanted()
@@ -703,8 +703,8 @@ def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("share", "eager"), [(1.0, 0), (0.0, 3)])
 def test_a_short_prompt_takes_a_graph_that_is_there(monkeypatch: pytest.MonkeyPatch, share: float, eager: int) -> None:
     """Where logits of all its rows cost little: then no pass is eager, and the text is the same."""
-    monkeypatch.setattr(sakiyomi.model, "SIZES", (1, 8, 64))
-    monkeypatch.setattr(sakiyomi.model, "SMALL_HEAD", share)
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "SMALL_HEAD", share)
     llm = LLM((model_of("llama"), TOKENIZER), "none", compile=True)
     plain, calls = llm.target._plain, []
 

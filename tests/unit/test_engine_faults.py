@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sakiyomi.drafters.model
-import sakiyomi.model
+import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
@@ -23,8 +23,8 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.dense import Dense
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.attention.torch import Dense
+from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -170,7 +170,7 @@ def test_all_requests_of_a_list_have_to_fit_together(monkeypatch: pytest.MonkeyP
     """Storage has one length for all slots: what one needs, all get."""
     llm = llm_with(max_batch=4)
     pair = llm.target.cache.pair_bytes
-    monkeypatch.setattr(sakiyomi.model, "available_bytes", lambda device: int(3 * 256 * pair / 0.9))
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: int(3 * 256 * pair / 0.9))
     long = [prompt(20, i) for i in range(4)]
     with pytest.raises(MemoryLimitError, match="4 requests of"):
         llm.generate(long, params(max_new_tokens=180))
@@ -210,7 +210,7 @@ def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
 def test_a_loaded_model_is_not_doubled_without_memory_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sakiyomi.model, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 1000)
     packed = PackedModel(model_of("llama"), compile=False)
     assert isinstance(packed.state, Dense)
     assert not caplog.records or "packed copy" in caplog.text
@@ -498,7 +498,7 @@ def test_a_request_keeps_the_graphs_of_its_beginning(monkeypatch: pytest.MonkeyP
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_exact_requests_take_one_path_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled from the start, whether or not the draft's graphs are there."""
-    monkeypatch.setattr(sakiyomi.model, "SIZES", (1, 8, 64))
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
     target = tiny_llama(vocab=VOCAB, layers=1, dim=64).to(torch.bfloat16)
     draft = PackedModel(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
     llm = LLM((target, TOKENIZER), ModelDrafter(draft, VOCAB), exact=True)

@@ -15,7 +15,7 @@ from architectures import prompt
 from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
 from sakiyomi.bench import llamacpp
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.loading import load_model
+from sakiyomi.model_executor.loading import load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -167,7 +167,9 @@ def test_a_file_that_does_not_fit_unpacked(files: Path, monkeypatch: pytest.Monk
     """Weights of 4 bits take four times the file's size; rounding them again would not help."""
     file = files / "Q4_0.gguf"
     weights = sum(parameter.numel() for parameter in tiny_llama().parameters())
-    monkeypatch.setattr("sakiyomi.loading.reader.Reader.read", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "sakiyomi.model_executor.loading.reader.Reader.read", lambda *_, **__: pytest.fail("weights were read")
+    )
     monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: int(1.9 * weights))
     refused(MemoryLimitError, "in bfloat16 needs", "the largest model that fits", target=file)
     monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: int(2.1 * weights))

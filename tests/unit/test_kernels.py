@@ -22,8 +22,8 @@ from torch import Tensor
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel, can_pack, pack_weight
+from sakiyomi.model_executor.attention.torch import Dense
 
 native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
 DTYPES = (torch.float32, torch.bfloat16)

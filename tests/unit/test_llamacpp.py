@@ -15,7 +15,7 @@ from sakiyomi.bench.quality import perplexity, their_logits
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.loading import Loaded, load_model
+from sakiyomi.model_executor.loading import Loaded, load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 needed = pytest.mark.skipif(missing() is not None, reason=f"optional: {missing()}")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-import sakiyomi.model
+import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.gamma import MOST_NODES
 from sakiyomi.kernels.batch import Plan
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -78,7 +78,7 @@ def test_memory_is_asked_about_once_for_many_requests(monkeypatch: pytest.Monkey
         asked.append(device)
         return left[0]
 
-    monkeypatch.setattr(sakiyomi.model, "available_bytes", available)
+    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", available)
     llm = llm_with(max_batch=2)
     params = SamplingParams(max_new_tokens=NEW)
     asked.clear()

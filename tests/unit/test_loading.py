@@ -22,10 +22,10 @@ import toys
 from sakiyomi.core import memory
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
-from sakiyomi.kernels import graphs
-from sakiyomi.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
-from sakiyomi.loading.reader import Reader
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor import compiled as graphs
+from sakiyomi.model_executor.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
+from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.runner import PackedModel
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 
@@ -102,7 +102,9 @@ def test_a_compiler_at_work_does_not_change_the_dtype(good: Path, monkeypatch: p
         reading.set()
         return read(reader, **options)
 
-    monkeypatch.setattr("sakiyomi.loading.model.check_memory", lambda *_, **__: None)  # builds a model, too
+    monkeypatch.setattr(
+        "sakiyomi.model_executor.loading.model.check_memory", lambda *_, **__: None
+    )  # builds a model, too
     monkeypatch.setattr(Reader, "read", watched)
     monkeypatch.setattr(graphs, "_compiled", compiled)
     monkeypatch.setattr(torch, "set_default_dtype", seen)
@@ -458,7 +460,7 @@ ATTENTION = [
 
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_attention_models_are_not_refused(kind: str, tmp_path: Path) -> None:
-    from sakiyomi.loading.families import check_supported, read_config
+    from sakiyomi.model_executor.loading.families import check_supported, read_config
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     check_supported(read_config(tmp_path), kind)
@@ -469,7 +471,9 @@ def test_attention_models_are_not_refused(kind: str, tmp_path: Path) -> None:
 
 def test_too_large_is_refused_before_it_is_read(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = read_checkpoint(good).parameters
-    monkeypatch.setattr("sakiyomi.loading.model.Reader.read", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "sakiyomi.model_executor.loading.model.Reader.read", lambda *_: pytest.fail("weights were read")
+    )
     monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 3 * parameters)
     message = refused(MemoryLimitError, "float32", "are available", "the largest model", target=good)
     assert memory.readable(4 * parameters) in message
@@ -540,7 +544,7 @@ def test_embedded_files_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 LOAD = """
 import sys, time
 from sakiyomi.core.errors import SakiyomiError
-from sakiyomi.loading import load_model
+from sakiyomi.model_executor.loading import load_model
 import huggingface_hub, transformers
 start = time.perf_counter()
 try:
@@ -586,7 +590,7 @@ def test_hub_id_offline(tmp_path: Path) -> None:
 
 
 def test_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sakiyomi.loading import hub
+    from sakiyomi.model_executor.loading import hub
 
     class Silent:
         def model_info(self, *_: Any, **__: Any) -> None:

@@ -21,8 +21,8 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.kernels.native import NativeModel, PackedLinear
 from sakiyomi.kernels.pack import Watch
-from sakiyomi.loading.families import check_supported
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.loading.families import check_supported
+from sakiyomi.model_executor.runner import PackedModel
 
 TREE = (-1, 0, 0, 1, 2, 2, 3, 0, 6)
 """Parents by row: row 0 is the last committed token, the others a tree with several branches."""

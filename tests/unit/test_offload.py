@@ -24,8 +24,8 @@ from sakiyomi.bench import suites
 from sakiyomi.bench.config import BenchConfig
 from sakiyomi.gamma import FAR, FAR_NODES, MOST_NODES, AutoSize, Costs
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.loading import fit, load_model, offload
-from sakiyomi.loading.stream import Extent, WeightStream
+from sakiyomi.model_executor.loading import fit, load_model, offload
+from sakiyomi.model_executor.loading.stream import Extent, WeightStream
 from toys import character_tokenizer, save_model, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -36,7 +36,7 @@ NEW = 16
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models would stay in memory as a whole."""
-    monkeypatch.setattr("sakiyomi.loading.stream.SMALL", 0)
+    monkeypatch.setattr("sakiyomi.model_executor.loading.stream.SMALL", 0)
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_a_tensor_in_use_stays(tmp_path: Path) -> None:
 
 def test_small_tensors_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream, tensors = stream_of(tmp_path / "weights", 12, ahead=6000)
-    monkeypatch.setattr("sakiyomi.loading.stream.SMALL", 1024)  # those of 64 x 4
+    monkeypatch.setattr("sakiyomi.model_executor.loading.stream.SMALL", 1024)  # those of 64 x 4
     for _ in range(3):
         for i, tensor in enumerate(tensors):
             assert torch.equal(stream.take(str(i)), tensor)

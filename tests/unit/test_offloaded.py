@@ -31,7 +31,7 @@ from sakiyomi.cache.mapped_files import Offloaded
 from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(

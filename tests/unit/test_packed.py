@@ -35,11 +35,11 @@ from sakiyomi.core.memory import readable
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.quantization import compare
-from sakiyomi.loading import load_model, packed, read_checkpoint
-from sakiyomi.loading import model as loading_model
-from sakiyomi.loading.accelerated import torchao
-from sakiyomi.loading.reader import Reader
-from sakiyomi.model import structural_copy
+from sakiyomi.model_executor.loading import load_model, packed, read_checkpoint
+from sakiyomi.model_executor.loading import model as loading_model
+from sakiyomi.model_executor.loading.accelerated import torchao
+from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.runner import structural_copy
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -225,7 +225,7 @@ def test_experts_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_weights_that_transformers_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Should they come to be left on disk all the same, they are read again, at once."""
     folder = saved(tmp_path / "model", model_of("mixtral"))
-    monkeypatch.setattr("sakiyomi.loading.model.by_layer", lambda *_: True)
+    monkeypatch.setattr("sakiyomi.model_executor.loading.model.by_layer", lambda *_: True)
     assert same(load(folder, quantize="int8"), load((model_of("mixtral"), TOKENIZER), quantize="int8"))
 
 
@@ -266,7 +266,7 @@ def test_models_from_elsewhere_have_their_copies_in_the_cache(
     fresh: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the hub's cache nor the package is ours to write to."""
-    monkeypatch.setattr("sakiyomi.loading.model.fetch", lambda *_, **__: fresh)
+    monkeypatch.setattr("sakiyomi.model_executor.loading.model.fetch", lambda *_, **__: fresh)
     for name in ("someone/some-model", "tales-draft"):
         load(name, quantize="int8")
         load(name, quantize="int8")
@@ -441,7 +441,7 @@ def test_a_file_in_its_place(fresh: Path, caplog: pytest.LogCaptureFixture) -> N
 def killed_while_saving(fresh: Path) -> Path:
     """What a process leaves that is killed while it writes the copy of a model."""
     code = (
-        "import os, signal, sys\nfrom sakiyomi import LLM\nfrom sakiyomi.loading import packed\n"
+        "import os, signal, sys\nfrom sakiyomi import LLM\nfrom sakiyomi.model_executor.loading import packed\n"
         "packed.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
     )
@@ -501,7 +501,9 @@ def test_ctrl_c_while_saving(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert not [path for path in fresh.iterdir() if path.is_dir()]
 
 
-@pytest.mark.parametrize("place", ["sakiyomi.loading.reader.quiet", "sakiyomi.model.layer_errors"])
+@pytest.mark.parametrize(
+    "place", ["sakiyomi.model_executor.loading.reader.quiet", "sakiyomi.model_executor.runner.layer_errors"]
+)
 def test_ctrl_c_before(place: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -575,7 +577,7 @@ def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to be rounded for the CPU goes the way of a GPU instead."""
     pytest.importorskip("torchao")
     monkeypatch.setattr(
-        "sakiyomi.loading.model._to_be_rounded",
+        "sakiyomi.model_executor.loading.model._to_be_rounded",
         lambda reader, config, tokenizer, kind, beside: loading_model._rounded_by_torchao(
             reader, config, tokenizer, kind
         ),
@@ -613,7 +615,7 @@ def test_bytes_that_torchao_s_weights_take(fresh: Path, by_torchao: None) -> Non
 
 def test_weights_that_cannot_stay_on_disk(fresh: Path, by_torchao: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then main memory has to hold the model, which is asked before."""
-    monkeypatch.setattr("sakiyomi.loading.model.by_layer", lambda *_: False)
+    monkeypatch.setattr("sakiyomi.model_executor.loading.model.by_layer", lambda *_: False)
     monkeypatch.setattr(Reader, "read_later", lambda self: pytest.fail("left on disk"))
     assert load(fresh, quantize="int8", dtype="bfloat16").target.rounding is not None
     monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 1000)
@@ -688,7 +690,7 @@ def test_too_large_and_what_would_fit(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_is_said_to_fit_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = wide(tmp_path)
     size = (folder / "model.safetensors").stat().st_size
-    monkeypatch.setattr("sakiyomi.loading.fit.available_bytes", lambda *_: int(0.3 * size))
+    monkeypatch.setattr("sakiyomi.model_executor.loading.fit.available_bytes", lambda *_: int(0.3 * size))
     monkeypatch.setattr("sakiyomi.core.memory.available_bytes", lambda *_: int(0.3 * size))
     load(folder, quantize="int4")
     load(folder, quantize="int4")

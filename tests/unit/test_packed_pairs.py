@@ -30,8 +30,8 @@ from sakiyomi.cache.quantized_levels import LeveledPacking, LeveledPairs
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
+from sakiyomi.model_executor.attention.torch import Dense
 from turning import fit
 
 native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")

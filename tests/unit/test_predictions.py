@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.predictions import predictions
 from sakiyomi.sampling.probs import leading
 from toys import tiny_llama

@@ -23,8 +23,8 @@ from sakiyomi.cache.policies.retaining.raw import Raw, find_projections
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.loading import load_model
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.loading import load_model
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.train import retaining_labels as labels
 from sakiyomi.train.heads_loss import heads_loss
 from sakiyomi.train.retaining_labels import attention_heard, kv_heads_of, largest_chances, largest_logits

@@ -15,11 +15,11 @@ import torch
 from torch.nn import functional as F
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
-from sakiyomi.loading import load_model
 from sakiyomi.medusa.backbone import Backbone
 from sakiyomi.medusa.formats import read_heads
 from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
 from sakiyomi.medusa.ranks import LISTED, Ranks, rank_texts
+from sakiyomi.model_executor.loading import load_model
 from sakiyomi.theory import best_tree, expected_tree_tokens
 from sakiyomi.train.checkpoint import checkpoints
 from sakiyomi.train.config import DistillDataConfig, MedusaConfig

@@ -30,7 +30,7 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
     """Milliseconds a round, ours and transformers', for drafts that are all refused and all accepted."""
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.llm import LLM
-    from sakiyomi.model import DRAFT_SIZES, PackedModel
+    from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
 
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
     drafts = {

@@ -110,8 +110,8 @@ def start_seconds(config: BenchConfig) -> dict[str, Any]:
 def _start(target: str, dtype: str) -> dict[str, Any]:
     """In the new process: seconds of each graph, in the order in which a request asks for them."""
     from sakiyomi.kernels.build import native
-    from sakiyomi.loading import load_model
-    from sakiyomi.model import TARGET_SIZES, PackedModel
+    from sakiyomi.model_executor.loading import load_model
+    from sakiyomi.model_executor.runner import TARGET_SIZES, PackedModel
 
     native()  # built at a machine's first use, which is no graph's time
     began = time.perf_counter()

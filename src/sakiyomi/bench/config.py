@@ -101,8 +101,8 @@ class BenchConfig:
             InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
             UnsupportedError: a packed copy, which nobody else could run beside us.
         """
-        from sakiyomi.loading.model import parse_device, parse_dtype
-        from sakiyomi.loading.packed import is_packed
+        from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
+        from sakiyomi.model_executor.loading.packed import is_packed
 
         parse_dtype(self.dtype)
         parse_device(self.device)

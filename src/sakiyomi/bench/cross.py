@@ -17,7 +17,7 @@ from sakiyomi.bench.speed import our_lap, pair_conditions, peer_lap
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.loading import same_tokenizer
+from sakiyomi.model_executor.loading import same_tokenizer
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM

@@ -23,7 +23,7 @@ from torch import Tensor
 from sakiyomi.bench.inflating import ASPECT, LOUDNESS, NEW_TOKENS, Random, gain, hooked, save_model, writer
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.loading.families import read_config
+from sakiyomi.model_executor.loading.families import read_config
 from sakiyomi.train.held_out import HELD_OUT, read_examples
 from sakiyomi.train.sounds import RATE, recording
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.build import cache_folder
-from sakiyomi.loading import Loaded
+from sakiyomi.model_executor.loading import Loaded
 
 __all__ = ["KINDS", "LlamaCpp", "check", "gguf_file", "gguf_folder", "missing"]
 

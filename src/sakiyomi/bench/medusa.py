@@ -27,7 +27,7 @@ from sakiyomi.sampling.verifiers.typical import threshold
 
 if TYPE_CHECKING:
     from sakiyomi.llm import LLM
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["medusa", "typical"]
 

@@ -14,9 +14,9 @@ from sakiyomi.bench.inflate import inflated
 from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.bench.quality import Quality
 from sakiyomi.bench.runner import Agreement
-from sakiyomi.loading import load_model
-from sakiyomi.loading.model import parse_device
-from sakiyomi.model import PackedModel
+from sakiyomi.model_executor.loading import load_model
+from sakiyomi.model_executor.loading.model import parse_device
+from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.referee import Referee
 

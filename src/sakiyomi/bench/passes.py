@@ -17,7 +17,7 @@ from sakiyomi.kernels.batch import Segment
 from sakiyomi.machine import bandwidth
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["passes"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.loading import stop_tokens
+from sakiyomi.model_executor.loading import stop_tokens
 
 __all__ = ["ForwardClock", "Transformers", "generation_settings", "stop_tokens"]
 

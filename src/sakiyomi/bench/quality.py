@@ -20,7 +20,7 @@ from sakiyomi.core.prompts import read_text
 from sakiyomi.kernels.batch import Segment
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Logits", "Quality", "own_logits", "perplexity", "their_logits"]
 

@@ -16,7 +16,7 @@ from sakiyomi.kernels.batch import Segment
 from sakiyomi.theory import best_tree
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["scoring"]
 

@@ -14,7 +14,7 @@ from sakiyomi.bench.speed import our_lap
 from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.early_exit import EarlyExit
-from sakiyomi.layers import FirstLayers
+from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["selfdraft"]
 

@@ -47,7 +47,7 @@ def useless(config: BenchConfig, note: Note) -> Row:
 def _wrong(pair: Pair, config: BenchConfig) -> ModelDrafter:
     """The pair's draft model, each of whose tokens is called by the next one's number."""
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.model import DRAFT_SIZES, PackedModel
+    from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
 
     model = pair.draft.model
     head = model.get_output_embeddings()

@@ -25,7 +25,7 @@ from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Everything", "Keeping", "Watched", "surprise"]
 

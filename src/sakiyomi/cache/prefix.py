@@ -23,7 +23,7 @@ from sakiyomi.core.errors import InputError, LoadError
 if TYPE_CHECKING:
     from sakiyomi.cache.eviction import Everything, Keeping
     from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["BITS", "GROUP", "PackedPairs", "Packing", "Sizes", "pack", "pack_keys", "pack_values", "unpack"]
 

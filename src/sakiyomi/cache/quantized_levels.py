@@ -25,7 +25,7 @@ from sakiyomi.kernels.batch import Segment
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["LeveledPacking", "LeveledPairs", "fit_levels"]
 

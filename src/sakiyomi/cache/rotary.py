@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["GROUP", "Rotation", "Turn", "make_turn"]
 

@@ -137,7 +137,7 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
     """Measure, print and give the table; on stderr what is waited for."""
     from sakiyomi.bench.report import condition_line
     from sakiyomi.cli.output import progress, table
-    from sakiyomi.kernels.graphs import stop_compiling
+    from sakiyomi.model_executor.compiled import stop_compiling
 
     with progress("compiling graphs") as status:
         if not llm.wait(max(0.0, COMPILE_UNTIL - (time.time() - began))):

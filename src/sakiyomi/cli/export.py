@@ -72,7 +72,7 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         head: Any = None
         base: str | Path | None = options.target or found.base
         if options.target is not None:
-            from sakiyomi.loading import load_model
+            from sakiyomi.model_executor.loading import load_model
 
             loaded = load_model(options.target, device="cpu")
             head = loaded.model.get_output_embeddings().weight.detach()

@@ -114,7 +114,7 @@ def clear(place: MemoryPlace, output: JsonOption) -> None:
 def _decoder(target: str, digest: str) -> Any:
     from sakiyomi.cli.output import progress, quiet
     from sakiyomi.core.fingerprint import tokenizer_digest
-    from sakiyomi.loading import load_model
+    from sakiyomi.model_executor.loading import load_model
 
     with progress(f"loading {target}"):
         quiet()

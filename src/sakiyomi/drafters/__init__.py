@@ -20,11 +20,11 @@ class Surroundings:
     """What a drafter may be made from.
 
     Attributes:
-        target: the loaded target (``sakiyomi.loading.Loaded``).
+        target: the loaded target (``sakiyomi.model_executor.loading.Loaded``).
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
         pack: makes what ``load`` gave ready to run beside the target.
-        packed: the target as it runs (``sakiyomi.model.PackedModel``).
+        packed: the target as it runs (``sakiyomi.model_executor.runner.PackedModel``).
         rounded: makes the target once more, with weights of fewer bits, ready to run beside it.
         answer: what the target says to a request by itself (``drafters.oracle.Answer``).
         allow_pickle: weights may be stored as pickle.
@@ -43,7 +43,7 @@ class Surroundings:
 def _model(argument: str, around: Surroundings) -> Drafter:
     from sakiyomi.drafters.cross import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
+    from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 
     if not argument:
         raise InputError('draft "model:" names no model; write model:<folder or hub id>')
@@ -69,7 +69,7 @@ def _oracle(argument: str, around: Surroundings) -> Drafter:
 
 def _early_exit(argument: str, around: Surroundings) -> Drafter:
     from sakiyomi.drafters.early_exit import EarlyExit
-    from sakiyomi.layers import FirstLayers
+    from sakiyomi.model_executor.early_exit import FirstLayers
 
     try:
         count = int(argument)

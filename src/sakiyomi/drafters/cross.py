@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["CrossDrafter"]
 

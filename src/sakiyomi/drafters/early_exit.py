@@ -17,7 +17,7 @@ from sakiyomi.drafters.reading import Reading
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from sakiyomi.layers import FirstLayers
+    from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["EarlyExit"]
 

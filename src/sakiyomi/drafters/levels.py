@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.core.params import SamplingParams
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["LevelDrafter", "Levels", "begun", "is_drawn", "kind_of"]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.core.params import SamplingParams
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["MedusaDrafter"]
 

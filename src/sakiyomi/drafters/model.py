@@ -18,7 +18,7 @@ from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["ModelDrafter"]
 

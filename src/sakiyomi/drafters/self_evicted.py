@@ -21,11 +21,11 @@ from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.excerpt import Excerpt
+from sakiyomi.model_executor.sparse_view import Excerpt
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["SelfEvicted"]
 

@@ -17,8 +17,15 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.dropin.state import ModelState
 from sakiyomi.generate import Engine
 from sakiyomi.kernels.build import builder
-from sakiyomi.loading import Loaded, check_cross_pair, check_family, load_model, same_tokenizer, stop_tokens
-from sakiyomi.model import DRAFT_SIZES, TARGET_SIZES, PackedModel
+from sakiyomi.model_executor.loading import (
+    Loaded,
+    check_cross_pair,
+    check_family,
+    load_model,
+    same_tokenizer,
+    stop_tokens,
+)
+from sakiyomi.model_executor.runner import DRAFT_SIZES, TARGET_SIZES, PackedModel
 
 __all__ = ["NO_TEXT", "Assistance", "Engines", "Ready"]
 

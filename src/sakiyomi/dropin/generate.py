@@ -20,7 +20,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.dropin import reading
 from sakiyomi.dropin.engines import Assistance, Engines, Ready
 from sakiyomi.dropin.lockstep import Lockstep
-from sakiyomi.loading import has_encoder
+from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.request import Request
 
 __all__ = ["CustomGenerate", "custom_generate"]

@@ -15,7 +15,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.dropin.engines import NO_TEXT
 from sakiyomi.intake import Asked, prompt_tokens
-from sakiyomi.seq2seq.families import family_of
+from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.seq2seq.prompts import token_source
 
 __all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "requests", "sampling"]

@@ -17,8 +17,8 @@ from sakiyomi.medusa.backbone import check_heads
 from sakiyomi.medusa.heads import MedusaHeads
 
 if TYPE_CHECKING:
-    from sakiyomi.kernels.graphs import State
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.compiled import State
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Guesser"]
 

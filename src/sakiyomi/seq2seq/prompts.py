@@ -15,8 +15,8 @@ from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.intake import Asked, prompt_tokens, with_ids
+from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.seq2seq.defaults import default_processors
-from sakiyomi.seq2seq.families import Family, family_of
 
 __all__ = ["SourceIntake", "token_source"]
 

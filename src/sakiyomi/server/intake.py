@@ -15,7 +15,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.dialogue import Dialogue, read_template
 from sakiyomi.intake import prompt_tokens
-from sakiyomi.loading import has_encoder
+from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Constraint, Grammars

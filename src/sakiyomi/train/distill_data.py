@@ -10,7 +10,7 @@ import numpy as np
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.llm import LLM
-from sakiyomi.loading.model import parse_device
+from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.config import DistillDataConfig
 from sakiyomi.train.counted import read_prompts
 from sakiyomi.train.data import Ids, check_shares, encode_file, parse_text

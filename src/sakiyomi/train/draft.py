@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, Pr
 
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.llm import LLM
-from sakiyomi.loading import load_model, stop_tokens
+from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.data import Ids, Library, TextSpec, check_shares, parse_text

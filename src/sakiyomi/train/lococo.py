@@ -19,7 +19,7 @@ from torch.optim import AdamW, Optimizer
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import rounded, write_merging
 from sakiyomi.cache.policies.retaining.formats import fingerprint
-from sakiyomi.loading.model import parse_device
+from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import split_rows
 from sakiyomi.train.compressed import Compressed, policy_of
 from sakiyomi.train.config import LococoConfig

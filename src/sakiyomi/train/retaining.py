@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from sakiyomi.cache.policies.retaining.formats import fingerprint, write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, default_width
 from sakiyomi.cache.policies.retaining.raw import Raw
-from sakiyomi.loading.model import parse_device
+from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import Questions, split_rows
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.data import parse_text

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.kernels.attention import call_arguments
+from sakiyomi.model_executor.attention.op import call_arguments
 
 __all__ = [
     "Heard",

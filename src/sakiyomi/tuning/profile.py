@@ -21,7 +21,7 @@ from sakiyomi.drafters import parse_drafters
 from sakiyomi.kernels.build import cache_folder
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Profile", "find_profile", "lasting", "profile_path", "read_profile", "write_profile"]
 

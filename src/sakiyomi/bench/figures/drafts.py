@@ -56,7 +56,7 @@ def drafts(work: Work, note: Note) -> Row:
                 found[folder.name] = llm.drafter(f"model:{folder}")
             except SakiyomiError as error:
                 notes.append(f"{folder.name} is left out: {error.message}")
-        from sakiyomi.loading import load_model
+        from sakiyomi.model_executor.loading import load_model
 
         loaded = load_model(str(target), dtype=config.dtype, device=config.device)
         lines += _compared(work, llm, loaded, target.name, found, note, notes)

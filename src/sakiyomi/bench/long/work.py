@@ -18,7 +18,7 @@ from sakiyomi.bench.long.systems import ONE_SHOT, OneShot, Ours, Running, System
 from sakiyomi.bench.long.turns import turns
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import peak_bytes, readable, reset_peak, resident_bytes
-from sakiyomi.loading import load_model, stop_tokens
+from sakiyomi.model_executor.loading import load_model, stop_tokens
 
 __all__ = ["KINDS", "Loader", "Options", "Watch", "answers", "work"]
 

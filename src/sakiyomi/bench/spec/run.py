@@ -30,7 +30,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.dialogue import WORDS, Dialogue, read_template
 from sakiyomi.drafters import parse_drafters
-from sakiyomi.loading import has_encoder
+from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.tuning.candidates import available
 from sakiyomi.tuning.config import PairConfig
 

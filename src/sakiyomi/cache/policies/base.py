@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.cache.policies.lococo import LoCoCo
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Policy", "View"]
 

@@ -13,7 +13,7 @@ from sakiyomi.cache.policies.looking import Looking
 
 if TYPE_CHECKING:
     from sakiyomi.cache.rotary import Turn
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Expected"]
 

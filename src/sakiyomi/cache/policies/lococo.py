@@ -24,7 +24,7 @@ from sakiyomi.cache.policies.base import View
 if TYPE_CHECKING:
     from sakiyomi.cache.policies.merging.convolutions import Convolutions
     from sakiyomi.cache.policies.merging.formats import MergingFile
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["LoCoCo"]
 

@@ -22,7 +22,7 @@ from sakiyomi.kernels.pack import linear_beside
 if TYPE_CHECKING:
     from sakiyomi.cache.policies.retaining.heads import RetainingHeads
     from sakiyomi.cache.policies.retaining.raw import Raw
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Locret"]
 

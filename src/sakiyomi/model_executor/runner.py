@@ -30,22 +30,23 @@ from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.core.running_mean import running_mean
-from sakiyomi.kernels import attention, observe
 from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.kernels.build import native_at_hand
-from sakiyomi.kernels.dense import Dense, take_over
-from sakiyomi.kernels.device import CudaGraphs, DevicePass
-from sakiyomi.kernels.graphs import Graphs, State
-from sakiyomi.kernels.made import listening
 from sakiyomi.kernels.native import NativeModel, PackedLinear
-from sakiyomi.kernels.own import OwnAttention
 from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
 from sakiyomi.kernels.quantization import RoundingReport, check_rounding, choose_bits, compare, layer_errors
-from sakiyomi.kernels.tap import Tap
-from sakiyomi.loading.families import has_experts
-from sakiyomi.loading.stream import attach, is_offloaded
-from sakiyomi.seq2seq.decoder import Encoder, split
-from sakiyomi.structure import structural_copy
+from sakiyomi.model_executor.attention import observe
+from sakiyomi.model_executor.attention import op as attention
+from sakiyomi.model_executor.attention.cuda import CudaGraphs, DevicePass
+from sakiyomi.model_executor.attention.hf_cache import OwnAttention
+from sakiyomi.model_executor.attention.torch import Dense, take_over
+from sakiyomi.model_executor.compiled import Graphs, State
+from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
+from sakiyomi.model_executor.features import Tap
+from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.stream import attach, is_offloaded
+from sakiyomi.model_executor.row_invariance import listening
+from sakiyomi.model_executor.structural_copy import structural_copy
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)

@@ -7,7 +7,7 @@ from typing import Any
 
 from sakiyomi.core.checkpoint import Checkpoint
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.loading.reader import quiet, short
+from sakiyomi.model_executor.loading.reader import quiet, short
 
 __all__ = ["read_gguf"]
 

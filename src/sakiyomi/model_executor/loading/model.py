@@ -21,13 +21,13 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, Unsupp
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.quantization import check_rounding
-from sakiyomi.loading.accelerated import read_rounded
-from sakiyomi.loading.families import auto_class, check_supported, has_encoder, read_config
-from sakiyomi.loading.fit import by_layer, check_memory
-from sakiyomi.loading.gguf import read_gguf
-from sakiyomi.loading.hub import fetch, looks_like_hub_id
-from sakiyomi.loading.offload import Offload, parse_offload, read_offloaded
-from sakiyomi.loading.packed import (
+from sakiyomi.model_executor.loading.accelerated import read_rounded
+from sakiyomi.model_executor.loading.families import auto_class, check_supported, has_encoder, read_config
+from sakiyomi.model_executor.loading.fit import by_layer, check_memory
+from sakiyomi.model_executor.loading.gguf import read_gguf
+from sakiyomi.model_executor.loading.hub import fetch, looks_like_hub_id
+from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
+from sakiyomi.model_executor.loading.packed import (
     REMEDY,
     copy_place,
     is_packed,
@@ -38,14 +38,14 @@ from sakiyomi.loading.packed import (
     save_packed,
     source_key,
 )
-from sakiyomi.loading.placeholder import register
-from sakiyomi.loading.reader import Reader, quiet, short
-from sakiyomi.loading.stream import is_offloaded
+from sakiyomi.model_executor.loading.placeholder import register
+from sakiyomi.model_executor.loading.reader import Reader, quiet, short
+from sakiyomi.model_executor.loading.stream import is_offloaded
 
 if TYPE_CHECKING:
     import torch
 
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["Loaded", "load_model"]
 

@@ -9,9 +9,9 @@ import torch
 
 from sakiyomi.cache.eviction import Everything
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.kernels.dense import Dense
 from sakiyomi.kernels.native import NativeModel
-from sakiyomi.model import DRAFT_SIZES, SIZES, PackedModel
+from sakiyomi.model_executor.attention.torch import Dense
+from sakiyomi.model_executor.runner import DRAFT_SIZES, SIZES, PackedModel
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.seq2seq.families import family_of
+from sakiyomi.model_executor.encoder_decoder.families import family_of
 
 __all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.kernels.batch import Plan
-from sakiyomi.kernels.dense import attend_all
+from sakiyomi.model_executor.attention.torch import attend_all
 
 __all__ = ["CudaGraphs", "DevicePass"]
 

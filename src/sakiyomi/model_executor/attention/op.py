@@ -19,7 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.kernels import dense, device, observe  # noqa: F401  (their operators are registered)
+from sakiyomi.model_executor.attention import cuda as device
+from sakiyomi.model_executor.attention import observe  # noqa: F401  (their operators are registered)
+from sakiyomi.model_executor.attention import torch as dense
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
 UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")

@@ -17,7 +17,7 @@ from sakiyomi.kernels.pack import PACKED
 from sakiyomi.kernels.quantization import RoundingReport, compare
 
 if TYPE_CHECKING:
-    from sakiyomi.loading.reader import Reader
+    from sakiyomi.model_executor.loading.reader import Reader
 
 __all__ = ["read_rounded", "torchao"]
 

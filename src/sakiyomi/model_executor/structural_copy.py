@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sakiyomi.loading.stream import hooks
+from sakiyomi.model_executor.loading.stream import hooks
 
 __all__ = ["structural_copy"]
 

@@ -1,9 +1,9 @@
 """Models and tokenizers from wherever the user has them, with every kind of bad input refused in one clear sentence."""
 
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
-from sakiyomi.loading.families import has_encoder
-from sakiyomi.loading.model import Loaded, load_model, stop_tokens
-from sakiyomi.loading.pairs import check_cross_pair, check_family, check_pair, same_tokenizer
+from sakiyomi.model_executor.loading.families import has_encoder
+from sakiyomi.model_executor.loading.model import Loaded, load_model, stop_tokens
+from sakiyomi.model_executor.loading.pairs import check_cross_pair, check_family, check_pair, same_tokenizer
 
 __all__ = [
     "Checkpoint",

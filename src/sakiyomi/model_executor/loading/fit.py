@@ -11,8 +11,8 @@ from sakiyomi.core.checkpoint import Checkpoint
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.pack import PACKED
-from sakiyomi.loading.families import has_experts
-from sakiyomi.loading.reader import quiet
+from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.reader import quiet
 
 __all__ = ["by_layer", "check_memory", "rounded_bytes", "without_weights"]
 

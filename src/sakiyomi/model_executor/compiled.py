@@ -25,7 +25,7 @@ from torch import Tensor
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.build import cache_folder, compiler
-from sakiyomi.kernels.tap import Tap
+from sakiyomi.model_executor.features import Tap
 
 logger = logging.getLogger("sakiyomi")
 Graph = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]

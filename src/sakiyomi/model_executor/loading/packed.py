@@ -42,10 +42,10 @@ from sakiyomi.kernels.build import cache_folder
 from sakiyomi.kernels.native import PARTS, NativeModel, PackedLinear, can_pack
 from sakiyomi.kernels.pack import Prepared, join_siblings
 from sakiyomi.kernels.quantization import RoundingReport
-from sakiyomi.loading.placeholder import METHOD
+from sakiyomi.model_executor.loading.placeholder import METHOD
 
 if TYPE_CHECKING:
-    from sakiyomi.model import PackedModel
+    from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = [
     "REMEDY",

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.kernels.graphs import Graphs
-from sakiyomi.model import DRAFT_SIZES, SIZES, PackedModel
+from sakiyomi.model_executor.compiled import Graphs
+from sakiyomi.model_executor.runner import DRAFT_SIZES, SIZES, PackedModel
 
 __all__ = ["FirstLayers"]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
-from sakiyomi.loading.fit import by_layer, without_weights
-from sakiyomi.loading.reader import Reader
-from sakiyomi.loading.stream import hooks
+from sakiyomi.model_executor.loading.fit import by_layer, without_weights
+from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.loading.stream import hooks
 
 if TYPE_CHECKING:
     import torch

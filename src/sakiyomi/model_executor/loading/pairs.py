@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.loading.families import has_encoder
-from sakiyomi.seq2seq.families import family_of
+from sakiyomi.model_executor.encoder_decoder.families import family_of
+from sakiyomi.model_executor.loading.families import has_encoder
 
 if TYPE_CHECKING:
-    from sakiyomi.loading.model import Loaded
+    from sakiyomi.model_executor.loading.model import Loaded
 
 __all__ = ["check_cross_pair", "check_family", "check_pair", "same_tokenizer"]
 

@@ -17,9 +17,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.kernels.attention import CROSS
-from sakiyomi.seq2seq.families import Family, family_of
-from sakiyomi.structure import structural_copy
+from sakiyomi.model_executor.attention.op import CROSS
+from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
+from sakiyomi.model_executor.structural_copy import structural_copy
 
 __all__ = ["Decoder", "DecoderConfig", "Encoder", "split"]
 
