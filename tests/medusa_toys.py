@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from architectures import VOCAB, greedy, model_of, prompt
-from sakiyomi.medusa.backbone import Backbone
-from sakiyomi.medusa.formats import write_heads
-from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.formats import write_heads
+from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 
 PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(19, 3)]
 

@@ -27,8 +27,8 @@ from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
 from sakiyomi.drafting import Drafting
-from sakiyomi.gamma import NO_DRAFT, make_policy
 from sakiyomi.intake import Asked, Intake, TextIntake
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.places import Places

@@ -17,7 +17,7 @@ from sakiyomi.core.outputs import FinishReason, Generation, RoundTrace, Stats, S
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context
-from sakiyomi.gamma import SizePolicy
+from sakiyomi.drafters.draft_length import SizePolicy
 from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier

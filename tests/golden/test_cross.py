@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from sakiyomi import LLM, SamplingParams, UnsupportedError
-from sakiyomi.alignment import Lexicon
 from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters import Context
-from sakiyomi.drafters.cross import CrossDrafter
+from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon
+from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.sampling.rng import RequestNoise

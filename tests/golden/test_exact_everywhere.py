@@ -28,7 +28,6 @@ from architectures import VOCAB, model_of, prompt
 from drafters import Branching, Fading, Noisy, texts_of
 from medusa_toys import heads_folder
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.builders import BUILDERS
 from sakiyomi.cache.policies import POLICIES
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import write_merging
@@ -40,6 +39,7 @@ from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.drafters import DRAFTERS
+from sakiyomi.drafters.trees import BUILDERS
 from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.sampling.verifiers import VERIFIERS, Verifier
 from toys import character_tokenizer, save_model

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from architectures import ALL, VOCAB, greedy, model_of
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
-from sakiyomi.builders import BUILDERS, Growth
 from sakiyomi.core.tree import TokenTree
 from sakiyomi.drafters.medusa import MedusaDrafter
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
+from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
+from sakiyomi.drafters.medusa_heads.ranks import Ranks
+from sakiyomi.drafters.medusa_heads.tuned import FILE
+from sakiyomi.drafters.trees import BUILDERS, Growth
 from sakiyomi.kernels.build import native
-from sakiyomi.medusa.backbone import Backbone
-from sakiyomi.medusa.formats import read_heads, write_heads
-from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
-from sakiyomi.medusa.ranks import Ranks
 from sakiyomi.medusa.search import ranks_of
-from sakiyomi.medusa.tuned import FILE
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 NEW = 24
@@ -305,7 +305,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path, monkeypatch: pytest.
     small = MedusaHeads(HeadsShape(2, 1, 32, 20, 2))
     write_heads(small, tmp_path / "small")
     with monkeypatch.context() as patch, pytest.raises(UnsupportedError, match="guess 20 tokens"):
-        patch.setattr("sakiyomi.medusa.backbone.PADDING", 50)
+        patch.setattr("sakiyomi.drafters.medusa_heads.backbone.PADDING", 50)
         llm_of(f"medusa:{tmp_path / 'small'}")
     with pytest.raises(InputError, match="tree has 4 levels, and these heads guess 3"):
         llm_of(f"medusa:{heads_folder(tmp_path, fitted=False)}").generate(PROMPTS, params(tree=[1, 1, 1, 1, 1]))

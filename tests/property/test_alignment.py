@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sakiyomi.alignment import Lexicon, Mirror, continuation
+from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, Mirror, continuation
 from toys import byte_fallback_tokenizer, character_tokenizer, tiny_tokenizer, unigram_tokenizer, word_piece_tokenizer
 
 ALL_BYTES = {

@@ -24,10 +24,10 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
+from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.medusa.formats import write_heads
 from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.sampling.sampler import Sampler
 from statistical.harness import LEVEL, p_value

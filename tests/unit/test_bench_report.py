@@ -28,8 +28,8 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import DRAFTERS
+from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.llm import LLM
-from sakiyomi.medusa.formats import write_heads
 from sakiyomi.sampling.verifiers import VERIFIERS
 from sakiyomi.theory import expected_tokens, guess_acceptance
 from toys import save_model, tiny_llama, tiny_tokenizer

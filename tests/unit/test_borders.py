@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.alignment import Lexicon
-from sakiyomi.borders import Borders, Cut
+from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon
+from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
 from toys import (
     byte_fallback_tokenizer,
     character_tokenizer,

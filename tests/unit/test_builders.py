@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sakiyomi.builders import BUILDERS, BestFirst, Builder, Dynamic, Growth, Static
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import TREES, SamplingParams
+from sakiyomi.drafters.trees import BUILDERS, BestFirst, Builder, Dynamic, Growth, Static
 from sakiyomi.theory import best_tree, expected_tree_tokens
 
 Chances = Callable[[tuple[int, ...]], Sequence[float]]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.gamma import (
+from sakiyomi.drafters.draft_length import (
     LOSS,
     MOST,
     MOST_NODES,

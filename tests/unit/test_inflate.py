@@ -20,8 +20,8 @@ from sakiyomi.cli import app
 from sakiyomi.core import memory
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
-from sakiyomi.medusa.backbone import Backbone
-from sakiyomi.medusa.formats import read_heads, write_heads
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PARAMS = {True: "200K", False: "220K"}  # the tiny model has 29K or 39K

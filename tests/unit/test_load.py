@@ -9,8 +9,8 @@ import pytest
 import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
+from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.gamma import MOST_NODES
 from sakiyomi.kernels.batch import Plan
 from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer, tiny_llama

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.medusa.formats import FORMATS, read_heads, write_heads
-from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
+from sakiyomi.drafters.medusa_heads.formats import FORMATS, read_heads, write_heads
+from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 H, V = 16, 40

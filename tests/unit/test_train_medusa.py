@@ -15,10 +15,10 @@ import torch
 from torch.nn import functional as F
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
-from sakiyomi.medusa.backbone import Backbone
-from sakiyomi.medusa.formats import read_heads
-from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
-from sakiyomi.medusa.ranks import LISTED, Ranks, rank_texts
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.formats import read_heads
+from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
+from sakiyomi.drafters.medusa_heads.ranks import LISTED, Ranks, rank_texts
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.theory import best_tree, expected_tree_tokens
 from sakiyomi.train.checkpoint import checkpoints
@@ -476,7 +476,7 @@ def test_ranks_are_those_of_the_tokens_that_came(monkeypatch: pytest.MonkeyPatch
 
     ranks = rank_texts(places, guess, [ids[:2]], [ids[2:]])
     assert ranks.texts[0].tolist() == [[1, 0], [1, 0], [0, -1]]
-    monkeypatch.setattr("sakiyomi.medusa.ranks.PLACES", 2)
+    monkeypatch.setattr("sakiyomi.drafters.medusa_heads.ranks.PLACES", 2)
     assert rank_texts(places, guess, [ids[:2]], [ids[2:]]).texts[0].tolist() == ranks.texts[0].tolist()
     far = torch.arange(20.0).flip(0)
     worst = rank_texts(places, lambda hidden: far.expand(2, len(hidden), 20), [[19, 19]], [[19] * 4])

@@ -41,9 +41,9 @@ from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, require_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.medusa.backbone import check_heads
-from sakiyomi.medusa.formats import read_heads, write_heads
-from sakiyomi.medusa.heads import MedusaHeads
+from sakiyomi.drafters.medusa_heads.backbone import check_heads
+from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
+from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.model_executor.loading import load_model
 
 __all__ = ["inflate", "inflated", "parse_count", "wider"]

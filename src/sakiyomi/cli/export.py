@@ -60,8 +60,8 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         from pathlib import Path
 
         from sakiyomi.core.embedded import folder_of
-        from sakiyomi.medusa.backbone import check_heads
-        from sakiyomi.medusa.formats import read_heads, write_heads
+        from sakiyomi.drafters.medusa_heads.backbone import check_heads
+        from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 
         name = options.heads
         found = read_heads(folder_of(name), allow_pickle=options.allow_pickle)

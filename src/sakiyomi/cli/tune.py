@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.medusa.tuned import TuneConfig
+from sakiyomi.drafters.medusa_heads.tuned import TuneConfig
 from sakiyomi.tuning.config import PairConfig
 
 

@@ -41,7 +41,7 @@ class Surroundings:
 
 
 def _model(argument: str, around: Surroundings) -> Drafter:
-    from sakiyomi.drafters.cross import CrossDrafter
+    from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
 

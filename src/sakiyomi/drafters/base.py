@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Rule
-from sakiyomi.gamma import Worth
+from sakiyomi.drafters.draft_length import Worth
 from sakiyomi.sampling.rng import RequestNoise
 
 if TYPE_CHECKING:

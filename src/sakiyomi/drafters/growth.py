@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 from sakiyomi.core.tree import Draft, Draw, TokenTree
-from sakiyomi.gamma import Worth
+from sakiyomi.drafters.draft_length import Worth
 
 __all__ = ["Expand", "Growth", "grow"]
 

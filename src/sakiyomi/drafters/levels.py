@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sakiyomi.builders import BUILDERS, Builder, Growth, Ranks
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.reading import Reading
+from sakiyomi.drafters.trees import BUILDERS, Builder, Growth, Ranks
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:

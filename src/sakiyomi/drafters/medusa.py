@@ -20,10 +20,10 @@ from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.levels import SHARPNESS, begun, is_drawn, kind_of
+from sakiyomi.drafters.medusa_heads.formats import read_heads
+from sakiyomi.drafters.medusa_heads.runner import Guesser
+from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
 from sakiyomi.drafters.reading import Reading
-from sakiyomi.medusa.formats import read_heads
-from sakiyomi.medusa.guesser import Guesser
-from sakiyomi.medusa.tuned import Tuned, read_tuned
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:

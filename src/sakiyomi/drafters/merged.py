@@ -16,7 +16,7 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context, Drafter, tell
 from sakiyomi.drafters.claims import Claims
-from sakiyomi.gamma import Worth
+from sakiyomi.drafters.draft_length import Worth
 
 __all__ = ["MergedDrafter"]
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sakiyomi.builders import Builder, Growth
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.trees import Builder, Growth
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.sampling.probs import best, best_token, leading
 from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
@@ -22,7 +22,7 @@ from sakiyomi.sampling.sampler import Sampler
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sakiyomi.gamma import Worth
+    from sakiyomi.drafters.draft_length import Worth
 
 __all__ = ["Reading"]
 

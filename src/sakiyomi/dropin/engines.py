@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters import DRAFTERS, Drafter, Surroundings, make_drafter, parse_drafters
-from sakiyomi.drafters.cross import CrossDrafter
+from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
 from sakiyomi.drafters.lookup import MOST, PromptLookup
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.dropin.state import ModelState

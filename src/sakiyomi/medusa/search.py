@@ -22,11 +22,11 @@ from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.medusa import MedusaDrafter
-from sakiyomi.gamma import MOST_NODES
+from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
+from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.medusa.ranks import Ranks, rank_texts
-from sakiyomi.medusa.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of

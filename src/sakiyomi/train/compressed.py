@@ -19,7 +19,7 @@ from sakiyomi.cache.policies import Policy, View, read_cache
 from sakiyomi.cache.policies.merging.convolutions import Convolutions
 from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.errors import InputError
-from sakiyomi.medusa.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.retaining_labels import attention_by, layer_shapes
 
 __all__ = ["Compressed", "policy_of"]

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 from sakiyomi.cache.policies.merging.convolutions import Convolutions
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.medusa.heads import MedusaHeads
+from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.llama import save_model
 from sakiyomi.train.loop import Progress

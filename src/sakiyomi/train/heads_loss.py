@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads
 from sakiyomi.cache.policies.retaining.raw import Raw
-from sakiyomi.medusa.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.answered import split_rows
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.loop import compiled_loss

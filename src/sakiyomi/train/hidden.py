@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sakiyomi.medusa.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.labels import chunks, row_keys
 
 __all__ = ["HiddenStates"]

@@ -26,12 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.memory import readable
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.formats import write_heads
+from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
+from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
+from sakiyomi.drafters.medusa_heads.tuned import FILE as TUNED
 from sakiyomi.llm import LLM
-from sakiyomi.medusa.backbone import Backbone
-from sakiyomi.medusa.formats import write_heads
-from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
-from sakiyomi.medusa.ranks import Ranks, rank_texts
-from sakiyomi.medusa.tuned import FILE as TUNED
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS

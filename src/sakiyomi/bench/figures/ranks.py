@@ -10,8 +10,8 @@ from sakiyomi.bench.figures.section import Section, Theme, panels
 from sakiyomi.bench.figures.work import Work
 from sakiyomi.bench.report import Row
 from sakiyomi.drafters.medusa import MedusaDrafter
+from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.medusa.ranks import Ranks, rank_texts
 from sakiyomi.medusa.search import ranks_of
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sakiyomi.builders.base import Growth
-from sakiyomi.builders.best_first import LISTED
+from sakiyomi.drafters.trees.base import Growth
+from sakiyomi.drafters.trees.best_first import LISTED
 
 __all__ = ["Dynamic"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.medusa.heads import MedusaHeads
+from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 
 __all__ = ["Backbone", "check_heads"]
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.drafters.medusa_heads.backbone import check_heads
+from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.kernels.batch import Plan
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.pack import linear_beside
-from sakiyomi.medusa.backbone import check_heads
-from sakiyomi.medusa.heads import MedusaHeads
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.compiled import State

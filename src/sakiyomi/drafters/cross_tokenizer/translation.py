@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sakiyomi.alignment import Lexicon, continuation
 from sakiyomi.core.tree import Draft, Draw, TokenTree
-from sakiyomi.gamma import Worth
+from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, continuation
+from sakiyomi.drafters.draft_length import Worth
 
 __all__ = ["Said", "Translator"]
 

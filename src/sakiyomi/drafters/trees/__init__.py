@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sakiyomi.builders.base import Builder, Growth
-from sakiyomi.builders.best_first import BestFirst
-from sakiyomi.builders.chain import Chain
-from sakiyomi.builders.choices import Choices
-from sakiyomi.builders.dynamic import Dynamic
-from sakiyomi.builders.static import Static
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters.trees.base import Builder, Growth
+from sakiyomi.drafters.trees.best_first import BestFirst
+from sakiyomi.drafters.trees.chain import Chain
+from sakiyomi.drafters.trees.choices import Choices
+from sakiyomi.drafters.trees.dynamic import Dynamic
+from sakiyomi.drafters.trees.static import Static
 
 __all__ = ["BUILDERS", "BestFirst", "Builder", "Chain", "Choices", "Dynamic", "Growth", "Ranks", "Static"]
 

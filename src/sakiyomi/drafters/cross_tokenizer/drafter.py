@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.alignment import Lexicon, Mirror, continuation
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, TokenTree
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.translation import Said, Translator
+from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, Mirror, continuation
+from sakiyomi.drafters.cross_tokenizer.translation import Said, Translator
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sakiyomi.builders.base import Growth
+from sakiyomi.drafters.trees.base import Growth
 
 __all__ = ["Choices"]
 

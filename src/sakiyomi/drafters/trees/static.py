@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from sakiyomi.builders.base import Growth
+from sakiyomi.drafters.trees.base import Growth
 from sakiyomi.theory import best_tree
 
 __all__ = ["Static"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.medusa.heads import HeadsShape, MedusaHeads
+from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sakiyomi.builders.base import Growth
+from sakiyomi.drafters.trees.base import Growth
 
 __all__ = ["Chain"]
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sakiyomi.borders import Borders, Cut
 from sakiyomi.core.text import profile
+from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
 
 __all__ = ["Continuation", "Lexicon", "Mirror", "continuation"]
 

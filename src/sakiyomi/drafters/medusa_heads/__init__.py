@@ -1,0 +1,1 @@
+"""TODO medusa_heads."""
