@@ -17,8 +17,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 from sakiyomi import LLM
+from sakiyomi.engine.machine import conditions
 from sakiyomi.kernels.batch import Plan
-from sakiyomi.machine import conditions
 
 ROWS = (1, 16, 65, 129)
 

@@ -23,7 +23,7 @@ import torch
 import sakiyomi
 from sakiyomi.bench.models import random_llama
 from sakiyomi.core.memory import peak_bytes
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
 
 SHAPE = (2048, 22, 32, 5632, 32000)
 

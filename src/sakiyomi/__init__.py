@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from sakiyomi.core.outputs import Generation, Stats, Step, TokenTrace
     from sakiyomi.core.params import SamplingParams
     from sakiyomi.core.tree import Draft, TokenTree, Verdict
-    from sakiyomi.dropin import custom_generate
-    from sakiyomi.generate import Engine
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.engine import Engine
+    from sakiyomi.engine.hf_generate import custom_generate
+    from sakiyomi.engine.llm import LLM
 
 __all__ = [
     "LLM",
@@ -59,10 +59,10 @@ __all__ = [
 
 # Where each name that costs an import lives.
 _HOME = {
-    "LLM": "sakiyomi.llm",
+    "LLM": "sakiyomi.engine.llm",
     "Audio": "sakiyomi.core.audio",
-    "custom_generate": "sakiyomi.dropin",
-    "Engine": "sakiyomi.generate",
+    "custom_generate": "sakiyomi.engine.hf_generate",
+    "Engine": "sakiyomi.engine.engine",
     "SamplingParams": "sakiyomi.core.params",
     "Generation": "sakiyomi.core.outputs",
     "Stats": "sakiyomi.core.outputs",

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.audit_report import AuditConfig, AuditReport, Check, SampledCheck, Texts, shape_name
 from sakiyomi.bench.peers import Transformers, stop_tokens
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.own_referee import OwnReferee
 from sakiyomi.referee import Divergence, Referee, Scores, coupled_scores, greedy_scores
 from sakiyomi.sampled import SampledTests, drafted_kind
@@ -58,7 +58,7 @@ def audit(
     Raises:
         SakiyomiError: what ``LLM`` raises.
     """
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
     from sakiyomi.model_executor.loading import load_model
 
     config, options = config or AuditConfig(), dict(options or {})

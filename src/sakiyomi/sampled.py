@@ -20,18 +20,18 @@ from sakiyomi.audit_report import AWAY, ODDS, POWER, AuditConfig, SampledCheck, 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.engine import Engine
 from sakiyomi.frequencies import Frequencies, rank
-from sakiyomi.generate import Engine
 from sakiyomi.recorded import STATES, WIDTH, Listener, Narrow, Recording, TableModel, narrow
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS
 
 if TYPE_CHECKING:
-    from sakiyomi.bench.undrafted import Undrafted
     from sakiyomi.core.tree import DraftKind
     from sakiyomi.drafters import Drafter
+    from sakiyomi.engine.plain import Undrafted
+    from sakiyomi.engine.request import Request
     from sakiyomi.referee import Referee
-    from sakiyomi.request import Request
 
 __all__ = ["SampledTests", "drafted_kind"]
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import sakiyomi.drafting
+import sakiyomi.engine.speculation
 from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
@@ -187,7 +187,7 @@ def _reach_beyond(request: Any) -> int:
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(Notes, "keep", _keep_the_pairs_alone), (sakiyomi.drafting, "_room", _reach_beyond)],
+    [(Notes, "keep", _keep_the_pairs_alone), (sakiyomi.engine.speculation, "_room", _reach_beyond)],
     ids=["statistics of refused rows", "rounds beyond borders"],
 )
 def test_broken_rules_are_found(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_the_audit_judges_by_the_same_cache(tmp_path: Path) -> None:
     report = audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options)
     assert report.reference == "own plain" and not report.defects
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sakiyomi.drafting, "_room", _reach_beyond)
+        patch.setattr(sakiyomi.engine.speculation, "_room", _reach_beyond)
         report = audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options)
         assert report.defects
 

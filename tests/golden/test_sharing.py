@@ -24,8 +24,8 @@ from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.cache.eviction import Keeping
 from sakiyomi.cache.prefix import alike
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.request import Place, Request
 from sakiyomi.model_executor.runner import PackedModel
-from sakiyomi.request import Place, Request
 from toys import character_tokenizer
 
 CHUNK = 16

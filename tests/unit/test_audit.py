@@ -17,8 +17,8 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
+from sakiyomi.engine.llm import LLM
 from sakiyomi.kernels.build import native
-from sakiyomi.llm import LLM
 from sakiyomi.model_executor.runner import PackedModel
 from sakiyomi.referee import Referee, coupled_scores, greedy_scores
 from sakiyomi.sampling.rng import RequestNoise
@@ -207,7 +207,7 @@ def test_a_broken_rule_is_found(
 
 def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted and plain text agree with each other then, and not with the logits."""
-    monkeypatch.setattr("sakiyomi.generate.RequestNoise", lambda seed, *key: RequestNoise(seed + 1, *key))
+    monkeypatch.setattr("sakiyomi.engine.engine.RequestNoise", lambda seed, *key: RequestNoise(seed + 1, *key))
     report = run(models)
     assert {(check.rule, check.against) for check in report.checks if check.defects} == {("coupled", "logits")}
 

@@ -27,7 +27,6 @@ from sakiyomi.bench.quality import Quality, own_logits, perplexity, their_logits
 from sakiyomi.bench.random_trees import RandomTrees
 from sakiyomi.bench.report import Row, condition_line, of_race
 from sakiyomi.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.cli.output import table
@@ -37,10 +36,11 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 from sakiyomi.drafters.early_exit import EarlyExit
+from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import PackedLinear
-from sakiyomi.llm import LLM
-from sakiyomi.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.model_executor.compiled import Graphs
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.loading import load_model
@@ -834,11 +834,11 @@ def test_machine_is_described() -> None:
 
 def test_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("sakiyomi.machine._flags", lambda: {"avx512f", "avx512_bf16"})
+    monkeypatch.setattr("sakiyomi.engine.machine._flags", lambda: {"avx512f", "avx512_bf16"})
     assert [line for line in lacks() if "AVX" in line] == [
         "no AVX-512 VNNI: weights in 8 and 4 bits are smaller here, and not faster than bfloat16"
     ]
-    monkeypatch.setattr("sakiyomi.machine._flags", set)  # nobody can tell
+    monkeypatch.setattr("sakiyomi.engine.machine._flags", set)  # nobody can tell
     assert not any("AVX" in line for line in lacks())
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert any(line.startswith("arm64: the CPU kernels") for line in lacks())

@@ -34,7 +34,7 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import parse_bytes, peak_bytes, resident_bytes
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
 from sakiyomi.longtasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 

@@ -23,13 +23,13 @@ from sakiyomi.bench.figures.rivals import GreedyDraft
 from sakiyomi.bench.figures.run import SECTIONS, run
 from sakiyomi.bench.figures.section import THEMES, picture
 from sakiyomi.bench.report import Row
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.drafters.medusa_heads.formats import write_heads
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.sampling.verifiers import VERIFIERS
 from sakiyomi.theory import expected_tokens, guess_acceptance
 from toys import save_model, tiny_llama, tiny_tokenizer

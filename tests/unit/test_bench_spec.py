@@ -20,13 +20,13 @@ from sakiyomi.bench.spec.questions import Question, chosen, digest, own_question
 from sakiyomi.bench.spec.results import PLAIN, Record, Results, join
 from sakiyomi.bench.spec.run import Talk, run
 from sakiyomi.bench.spec.table import compared, figures, rows
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.dialogue import Dialogue
-from sakiyomi.llm import LLM
+from sakiyomi.engine.chat_template import Dialogue
+from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.plain import Undrafted
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "bench" / "spec_bench_question.jsonl"

@@ -21,7 +21,7 @@ from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.cli.chat import Chat
 from sakiyomi.cli.lines import Lines
-from sakiyomi.dialogue import Dialogue
+from sakiyomi.engine.chat_template import Dialogue
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 TEMPLATE = (

@@ -24,7 +24,7 @@ from sakiyomi.cli import app
 from sakiyomi.cli.common import ModelOptions, flag_help
 from sakiyomi.cli.output import TokenPainter, legend
 from sakiyomi.core.outputs import TokenTrace
-from sakiyomi.llm import LLM as Engine
+from sakiyomi.engine.llm import LLM as Engine
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

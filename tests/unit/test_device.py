@@ -20,7 +20,7 @@ from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.generate import Engine
+from sakiyomi.engine.engine import Engine
 from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.model_executor.attention import cuda as device

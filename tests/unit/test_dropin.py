@@ -19,8 +19,8 @@ from torch import Tensor
 import sakiyomi
 from architectures import CONFIGS, VOCAB, make, model_of, prompt
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
-from sakiyomi.dropin.state import ModelState
-from sakiyomi.generate import Engine
+from sakiyomi.engine.engine import Engine
+from sakiyomi.engine.hf_generate.state import ModelState
 from seq2seq_toys import FOUR, sources
 from seq2seq_toys import build as build_seq2seq
 from seq2seq_toys import model_of as seq2seq_of

@@ -32,9 +32,9 @@ from sakiyomi.cache.slots import FIRST_ROOM
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.request import Request
 from sakiyomi.model_executor import compiled as graphs
 from sakiyomi.model_executor.runner import PackedModel
-from sakiyomi.request import Request
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

@@ -16,12 +16,13 @@ from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters.oracle import Oracle
-from sakiyomi.tuning import profile, search
+from sakiyomi.engine import tuned_profile as profile
+from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, read_profile, write_profile
+from sakiyomi.tuning import search
 from sakiyomi.tuning.beginnings import WHAT, WHO, beginnings
 from sakiyomi.tuning.calibrate import DEEP
 from sakiyomi.tuning.config import PairConfig
 from sakiyomi.tuning.predict import Chains, Curve, RoundCosts, by_chance, by_place, by_rank, calm, usual, weighed
-from sakiyomi.tuning.profile import Profile, lasting, profile_path, read_profile, write_profile
 from sakiyomi.tuning.search import tune
 from sakiyomi.tuning.watch import Heard, Judged, Round, judged, watched
 from train_toys import tiny_target

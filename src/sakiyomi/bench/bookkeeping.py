@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 def bookkeeping(config: BenchConfig, note: Note) -> Row:
     """Milliseconds a round, ours and transformers', for drafts that are all refused and all accepted."""
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
     from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
 
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)

@@ -15,7 +15,7 @@ from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["compiling", "graph_count", "start_seconds"]
 

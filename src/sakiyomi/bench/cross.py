@@ -14,13 +14,13 @@ from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Lap, race
 from sakiyomi.bench.speed import our_lap, pair_conditions, peer_lap
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.model_executor.loading import same_tokenizer
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["cross"]
 

@@ -17,7 +17,7 @@ __all__ = ["dropin"]
 
 def dropin(config: BenchConfig, note: Note) -> Row:
     """Greedy, with the same draft model: assisted generation by our gamma and by its own settings, plain, our loop."""
-    from sakiyomi.dropin import custom_generate
+    from sakiyomi.engine.hf_generate import custom_generate
 
     pair = Pair(config)
     model, draft = pair.target.model, pair.draft.model

@@ -13,10 +13,10 @@ from sakiyomi.bench.meter import round_figures
 from sakiyomi.bench.models import NearTies, Pair
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race
-from sakiyomi.bench.undrafted import Undrafted
-from sakiyomi.conversation import Conversation
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.conversation import Conversation
+from sakiyomi.engine.plain import Undrafted
 
 __all__ = ["evicted"]
 

@@ -13,8 +13,8 @@ from sakiyomi.bench.random_trees import RandomTrees
 from sakiyomi.bench.report import Row, unclaimed
 from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 __all__ = ["exact"]
 

@@ -23,15 +23,15 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.peers import ForwardClock, Transformers
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, same_tokens, timed
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import Surroundings, make_drafter
+from sakiyomi.engine.plain import Undrafted
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Given", "Task", "given", "given_tasks", "lookup", "our_lap_of", "own_tasks", "task_conditions"]
 

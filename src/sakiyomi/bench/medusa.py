@@ -14,19 +14,19 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Lap, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
     from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["medusa", "typical"]

@@ -17,13 +17,13 @@ from sakiyomi.bench.lookup import Task, given, given_tasks, our_lap_of, own_task
 from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Standing, race, same_tokens
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["merged"]

@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from sakiyomi.core.outputs import Stats
-from sakiyomi.machine import bandwidth
+from sakiyomi.engine.machine import bandwidth
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.generate import Engine
+    from sakiyomi.engine.engine import Engine
     from sakiyomi.kernels.batch import Plan
 
 __all__ = ["Meter", "round_figures"]

@@ -21,7 +21,7 @@ from sakiyomi.own_referee import OwnReferee
 from sakiyomi.referee import Referee
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
 
@@ -124,7 +124,7 @@ class Pair:
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
-        from sakiyomi.llm import LLM
+        from sakiyomi.engine.llm import LLM
 
         own = {
             "dtype": self.config.dtype,

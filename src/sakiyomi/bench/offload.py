@@ -15,12 +15,12 @@ from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.report import Row, unclaimed
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions, peer_lap
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["offload"]
 

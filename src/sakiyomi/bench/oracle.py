@@ -12,9 +12,9 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.oracle import Oracle
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.theory import expected_tokens
 
 __all__ = ["oracle"]

@@ -13,8 +13,8 @@ from sakiyomi.bench.config import BenchConfig, Note
 from sakiyomi.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.bench.report import Row
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.engine.machine import bandwidth
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.machine import bandwidth
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import PackedModel
@@ -78,7 +78,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
 
 
 def _target(model: Any, quantize: str | None, compile: bool) -> PackedModel:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     llm = LLM((model, Numbers()), draft="none", quantize=quantize, compile="auto" if compile else False)
     if compile:

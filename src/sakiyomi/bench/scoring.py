@@ -90,7 +90,7 @@ def _leaves(shape: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def _target(model: Any, config: BenchConfig, slots: int) -> PackedModel:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     llm = LLM((model, Numbers()), draft="none", compile="auto" if config.compile else False, max_batch=slots)
     if config.compile:

@@ -11,9 +11,9 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Lap, race
 from sakiyomi.bench.speed import our_lap
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.early_exit import EarlyExit
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["selfdraft"]

@@ -16,12 +16,12 @@ from sakiyomi.bench.peers import Transformers
 from sakiyomi.bench.quality import own_logits, their_logits
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Judge, Lap, race, timed
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["batch", "everybody", "our_lap", "pair_conditions", "plain", "speculative", "stories"]
 
@@ -63,7 +63,7 @@ def _theirs(name: str, peer: Transformers, prompts: Prompts, params: SamplingPar
 
 def plain(config: BenchConfig, note: Note) -> Row:
     """Plain decoding of a random model of 134M parameters against transformers."""
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     dtype = torch.bfloat16
     note("plain: making the random model")

@@ -14,9 +14,9 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Spread, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 __all__ = ["sweep"]
 

@@ -11,8 +11,8 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, Standing, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 __all__ = ["coverage", "trees"]
 

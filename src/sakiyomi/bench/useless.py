@@ -13,8 +13,8 @@ from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import Row, of_race
 from sakiyomi.bench.runner import Contender, race
 from sakiyomi.bench.speed import our_lap, pair_conditions
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 if TYPE_CHECKING:
     from sakiyomi.drafters.model import ModelDrafter

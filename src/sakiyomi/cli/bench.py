@@ -76,8 +76,8 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet
 
     with progress("loading") as status:
-        from sakiyomi import machine
         from sakiyomi.bench import plot, suites
+        from sakiyomi.engine import machine
 
         if picture.plot is not None:
             if config.rows and suites.TABLES.issuperset(config.rows):
@@ -100,9 +100,9 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
     from sakiyomi.cli.output import emit_json, progress, quiet
 
     with progress("loading") as status:
-        from sakiyomi import machine
         from sakiyomi.bench.long import plot
         from sakiyomi.bench.long.run import run
+        from sakiyomi.engine import machine
 
         if pictures.plot is not None:
             plot.check(pictures.plot)
@@ -125,8 +125,8 @@ def report(config: ReportConfig, output: JsonOption) -> None:
     place = f"{config.out}/index.html"
     try:
         with progress("loading") as status:
-            from sakiyomi import machine
             from sakiyomi.bench.figures.run import run
+            from sakiyomi.engine import machine
 
             quiet()
             rows = run(config, Shown(status))

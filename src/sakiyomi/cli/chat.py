@@ -17,8 +17,8 @@ from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
     from sakiyomi.cli.lines import Lines
-    from sakiyomi.dialogue import Dialogue, Exchange
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.chat_template import Dialogue, Exchange
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Chat", "register"]
 
@@ -76,7 +76,7 @@ def chat(options: ChatOptions, model: ModelOptions, params: SamplingParams, outp
     check(params)
     from sakiyomi.cli.lines import Lines
     from sakiyomi.cli.output import emit_json, legend, note, stdout
-    from sakiyomi.dialogue import Dialogue, read_template
+    from sakiyomi.engine.chat_template import Dialogue, read_template
 
     template = read_template(options.template)
     llm = load(model)

@@ -24,7 +24,7 @@ from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
     from sakiyomi.core.params import SamplingParams
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
 
@@ -93,7 +93,7 @@ class ModelOptions:
 
     def load(self, **changed: Any) -> LLM:
         """The engine, with some values replaced by these."""
-        from sakiyomi.llm import LLM
+        from sakiyomi.engine.llm import LLM
 
         return LLM(**(self.values() | changed))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from sakiyomi.bench.report import Row
     from sakiyomi.core.outputs import Step
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 TARGET, DRAFT = "tales", "model:tales-draft"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
@@ -87,7 +87,7 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
 
     began = time.time()  # not the process's own start: a shell that ends in this command has lived before it
     with progress(f"loading {options.target}"):
-        from sakiyomi.llm import LLM
+        from sakiyomi.engine.llm import LLM
 
         quiet()
         llm = LLM(options.target, draft=options.draft, dtype=options.dtype)

@@ -16,7 +16,7 @@ from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def info(options: InfoOptions, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet, stdout
 
     with progress("looking around") as status:
-        from sakiyomi import machine
+        from sakiyomi.engine import machine
 
         quiet()
         found: dict[str, Any] = machine.describe()
@@ -61,7 +61,7 @@ def info(options: InfoOptions, output: JsonOption) -> None:
         found["bandwidth_bytes_per_second"] = machine.bandwidth()
         found["lacks"] = machine.lacks()
         if options.target is not None:
-            from sakiyomi.llm import LLM
+            from sakiyomi.engine.llm import LLM
 
             status.update(f"loading {options.target} and compiling")
             llm = LLM(options.target, draft=options.draft, dtype=options.dtype, compile=True)

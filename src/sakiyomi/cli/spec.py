@@ -49,10 +49,10 @@ def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet
 
     with progress("loading") as status:
-        from sakiyomi import machine
         from sakiyomi.bench import plot
         from sakiyomi.bench.spec.plot import draw
         from sakiyomi.bench.spec.run import run
+        from sakiyomi.engine import machine
 
         if picture.plot is not None:
             plot.check(picture.plot)

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sakiyomi import machine
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Stats
@@ -26,6 +24,8 @@ from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
+from sakiyomi.engine import machine
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
@@ -34,7 +34,7 @@ from sakiyomi.train.samples import prompt_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ranks_of", "search", "tune"]
 
@@ -57,7 +57,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     for name, least in (("prompts", 1), ("new_tokens", 2), ("max_nodes", 1)):
         if getattr(config, name) < least:

@@ -30,7 +30,7 @@ from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.worker import Call, Job, Worker
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Server", "make_app"]
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.dialogue import Dialogue, read_template
-from sakiyomi.intake import prompt_tokens
+from sakiyomi.engine.chat_template import Dialogue, read_template
+from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
@@ -35,7 +35,7 @@ from sakiyomi.server.worker import Job
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Intake"]
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.dialogue import read_template
+from sakiyomi.engine.chat_template import read_template
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["check", "serve"]
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.process import release_workers
-from sakiyomi.request import Place, Request
+from sakiyomi.engine.request import Place, Request
 from sakiyomi.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from sakiyomi.generate import Engine
+    from sakiyomi.engine.engine import Engine
     from sakiyomi.server.metrics import Metrics
     from sakiyomi.server.tools import ToolFormat
 

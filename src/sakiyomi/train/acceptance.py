@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
 from sakiyomi.train.data import Ids
 from sakiyomi.train.samples import sample_continuations
 

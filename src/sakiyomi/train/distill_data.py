@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.config import DistillDataConfig
 from sakiyomi.train.counted import read_prompts

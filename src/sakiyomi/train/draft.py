@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig

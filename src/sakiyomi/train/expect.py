@@ -44,8 +44,8 @@ def given_speed(cost: float) -> Speed:
 
 def measured_speed(config: DraftConfig, reporter: Reporter) -> Speed:
     """Time target and draft as the engine runs them; what cannot run there has no cost, and the reason is kept."""
-    from sakiyomi import machine
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine import machine
+    from sakiyomi.engine.llm import LLM
 
     reporter.note("timing a step of the target and of the draft")
     try:

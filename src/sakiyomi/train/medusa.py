@@ -31,7 +31,7 @@ from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.drafters.medusa_heads.tuned import FILE as TUNED
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS

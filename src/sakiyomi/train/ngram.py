@@ -144,7 +144,7 @@ def _counted(runs: NDArray[np.uint64], tokens: Ids, least: int, keep: int) -> di
 def _models(config: NgramConfig) -> tuple[Any, Any, int]:
     """The target as an engine without a draft, or None; its tokenizer; the width of its vocabulary."""
     if config.target:
-        from sakiyomi.llm import LLM
+        from sakiyomi.engine.llm import LLM
 
         llm = LLM(config.target, draft="none", compile=False)
         return llm, llm.tokenizer, llm.vocab_size

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sakiyomi import machine, theory
+from sakiyomi import theory
 from sakiyomi.drafters.ngram import SIBLINGS, NgramReader, Tables
+from sakiyomi.engine import machine
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.train.data import Ids
 from sakiyomi.train.report import Reporter

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.llm import LLM
+from sakiyomi.engine.llm import LLM
 from sakiyomi.train.counted import token_ids
 from sakiyomi.train.data import Ids, TextSpec
 from sakiyomi.train.report import Reporter

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import DraftError, InputError
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.tuning.predict import Chains, Expected, RoundCosts, by_chance, by_place, by_rank, calm, usual, weighed
 from sakiyomi.tuning.watch import Heard, Round, watched
 
 if TYPE_CHECKING:
     from sakiyomi.core.params import SamplingParams
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ALONE", "BATCH", "DEEP", "GAMMAS", "OVER", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
 

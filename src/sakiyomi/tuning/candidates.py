@@ -11,7 +11,7 @@ from sakiyomi.drafters import parse_drafters
 from sakiyomi.tuning.config import PairConfig
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["available", "named"]
 

@@ -13,19 +13,19 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi import machine
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_prompts
+from sakiyomi.engine import machine
+from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, write_profile
 from sakiyomi.tuning.beginnings import beginnings
 from sakiyomi.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.tuning.candidates import available, named
 from sakiyomi.tuning.config import PairConfig
 from sakiyomi.tuning.predict import Expected, ratio_error
-from sakiyomi.tuning.profile import Profile, lasting, profile_path, write_profile
 
 if TYPE_CHECKING:
-    from sakiyomi.bench.undrafted import Undrafted
+    from sakiyomi.engine.plain import Undrafted
 
 __all__ = ["tune"]
 
@@ -48,7 +48,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     began = time.monotonic()
     specs = named(config)

@@ -12,7 +12,7 @@ from sakiyomi.core.tree import Draft
 if TYPE_CHECKING:
     from sakiyomi.core.params import SamplingParams
     from sakiyomi.drafters import Context
-    from sakiyomi.generate import Engine
+    from sakiyomi.engine.engine import Engine
 
 __all__ = ["Heard", "Judged", "Round", "Written", "judged", "watched"]
 

@@ -13,16 +13,16 @@ from sakiyomi.bench.figures.work import Work, lap, line_of, median, notes_of, sp
 from sakiyomi.bench.models import NearTies
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.train.ngram import count_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["DRAFTS"]
 
@@ -65,7 +65,7 @@ def drafts(work: Work, note: Note) -> Row:
 
 
 def _llm(work: Work, folder: Path) -> LLM:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     config = work.config
     return LLM(str(folder), draft="none", dtype=config.dtype, device=config.device, compile=config.compile)

@@ -14,9 +14,9 @@ from sakiyomi.bench.figures.work import Work, lap, line_of, notes_of, spread_of
 from sakiyomi.bench.report import Row
 from sakiyomi.bench.runner import Contender, Lap, Spread
 from sakiyomi.bench.speed import everybody, peer_lap
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -163,7 +163,7 @@ MEDUSA = Section(
 
 def temperature(work: Work, note: Note) -> Row:
     """Everybody at each temperature; the draft alone shows how fast text could be that nobody checks."""
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     config = work.config
     engines: dict[str, Any] = {"plain": work.engine(), "sakiyomi": work.engine(work.draft)}

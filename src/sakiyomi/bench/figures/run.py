@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sakiyomi import machine
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.figures.config import ReportConfig
 from sakiyomi.bench.figures.drafts import DRAFTS
@@ -25,6 +24,7 @@ from sakiyomi.bench.figures.work import Work
 from sakiyomi.bench.long.plot import check
 from sakiyomi.bench.report import Row
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.engine import machine
 
 __all__ = ["SECTIONS", "run"]
 

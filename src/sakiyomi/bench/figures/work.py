@@ -16,12 +16,12 @@ from sakiyomi.bench.meter import round_figures
 from sakiyomi.bench.models import Pair
 from sakiyomi.bench.report import unclaimed
 from sakiyomi.bench.runner import Contender, Lap, Spread, Standing, race, timed
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Work", "lap", "line_of", "median", "notes_of", "spread_of"]
 

@@ -30,7 +30,7 @@ from sakiyomi.core.prompts import read_text
 
 if TYPE_CHECKING:
     from sakiyomi.bench.long.work import Loader
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
 

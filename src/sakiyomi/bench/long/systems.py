@@ -17,7 +17,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ONE_SHOT", "Answer", "OneShot", "Ours", "Running", "System", "systems"]
 

@@ -82,7 +82,7 @@ class Loader:
         return OneShot(loaded.model, loaded.tokenizer, stop_tokens(loaded.model, loaded.tokenizer))
 
     def _ours(self, spec: str, budget: int | None) -> Running:
-        from sakiyomi.llm import LLM
+        from sakiyomi.engine.llm import LLM
 
         options = self._options
         target = options.target

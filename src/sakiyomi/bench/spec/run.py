@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi import machine
 from sakiyomi.bench.config import Note
 from sakiyomi.bench.models import NearTies
 from sakiyomi.bench.report import Row
@@ -23,19 +22,20 @@ from sakiyomi.bench.spec.config import SpecConfig
 from sakiyomi.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
 from sakiyomi.bench.spec.results import PLAIN, Record, Results
 from sakiyomi.bench.spec.table import rows
-from sakiyomi.bench.undrafted import Undrafted
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.dialogue import WORDS, Dialogue, read_template
 from sakiyomi.drafters import parse_drafters
+from sakiyomi.engine import machine
+from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
+from sakiyomi.engine.plain import Undrafted
 from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.tuning.candidates import available
 from sakiyomi.tuning.config import PairConfig
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["run"]
 
@@ -52,7 +52,7 @@ def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
     Raises:
         SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
     """
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
     note = note or Note()
     questions = own_questions() if config.questions is None else read_questions(config.questions)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sakiyomi import machine
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.drafters import parse_drafters
+from sakiyomi.engine import machine
 from sakiyomi.kernels.build import cache_folder
 
 if TYPE_CHECKING:

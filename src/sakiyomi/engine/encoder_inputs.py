@@ -14,9 +14,9 @@ from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.intake import Asked, prompt_tokens, with_ids
+from sakiyomi.engine.encoder_defaults import default_processors
+from sakiyomi.engine.inputs import Asked, prompt_tokens, with_ids
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
-from sakiyomi.seq2seq.defaults import default_processors
 
 __all__ = ["SourceIntake", "token_source"]
 

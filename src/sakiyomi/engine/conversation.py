@@ -11,8 +11,8 @@ from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams, as_params
-from sakiyomi.generate import Engine
-from sakiyomi.request import Place, Request
+from sakiyomi.engine.engine import Engine
+from sakiyomi.engine.request import Place, Request
 
 __all__ = ["Conversation"]
 

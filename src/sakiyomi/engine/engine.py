@@ -28,11 +28,11 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
-from sakiyomi.drafting import Drafting
-from sakiyomi.intake import Asked, Intake, TextIntake
+from sakiyomi.engine.inputs import Asked, Intake, TextIntake
+from sakiyomi.engine.request import Place, Request
+from sakiyomi.engine.slots import Places
+from sakiyomi.engine.speculation import Drafting
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.places import Places
-from sakiyomi.request import Place, Request
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows

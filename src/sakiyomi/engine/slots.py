@@ -14,7 +14,7 @@ from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
 from sakiyomi.drafters.base import Drafter, tell
-from sakiyomi.request import Place, Request
+from sakiyomi.engine.request import Place, Request
 
 __all__ = ["Places"]
 

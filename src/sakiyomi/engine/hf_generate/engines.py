@@ -14,8 +14,8 @@ from sakiyomi.drafters import DRAFTERS, Drafter, Surroundings, make_drafter, par
 from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
 from sakiyomi.drafters.lookup import MOST, PromptLookup
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.dropin.state import ModelState
-from sakiyomi.generate import Engine
+from sakiyomi.engine.engine import Engine
+from sakiyomi.engine.hf_generate.state import ModelState
 from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import (
     Loaded,

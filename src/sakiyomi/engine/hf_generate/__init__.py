@@ -1,5 +1,5 @@
 """``custom_generate``: transformers' own ``generate``, reading ahead."""
 
-from sakiyomi.dropin.generate import CustomGenerate, custom_generate
+from sakiyomi.engine.hf_generate.generate import CustomGenerate, custom_generate
 
 __all__ = ["CustomGenerate", "custom_generate"]

@@ -17,11 +17,11 @@ from transformers import GenerationMixin
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.dropin import reading
-from sakiyomi.dropin.engines import Assistance, Engines, Ready
-from sakiyomi.dropin.lockstep import Lockstep
+from sakiyomi.engine.hf_generate import reading
+from sakiyomi.engine.hf_generate.engines import Assistance, Engines, Ready
+from sakiyomi.engine.hf_generate.lockstep import Lockstep
+from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.loading import has_encoder
-from sakiyomi.request import Request
 
 __all__ = ["CustomGenerate", "custom_generate"]
 

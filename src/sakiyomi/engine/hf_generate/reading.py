@@ -13,10 +13,10 @@ from torch import Tensor
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.dropin.engines import NO_TEXT
-from sakiyomi.intake import Asked, prompt_tokens
+from sakiyomi.engine.encoder_inputs import token_source
+from sakiyomi.engine.hf_generate.engines import NO_TEXT
+from sakiyomi.engine.inputs import Asked, prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
-from sakiyomi.seq2seq.prompts import token_source
 
 __all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "requests", "sampling"]
 

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from sakiyomi.request import Request
+from sakiyomi.engine.request import Request
 
 __all__ = ["Lockstep"]
 

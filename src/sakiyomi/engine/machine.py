@@ -19,7 +19,7 @@ from sakiyomi.core.version import __version__
 from sakiyomi.kernels.batch import Segment
 
 if TYPE_CHECKING:
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
     from sakiyomi.model_executor.runner import PackedModel
 
 __all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds", "processor"]

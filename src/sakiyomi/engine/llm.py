@@ -15,7 +15,6 @@ from torch import Tensor
 from sakiyomi.cache.eviction import Keeping
 from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
 from sakiyomi.cache.prefix import Prefix, read_prefix
-from sakiyomi.conversation import Conversation
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import parse_bytes, readable, returned_when_freed
@@ -24,13 +23,14 @@ from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.core.progress import progress
 from sakiyomi.core.prompts import judging_text
 from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, parse_drafters
-from sakiyomi.generate import CHUNK, Engine
-from sakiyomi.intake import Asked, Intake
+from sakiyomi.engine.conversation import Conversation
+from sakiyomi.engine.engine import CHUNK, Engine
+from sakiyomi.engine.inputs import Asked, Intake
+from sakiyomi.engine.request import Place
+from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
 from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
-from sakiyomi.request import Place
-from sakiyomi.tuning.profile import find_profile
 
 __all__ = ["LLM"]
 
@@ -374,7 +374,7 @@ class LLM:
         """Where the target has an encoder: what makes sources for it."""
         if not has_encoder(self._config):
             return None
-        from sakiyomi.seq2seq.prompts import SourceIntake
+        from sakiyomi.engine.encoder_inputs import SourceIntake
 
         model = self.target
         return SourceIntake(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.generate import Engine
+from sakiyomi.engine.engine import Engine
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter
-    from sakiyomi.llm import LLM
+    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Undrafted"]
 

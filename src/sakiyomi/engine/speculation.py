@@ -19,7 +19,7 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Gain, Size
-from sakiyomi.request import Request
+from sakiyomi.engine.request import Request
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:
