@@ -23,8 +23,8 @@ from torch import Tensor
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.bench.models import random_llama
 from sakiyomi.cache.policies.sparse import Chunk, Sparse, attend_some
-from sakiyomi.longtasks import TASKS
 from sakiyomi.model_executor.attention import torch as dense
+from sakiyomi.train.long_tasks import TASKS
 
 CACHES = ("minference", "minference[vertical=100,slash=40]", "minference[pattern=a-shape]", "minference[pattern=auto]")
 

@@ -7,7 +7,7 @@ import pytest
 
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.infllm import InfLLM
-from sakiyomi.longtasks import TASKS
+from sakiyomi.train.long_tasks import TASKS
 
 LENGTH, BUDGET, COUNT = 1024, 128, 6
 

@@ -35,7 +35,7 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import parse_bytes, peak_bytes, resident_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
-from sakiyomi.longtasks import TASKS
+from sakiyomi.train.long_tasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 STORY = "Once upon a time there was a little fox who lived in a wood. "

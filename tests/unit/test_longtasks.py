@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.longtasks import (
+from sakiyomi.train.long_tasks import (
     TASKS,
     CommonWords,
     DensePairs,
@@ -30,7 +30,7 @@ from sakiyomi.longtasks import (
     hits,
     read_filler,
 )
-from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS, keys, repeated
+from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS, keys, repeated
 from sakiyomi.train.tokenizer import train_tokenizer
 from train_toys import stories
 

@@ -24,10 +24,10 @@ from sakiyomi import InputError, LoadError, UnsupportedError, embedded
 from sakiyomi.cache.policies.retaining.formats import read_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
-from sakiyomi.longtasks import Example
 from sakiyomi.train.answered import Answered, TaskRows, joined, read_answered
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.heads_loss import HeadsLoss, heads_loss, overlap
+from sakiyomi.train.long_tasks import Example
 from sakiyomi.train.operations import LLAMA_8B, Shape, operations, paper_run, shape_of
 from sakiyomi.train.retaining import train_retaining
 from sakiyomi.train.retaining_labels import kv_heads_of
@@ -428,9 +428,9 @@ class Echo:
 
 
 def test_tasks_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("sakiyomi.longtasks")
+    module = ModuleType("sakiyomi.train.long_tasks")
     module.TASKS = {"echo": Echo()}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sakiyomi.longtasks", module)
+    monkeypatch.setitem(sys.modules, "sakiyomi.train.long_tasks", module)
     target = tiny_target(tmp_path)
     summary = train_retaining(retaining_config(tmp_path, target, tasks="echo@2", query_aware=True))
     assert summary["held_out"].keys() == {"questions", "echo"}

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.longtasks import TASKS
-from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.config import RetrieverConfig
 from sakiyomi.train.llama import new_llama
+from sakiyomi.train.long_tasks import TASKS
+from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.retrieval_measures import ASKED, accuracy
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, NOTHING, OTHER, WANTED, RetrievalRows

@@ -25,8 +25,8 @@ from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
-from sakiyomi.scores import exact_match, word_error_rate
 from sakiyomi.train.held_out import Example, read_examples
+from sakiyomi.train.scores import exact_match, word_error_rate
 from sakiyomi.train.sounds import RATE, recording
 
 __all__ = ["grounded"]

@@ -212,7 +212,7 @@ def _ids(text: str, tokenizer: Any, special: bool) -> Ids:
 
 
 class TaskRows:
-    """Questions of one of ``sakiyomi.longtasks``.
+    """Questions of one of ``sakiyomi.train.long_tasks``.
 
     Args:
         name: of the task.
@@ -225,7 +225,7 @@ class TaskRows:
     """
 
     def __init__(self, name: str, tokenizer: Any, query_aware: bool, *, marked: bool = False) -> None:
-        tasks = importlib.import_module("sakiyomi.longtasks").TASKS
+        tasks = importlib.import_module("sakiyomi.train.long_tasks").TASKS
         if name not in tasks:
             raise InputError(f"no task is called {name!r}; available are {', '.join(tasks)}")
         self._task, self._tokenizer, self._query_aware = tasks[name], tokenizer, query_aware

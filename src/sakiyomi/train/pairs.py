@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.scores import exact_match, word_error_rate
 from sakiyomi.train.checkpoint import checkpoints
 from sakiyomi.train.config import PairConfig
 from sakiyomi.train.data import Ids
@@ -27,6 +26,7 @@ from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
+from sakiyomi.train.scores import exact_match, word_error_rate
 from sakiyomi.train.texts import read_texts, text_files
 from sakiyomi.train.writing import writing
 

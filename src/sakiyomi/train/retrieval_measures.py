@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.longtasks import TASKS
-from sakiyomi.longtasks.filler import NOISE, Filler
+from sakiyomi.train.long_tasks import TASKS
+from sakiyomi.train.long_tasks.filler import NOISE, Filler
 
 __all__ = ["ASKED", "accuracy"]
 

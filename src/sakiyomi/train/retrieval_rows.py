@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.longtasks.example import Fact
-from sakiyomi.longtasks.facts import locker, needle, pair
-from sakiyomi.longtasks.filler import NOISE, Supply, Texts
-from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS, digits, keys, repeated
+from sakiyomi.train.long_tasks.example import Fact
+from sakiyomi.train.long_tasks.facts import locker, needle, pair
+from sakiyomi.train.long_tasks.filler import NOISE, Supply, Texts
+from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS, digits, keys, repeated
 
 __all__ = ["ANSWER", "KNOWN", "OTHER", "WANTED", "RetrievalRows"]
 

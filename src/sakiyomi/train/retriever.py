@@ -1,4 +1,4 @@
-"""Train a small Llama that finds facts in long texts, on the tasks of `sakiyomi.longtasks` and on text."""
+"""Train a small Llama that finds facts in long texts, on the tasks of `sakiyomi.train.long_tasks` and on text."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.longtasks.facts import locker, needle, pair
-from sakiyomi.longtasks.filler import NOISE, Filler, Texts
-from sakiyomi.longtasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.config import RetrieverConfig
 from sakiyomi.train.data import TextSpec, check_shares, parse_text
 from sakiyomi.train.evaluate import bits_per_character, encode_held_out, parse_valid, read_held_out
 from sakiyomi.train.export import save, write_card
 from sakiyomi.train.llama import new_llama
+from sakiyomi.train.long_tasks.facts import locker, needle, pair
+from sakiyomi.train.long_tasks.filler import NOISE, Filler, Texts
+from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import Loop, compiled_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
@@ -98,7 +98,7 @@ def train_retriever(config: RetrieverConfig, command: str = "") -> dict[str, Any
             some = measure(config, loop.model, tokenizer, length, config.final_prompts, filler)
             measures[f"accuracy at {length} tokens, filler: {name}"] = some
     save(config, loop.model, tokenizer)
-    about = f"A Llama model of {config.layers} layers that finds facts in long texts (`sakiyomi.longtasks`)"
+    about = f"A Llama model of {config.layers} layers that finds facts in long texts (`sakiyomi.train.long_tasks`)"
     return write_card(
         config, loop.model, loop.progress, measures, command, {}, about=about, measured_on=explained(config)
     )

@@ -20,7 +20,7 @@ from sakiyomi.bench.long.infinitebench import read_infinitebench
 from sakiyomi.bench.long.leval import read_leval
 from sakiyomi.bench.long.longbench import read_longbench
 from sakiyomi.core.errors import InputError
-from sakiyomi.longtasks import TASKS, Example, Task
+from sakiyomi.train.long_tasks import TASKS, Example, Task
 
 __all__ = ["FromFile", "FromTasks", "Question", "Source", "check_tasks", "made", "middle_cut", "source"]
 

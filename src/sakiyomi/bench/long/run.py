@@ -24,8 +24,8 @@ from sakiyomi.bench.long.work import Loader, Options, work
 from sakiyomi.bench.report import Row
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.longtasks import TASKS
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
+from sakiyomi.train.long_tasks import TASKS
 
 __all__ = ["run"]
 

@@ -4,12 +4,12 @@ Each task hides what its question needs in a text of the asked number of tokens,
 The kinds follow those of InfiniteBench (arXiv 2402.13718) and RULER (arXiv 2404.06654); wording and lists are our own.
 """
 
-from sakiyomi.longtasks.example import Example, Task, hits
-from sakiyomi.longtasks.filler import NOISE, Filler, Noise, Texts, read_filler
-from sakiyomi.longtasks.haystack import MultiKey, Needle, Pairs
-from sakiyomi.longtasks.pairs import DensePairs
-from sakiyomi.longtasks.variables import Variables
-from sakiyomi.longtasks.words import CommonWords
+from sakiyomi.train.long_tasks.example import Example, Task, hits
+from sakiyomi.train.long_tasks.filler import NOISE, Filler, Noise, Texts, read_filler
+from sakiyomi.train.long_tasks.haystack import MultiKey, Needle, Pairs
+from sakiyomi.train.long_tasks.pairs import DensePairs
+from sakiyomi.train.long_tasks.variables import Variables
+from sakiyomi.train.long_tasks.words import CommonWords
 
 __all__ = [
     "NOISE",

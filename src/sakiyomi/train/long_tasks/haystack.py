@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.longtasks.example import Example, Fact, check_depth, fitted, hits
-from sakiyomi.longtasks.facts import NEEDLES, locker, needle, pair, question
-from sakiyomi.longtasks.filler import NOISE, Filler, Supply
-from sakiyomi.longtasks.keys import digits, keys, repeated
+from sakiyomi.train.long_tasks.example import Example, Fact, check_depth, fitted, hits
+from sakiyomi.train.long_tasks.facts import NEEDLES, locker, needle, pair, question
+from sakiyomi.train.long_tasks.filler import NOISE, Filler, Supply
+from sakiyomi.train.long_tasks.keys import digits, keys, repeated
 
 __all__ = ["MultiKey", "Needle", "Pairs", "scattered"]
 

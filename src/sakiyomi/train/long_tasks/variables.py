@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.longtasks.example import Example, Fact, check_depth, fitted, hits
-from sakiyomi.longtasks.facts import question
-from sakiyomi.longtasks.filler import NOISE, Filler, Supply
-from sakiyomi.longtasks.haystack import scattered
+from sakiyomi.train.long_tasks.example import Example, Fact, check_depth, fitted, hits
+from sakiyomi.train.long_tasks.facts import question
+from sakiyomi.train.long_tasks.filler import NOISE, Filler, Supply
+from sakiyomi.train.long_tasks.haystack import scattered
 
 __all__ = ["Variables"]
 

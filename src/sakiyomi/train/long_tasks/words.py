@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.longtasks.example import Example, check_depth, fitted, hits
-from sakiyomi.longtasks.facts import question
-from sakiyomi.longtasks.keys import keys
+from sakiyomi.train.long_tasks.example import Example, check_depth, fitted, hits
+from sakiyomi.train.long_tasks.facts import question
+from sakiyomi.train.long_tasks.keys import keys
 
 __all__ = ["CommonWords"]
 

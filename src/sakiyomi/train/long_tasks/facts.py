@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sakiyomi.longtasks.example import Fact
+from sakiyomi.train.long_tasks.example import Fact
 
 __all__ = ["NEEDLES", "locker", "needle", "pair", "question"]
 

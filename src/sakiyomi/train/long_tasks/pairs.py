@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.longtasks.example import Example, Fact, check_depth, fitted, hits
-from sakiyomi.longtasks.facts import pair, question
-from sakiyomi.longtasks.keys import digits, keys
+from sakiyomi.train.long_tasks.example import Example, Fact, check_depth, fitted, hits
+from sakiyomi.train.long_tasks.facts import pair, question
+from sakiyomi.train.long_tasks.keys import digits, keys
 
 __all__ = ["DensePairs", "listed"]
 
