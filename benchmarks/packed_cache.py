@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from sakiyomi import LLM
-from sakiyomi.bench.models import random_llama
 from sakiyomi.cache.eviction import Keeping
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.cache.quantized import GROUP
+from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.model_executor.runner import PackedModel
 

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 import sakiyomi
-from sakiyomi.bench.models import random_llama
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.bench.models import random_llama
 
 SHAPE = (2048, 22, 32, 5632, 32000)
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.bench.models import random_llama
 from sakiyomi.cache.policies.sparse import Chunk, Sparse, attend_some
+from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.model_executor.attention import torch as dense
 from sakiyomi.train.long_tasks import TASKS
 

@@ -21,8 +21,8 @@ from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.drafters.medusa_heads.tuned import FILE
 from sakiyomi.drafters.trees import BUILDERS, Growth
+from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.build import native
-from sakiyomi.medusa.search import ranks_of
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 NEW = 24

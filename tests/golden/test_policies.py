@@ -21,8 +21,6 @@ import sakiyomi.engine.speculation
 from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.audit import audit
-from sakiyomi.audit_report import AuditConfig
 from sakiyomi.cache.observations import Notes
 from sakiyomi.cache.policies import POLICIES, View
 from sakiyomi.cache.policies.h2o import H2O
@@ -34,6 +32,8 @@ from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.cache.policies.specs import SPARSE
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import Generation
+from sakiyomi.evaluation.audit.audit import audit
+from sakiyomi.evaluation.audit.report import AuditConfig
 from sakiyomi.kernels.native import NativeModel
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 

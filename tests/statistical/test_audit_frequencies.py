@@ -17,14 +17,15 @@ import torch
 from typer.testing import CliRunner
 
 import sakiyomi.core.params
-from sakiyomi import audit_report, sampled
-from sakiyomi.audit import AuditConfig, AuditReport, audit
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Rule, Verdict
-from sakiyomi.frequencies import Frequencies, Ranked, chance_to_see, rank, shift_to_see
+from sakiyomi.evaluation.audit import distribution as sampled
+from sakiyomi.evaluation.audit import report as audit_report
+from sakiyomi.evaluation.audit.audit import AuditConfig, AuditReport, audit
+from sakiyomi.evaluation.audit.chi_square import Frequencies, Ranked, chance_to_see, rank, shift_to_see
+from sakiyomi.evaluation.audit.replay import STATES, WIDTH, Recording, TableModel, narrow, telling
 from sakiyomi.kernels.batch import Segment
-from sakiyomi.recorded import STATES, WIDTH, Recording, TableModel, narrow, telling
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw
 from sakiyomi.sampling.verifiers import VERIFIERS, RatioVerifier, Rows

@@ -11,16 +11,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sakiyomi.audit import AuditConfig, AuditReport, audit
-from sakiyomi.bench.peers import Transformers, stop_tokens
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.audit.audit import AuditConfig, AuditReport, audit
+from sakiyomi.evaluation.audit.hf_reference import Referee, coupled_scores, greedy_scores
+from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.runner import PackedModel
-from sakiyomi.referee import Referee, coupled_scores, greedy_scores
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -214,7 +214,7 @@ def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.Mon
 
 def test_exact_forgives_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A near-tie between our own texts is a defect there, and only there."""
-    monkeypatch.setattr("sakiyomi.referee.TOLERANCE", 1e9)
+    monkeypatch.setattr("sakiyomi.evaluation.audit.hf_reference.TOLERANCE", 1e9)
     monkeypatch.setitem(VERIFIERS, "coupled", AlwaysAccept("coupled"))
     assert run(models).ok
     report = run(models, exact=True)

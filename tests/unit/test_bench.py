@@ -12,21 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sakiyomi.bench import bookkeeping as bookkeeping_row
-from sakiyomi.bench import compiling, llamacpp, suites
-from sakiyomi.bench import passes as passes_row
-from sakiyomi.bench import scoring as scoring_row
-from sakiyomi.bench import sweep as sweep_row
-from sakiyomi.bench.config import BenchConfig
-from sakiyomi.bench.llamacpp import missing
-from sakiyomi.bench.lookup import Given
-from sakiyomi.bench.meter import Meter, round_figures
-from sakiyomi.bench.models import NearTies, Numbers, random_llama, random_prompts
-from sakiyomi.bench.peers import ForwardClock, Transformers
-from sakiyomi.bench.quality import Quality, own_logits, perplexity, their_logits
-from sakiyomi.bench.random_trees import RandomTrees
-from sakiyomi.bench.report import Row, condition_line, of_race
-from sakiyomi.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.cli import app
 from sakiyomi.cli.output import table
@@ -39,13 +24,28 @@ from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.audit.engine_reference import OwnReferee
+from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
+from sakiyomi.evaluation.bench import compiling, llamacpp, suites
+from sakiyomi.evaluation.bench import passes as passes_row
+from sakiyomi.evaluation.bench import scoring as scoring_row
+from sakiyomi.evaluation.bench import sweep as sweep_row
+from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.llamacpp import missing
+from sakiyomi.evaluation.bench.lookup import Given
+from sakiyomi.evaluation.bench.meter import Meter, round_figures
+from sakiyomi.evaluation.bench.models import NearTies, Numbers, random_llama, random_prompts
+from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
+from sakiyomi.evaluation.bench.quality import Quality, own_logits, perplexity, their_logits
+from sakiyomi.evaluation.bench.random_trees import RandomTrees
+from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
+from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.model_executor.compiled import Graphs
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.runner import SIZES
-from sakiyomi.own_referee import OwnReferee
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)
@@ -760,7 +760,7 @@ def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.
 
 
 def test_exact_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sakiyomi.bench.exactness.COMPARED", (1, 4))
+    monkeypatch.setattr("sakiyomi.evaluation.bench.exactness.COMPARED", (1, 4))
     found = suites.ROWS["exact"](pair, suites.Note())
     names = ["plain", "plain", "draft model", "draft model", "quantize int8", "cache h2o, 32 pairs", "cache quant-4"]
     assert [line["name"] for line in found.lines] == names

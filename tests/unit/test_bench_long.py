@@ -19,22 +19,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sakiyomi.bench.config import Note
-from sakiyomi.bench.long.books import Passage, compared, followed, passages
-from sakiyomi.bench.long.config import LongConfig, budget_pairs
-from sakiyomi.bench.long.failures import caught
-from sakiyomi.bench.long.fit import longest, slope
-from sakiyomi.bench.long.process import apart
-from sakiyomi.bench.long.questions import FromFile, FromTasks, Question, middle_cut
-from sakiyomi.bench.long.run import run
-from sakiyomi.bench.long.systems import System, systems
-from sakiyomi.bench.long.table import growth, table
-from sakiyomi.bench.long.work import Loader, Options, Watch, answers
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import parse_bytes, peak_bytes, resident_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.long.books import Passage, compared, followed, passages
+from sakiyomi.evaluation.bench.long.config import LongConfig, budget_pairs
+from sakiyomi.evaluation.bench.long.failures import caught
+from sakiyomi.evaluation.bench.long.fit import longest, slope
+from sakiyomi.evaluation.bench.long.process import apart
+from sakiyomi.evaluation.bench.long.questions import FromFile, FromTasks, Question, middle_cut
+from sakiyomi.evaluation.bench.long.run import run
+from sakiyomi.evaluation.bench.long.systems import System, systems
+from sakiyomi.evaluation.bench.long.table import growth, table
+from sakiyomi.evaluation.bench.long.work import Loader, Options, Watch, answers
 from sakiyomi.train.long_tasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -570,7 +570,7 @@ def test_passages_begin_with_a_chapter() -> None:
 def passages_of(config: LongConfig, tokenizer: Any, text: str) -> list[Passage]:
     folder = Path(config.books or "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sakiyomi.bench.long.books.read_text", lambda path: text)
+        patch.setattr("sakiyomi.evaluation.bench.long.books.read_text", lambda path: text)
         return passages(dataclasses.replace(config, books=str(folder)), tokenizer, 64)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sakiyomi.bench.long import plot
-from sakiyomi.bench.report import Row
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.evaluation.bench.long import plot
+from sakiyomi.evaluation.bench.report import Row
 
 PNG = b"\x89PNG"
 

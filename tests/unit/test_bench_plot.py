@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sakiyomi.bench import plot, suites
-from sakiyomi.bench.report import Row
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.evaluation.bench import plot, suites
+from sakiyomi.evaluation.bench.report import Row
 
 
 def race_row(**changed: Any) -> Row:

@@ -15,14 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 from medusa_toys import new_heads
-from sakiyomi.bench.figures import run as running
-from sakiyomi.bench.figures.config import ReportConfig
-from sakiyomi.bench.figures.page import Shown, page
-from sakiyomi.bench.figures.ranks import draft_ranks
-from sakiyomi.bench.figures.rivals import GreedyDraft
-from sakiyomi.bench.figures.run import SECTIONS, run
-from sakiyomi.bench.figures.section import THEMES, picture
-from sakiyomi.bench.report import Row
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.params import SamplingParams
@@ -30,6 +22,14 @@ from sakiyomi.drafters import DRAFTERS
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.figures import run as running
+from sakiyomi.evaluation.bench.figures.config import ReportConfig
+from sakiyomi.evaluation.bench.figures.page import Shown, page
+from sakiyomi.evaluation.bench.figures.ranks import draft_ranks
+from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
+from sakiyomi.evaluation.bench.figures.run import SECTIONS, run
+from sakiyomi.evaluation.bench.figures.section import THEMES, picture
+from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.sampling.verifiers import VERIFIERS
 from sakiyomi.theory import expected_tokens, guess_acceptance
 from toys import save_model, tiny_llama, tiny_tokenizer

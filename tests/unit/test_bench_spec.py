@@ -12,14 +12,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from sakiyomi.bench.runner import Contender, Lap, race
-from sakiyomi.bench.spec import run as run_module
-from sakiyomi.bench.spec.config import SpecConfig
-from sakiyomi.bench.spec.plot import draw
-from sakiyomi.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
-from sakiyomi.bench.spec.results import PLAIN, Record, Results, join
-from sakiyomi.bench.spec.run import Talk, run
-from sakiyomi.bench.spec.table import compared, figures, rows
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.core.outputs import Stats
@@ -27,6 +19,14 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.runner import Contender, Lap, race
+from sakiyomi.evaluation.bench.spec import run as run_module
+from sakiyomi.evaluation.bench.spec.config import SpecConfig
+from sakiyomi.evaluation.bench.spec.plot import draw
+from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
+from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, join
+from sakiyomi.evaluation.bench.spec.run import Talk, run
+from sakiyomi.evaluation.bench.spec.table import compared, figures, rows
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "bench" / "spec_bench_question.jsonl"

@@ -17,10 +17,10 @@ import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
-from sakiyomi.audit import AuditConfig, audit
 from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import Plan, Segment
 from sakiyomi.model_executor.attention.torch import Dense

@@ -13,7 +13,7 @@ import torch
 
 from architectures import prompt
 from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
-from sakiyomi.bench import llamacpp
+from sakiyomi.evaluation.bench import llamacpp
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.model_executor.loading import load_model
 from toys import save_model, tiny_llama, tiny_tokenizer

@@ -11,13 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from pair_toys import edits_config, tones_config
-from sakiyomi.bench import grounded as module
-from sakiyomi.bench.config import BenchConfig, Note
-from sakiyomi.bench.grounded import grounded
-from sakiyomi.bench.models import Pair
 from sakiyomi.cli import app
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.outputs import Stats
+from sakiyomi.evaluation.bench import grounded as module
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.grounded import grounded
+from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.train.edits import train_edits
 from sakiyomi.train.tones import train_tones
 

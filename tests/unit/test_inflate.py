@@ -13,15 +13,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from medusa_toys import new_heads
-from sakiyomi.bench import inflate as module
-from sakiyomi.bench.config import InflateConfig, Note
-from sakiyomi.bench.inflate import inflate, inflated, parse_count, wider
 from sakiyomi.cli import app
 from sakiyomi.core import memory
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
+from sakiyomi.evaluation.bench import inflate as module
+from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench.inflate import inflate, inflated, parse_count, wider
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PARAMS = {True: "200K", False: "220K"}  # the tiny model has 29K or 39K

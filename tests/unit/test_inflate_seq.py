@@ -14,12 +14,12 @@ from transformers import (
 )
 
 from pair_toys import edits_config, tones_config
-from sakiyomi.bench import inflate as module
-from sakiyomi.bench import inflate_seq
-from sakiyomi.bench.config import InflateConfig, Note
-from sakiyomi.bench.inflate import inflate
-from sakiyomi.bench.inflate_seq import Inflatable
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.evaluation.bench import inflate as module
+from sakiyomi.evaluation.bench import inflate_seq
+from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench.inflate import inflate
+from sakiyomi.evaluation.bench.inflate_seq import Inflatable
 from sakiyomi.train.edits import train_edits
 from sakiyomi.train.held_out import read_examples
 from sakiyomi.train.tones import train_tones

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-from sakiyomi.bench import llamacpp
-from sakiyomi.bench.llamacpp import LlamaCpp, gguf_file, gguf_folder, missing
-from sakiyomi.bench.peers import Transformers
-from sakiyomi.bench.quality import perplexity, their_logits
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
+from sakiyomi.evaluation.bench import llamacpp
+from sakiyomi.evaluation.bench.llamacpp import LlamaCpp, gguf_file, gguf_folder, missing
+from sakiyomi.evaluation.bench.peers import Transformers
+from sakiyomi.evaluation.bench.quality import perplexity, their_logits
 from sakiyomi.model_executor.loading import Loaded, load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
 

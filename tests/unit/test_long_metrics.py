@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from sakiyomi.bench.long import metrics
-from sakiyomi.bench.long.infinitebench import read_infinitebench
-from sakiyomi.bench.long.leval import read_leval
-from sakiyomi.bench.long.longbench import METRICS, read_longbench
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.evaluation.bench.long import metrics
+from sakiyomi.evaluation.bench.long.infinitebench import read_infinitebench
+from sakiyomi.evaluation.bench.long.leval import read_leval
+from sakiyomi.evaluation.bench.long.longbench import METRICS, read_longbench
 
 
 def write(path: Path, *rows: Any) -> Path:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
-from sakiyomi.bench.long.systems import System
 from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.policies.lococo import LoCoCo
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import FILE, read_merging, write_merging
 from sakiyomi.cache.quantized import Packing
+from sakiyomi.evaluation.bench.long.systems import System
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
-from sakiyomi.bench import suites
-from sakiyomi.bench.config import BenchConfig
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST_NODES, AutoSize, Costs
+from sakiyomi.evaluation.bench import suites
+from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.model_executor.loading import fit, load_model, offload
 from sakiyomi.model_executor.loading.stream import Extent, WeightStream

@@ -24,13 +24,13 @@ import seq2seq_toys
 from architectures import VOCAB, model_of, prompt
 from drafters import Branching, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.bench.long.config import LongConfig
-from sakiyomi.bench.long.run import run
-from sakiyomi.bench.long.systems import System
 from sakiyomi.cache.mapped_files import Offloaded
 from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
+from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.run import run
+from sakiyomi.evaluation.bench.long.systems import System
 from sakiyomi.model_executor.runner import PackedModel
 from toys import character_tokenizer, tiny_llama, tiny_tokenizer
 

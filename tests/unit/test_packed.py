@@ -27,12 +27,12 @@ import sakiyomi.kernels.native
 import toys
 from architectures import ALL, CONFIGS, make, model_of, prompt
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
-from sakiyomi.bench.config import BenchConfig, Note
-from sakiyomi.bench.suites import ROWS
 from sakiyomi.cli import app
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.memory import readable
 from sakiyomi.core.prompts import STORIES
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.suites import ROWS
 from sakiyomi.kernels.native import NativeModel
 from sakiyomi.kernels.quantization import compare
 from sakiyomi.model_executor.loading import load_model, packed, read_checkpoint

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from sakiyomi import InputError, theory
 from sakiyomi.cli import app
-from sakiyomi.planning import PlanConfig, plan
+from sakiyomi.evaluation.tuning.planning import PlanConfig, plan
 
 
 def test_the_published_case() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.predictions import predictions
 from sakiyomi.model_executor.runner import PackedModel
-from sakiyomi.predictions import predictions
 from sakiyomi.sampling.probs import leading
 from toys import tiny_llama
 

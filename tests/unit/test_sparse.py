@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-import sakiyomi.own_referee
+import sakiyomi.evaluation.audit.engine_reference
 from architectures import VOCAB, model_of, prompt
 from drafters import Scripted, texts_of
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
-from sakiyomi.audit import audit
-from sakiyomi.audit_report import AuditConfig
-from sakiyomi.bench.long.systems import systems
 from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.policies.minference import LAST, PATTERNS, MInference, diagonal_sums
 from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.quantized import Packing
+from sakiyomi.evaluation.audit.audit import audit
+from sakiyomi.evaluation.audit.report import AuditConfig
+from sakiyomi.evaluation.bench.long.systems import systems
 from sakiyomi.kernels.batch import Segment
 from sakiyomi.kernels.native import NativeModel
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
@@ -231,7 +231,7 @@ def test_the_audit_reads_the_prompt_likewise(tmp_path: Any, monkeypatch: pytest.
         def __init__(self, *args: Any, **values: Any) -> None:
             super().__init__(*args, **{**values, "prompt": True})
 
-    monkeypatch.setattr(sakiyomi.own_referee, "Segment", AllPrompt)
+    monkeypatch.setattr(sakiyomi.evaluation.audit.engine_reference, "Segment", AllPrompt)
     assert audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options).noise > 1
 
 

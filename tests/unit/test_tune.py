@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from medusa_toys import new_heads
 from sakiyomi import InputError, LoadError
-from sakiyomi.bench import suites
-from sakiyomi.bench.config import BenchConfig
 from sakiyomi.cli import app
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, read_tuned
-from sakiyomi.medusa.search import search, tune
+from sakiyomi.evaluation.bench import suites
+from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.tuning.medusa_search import search, tune
 from sakiyomi.model_executor.loading import load_model
 from train_toys import story_file, tiny_target
 

@@ -18,13 +18,23 @@ from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters.oracle import Oracle
 from sakiyomi.engine import tuned_profile as profile
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, read_profile, write_profile
-from sakiyomi.tuning import search
-from sakiyomi.tuning.beginnings import WHAT, WHO, beginnings
-from sakiyomi.tuning.calibrate import DEEP
-from sakiyomi.tuning.config import PairConfig
-from sakiyomi.tuning.predict import Chains, Curve, RoundCosts, by_chance, by_place, by_rank, calm, usual, weighed
-from sakiyomi.tuning.search import tune
-from sakiyomi.tuning.watch import Heard, Judged, Round, judged, watched
+from sakiyomi.evaluation.tuning import search
+from sakiyomi.evaluation.tuning.beginnings import WHAT, WHO, beginnings
+from sakiyomi.evaluation.tuning.calibrate import DEEP
+from sakiyomi.evaluation.tuning.config import PairConfig
+from sakiyomi.evaluation.tuning.predict import (
+    Chains,
+    Curve,
+    RoundCosts,
+    by_chance,
+    by_place,
+    by_rank,
+    calm,
+    usual,
+    weighed,
+)
+from sakiyomi.evaluation.tuning.search import tune
+from sakiyomi.evaluation.tuning.watch import Heard, Judged, Round, judged, watched
 from train_toys import tiny_target
 
 FREE = RoundCosts(Curve(((1, 1.0),)), Curve(((1, 0.0),)), Curve(((1, 0.0),)))

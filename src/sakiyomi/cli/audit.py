@@ -11,7 +11,7 @@ from sakiyomi.cli.common import JsonOption, ModelOptions, command
 from sakiyomi.core.errors import InputError
 
 if TYPE_CHECKING:
-    from sakiyomi.audit import AuditReport
+    from sakiyomi.evaluation.audit.audit import AuditReport
 
 DEFECT = 1
 
@@ -76,7 +76,7 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
 
     texts = list(STORIES) if options.prompts is None else read_prompts(options.prompts)
     with progress("loading") as status:
-        from sakiyomi import audit as logic
+        from sakiyomi.evaluation.audit import audit as logic
 
         quiet()
         config = logic.AuditConfig(
@@ -158,8 +158,8 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
 
 
 def _show_sampled(report: AuditReport) -> None:
-    from sakiyomi.audit_report import AWAY, ODDS, POWER
     from sakiyomi.cli.output import stdout, table
+    from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER
 
     table(
         [

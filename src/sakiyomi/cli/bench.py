@@ -7,13 +7,13 @@ from pathlib import Path
 
 import typer
 
-from sakiyomi.bench.config import BenchConfig, InflateConfig
-from sakiyomi.bench.figures.config import ReportConfig
-from sakiyomi.bench.long.config import LongConfig
 from sakiyomi.cli import spec
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.cli.rows import PlotOption, Shown, show
 from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench.config import BenchConfig, InflateConfig
+from sakiyomi.evaluation.bench.figures.config import ReportConfig
+from sakiyomi.evaluation.bench.long.config import LongConfig
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet
 
     with progress("loading") as status:
-        from sakiyomi.bench import plot, suites
         from sakiyomi.engine import machine
+        from sakiyomi.evaluation.bench import plot, suites
 
         if picture.plot is not None:
             if config.rows and suites.TABLES.issuperset(config.rows):
@@ -100,9 +100,9 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
     from sakiyomi.cli.output import emit_json, progress, quiet
 
     with progress("loading") as status:
-        from sakiyomi.bench.long import plot
-        from sakiyomi.bench.long.run import run
         from sakiyomi.engine import machine
+        from sakiyomi.evaluation.bench.long import plot
+        from sakiyomi.evaluation.bench.long.run import run
 
         if pictures.plot is not None:
             plot.check(pictures.plot)
@@ -125,8 +125,8 @@ def report(config: ReportConfig, output: JsonOption) -> None:
     place = f"{config.out}/index.html"
     try:
         with progress("loading") as status:
-            from sakiyomi.bench.figures.run import run
             from sakiyomi.engine import machine
+            from sakiyomi.evaluation.bench.figures.run import run
 
             quiet()
             rows = run(config, Shown(status))
@@ -148,8 +148,8 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet, stdout
 
     with progress("loading") as status:
-        from sakiyomi.bench.inflate import inflate as run
         from sakiyomi.core.memory import readable
+        from sakiyomi.evaluation.bench.inflate import inflate as run
 
         quiet()
         found = run(config, Shown(status))

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.bench.config import BenchConfig
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.evaluation.bench.config import BenchConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sakiyomi.bench.report import Row
     from sakiyomi.core.outputs import Step
     from sakiyomi.engine.llm import LLM
+    from sakiyomi.evaluation.bench.report import Row
 
 TARGET, DRAFT = "tales", "model:tales-draft"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
@@ -135,8 +135,8 @@ def _story(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> t
 
 def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
     """Measure, print and give the table; on stderr what is waited for."""
-    from sakiyomi.bench.report import condition_line
     from sakiyomi.cli.output import progress, table
+    from sakiyomi.evaluation.bench.report import condition_line
     from sakiyomi.model_executor.compiled import stop_compiling
 
     with progress("compiling graphs") as status:
@@ -154,10 +154,10 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
 
 
 def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:
-    from sakiyomi.bench.models import WAYS, Pair
-    from sakiyomi.bench.report import of_race
-    from sakiyomi.bench.runner import race
-    from sakiyomi.bench.speed import everybody, pair_conditions
+    from sakiyomi.evaluation.bench.models import WAYS, Pair
+    from sakiyomi.evaluation.bench.report import of_race
+    from sakiyomi.evaluation.bench.runner import race
+    from sakiyomi.evaluation.bench.speed import everybody, pair_conditions
 
     note("loading the pair with transformers")
     pair = Pair(config)

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.planning import PlanConfig
+from sakiyomi.evaluation.tuning.planning import PlanConfig
 
 
 def register(app: typer.Typer) -> None:
@@ -24,11 +24,11 @@ def register(app: typer.Typer) -> None:
 
 def plan(config: PlanConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi import planning
     from sakiyomi.cli.output import emit_json, stdout, table
+    from sakiyomi.evaluation.tuning import planning
 
     if config.plot is not None:
-        from sakiyomi.bench.plot import check
+        from sakiyomi.evaluation.bench.plot import check
 
         check(config.plot)
     found = planning.plan(config)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.bench.config import Note
+from sakiyomi.evaluation.bench.config import Note
 
 if TYPE_CHECKING:
-    from sakiyomi.bench.report import Row
+    from sakiyomi.evaluation.bench.report import Row
 
 __all__ = ["PlotOption", "Shown", "show"]
 
@@ -38,8 +38,8 @@ class Shown(Note):
 
 def show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:
     """Each row's table when it is done, with its notes and conditions; all of them come back."""
-    from sakiyomi.bench import report
     from sakiyomi.cli.output import stdout, table
+    from sakiyomi.evaluation.bench import report
 
     console = stdout()
     status.stop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from sakiyomi.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.cli.rows import PlotOption, Shown, show
 from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
 
 
 def register(app: typer.Typer) -> None:
@@ -49,10 +49,10 @@ def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet
 
     with progress("loading") as status:
-        from sakiyomi.bench import plot
-        from sakiyomi.bench.spec.plot import draw
-        from sakiyomi.bench.spec.run import run
         from sakiyomi.engine import machine
+        from sakiyomi.evaluation.bench import plot
+        from sakiyomi.evaluation.bench.spec.plot import draw
+        from sakiyomi.evaluation.bench.spec.run import run
 
         if picture.plot is not None:
             plot.check(picture.plot)
@@ -68,9 +68,9 @@ def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
 
 def compare(config: CompareConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.bench.spec.results import Results
-    from sakiyomi.bench.spec.table import compared
     from sakiyomi.cli.output import emit_json, progress
+    from sakiyomi.evaluation.bench.spec.results import Results
+    from sakiyomi.evaluation.bench.spec.table import compared
 
     with progress("reading") as status:
         several = [Results.read(path) for path in config.files]
@@ -84,11 +84,11 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
     """Run the command."""
     from pathlib import Path
 
-    from sakiyomi.bench import plot
-    from sakiyomi.bench.spec.plot import draw
-    from sakiyomi.bench.spec.results import Results, join
-    from sakiyomi.bench.spec.table import rows
     from sakiyomi.cli.output import emit_json, progress
+    from sakiyomi.evaluation.bench import plot
+    from sakiyomi.evaluation.bench.spec.plot import draw
+    from sakiyomi.evaluation.bench.spec.results import Results, join
+    from sakiyomi.evaluation.bench.spec.table import rows
 
     if picture.plot is not None:
         plot.check(picture.plot)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
     from sakiyomi.core.outputs import RoundTrace
-    from sakiyomi.predictions import Prediction
+    from sakiyomi.evaluation.predictions import Prediction
 
 WIDE = 1000  # columns: a deep tree is wrapped by the terminal, not cut
 
@@ -61,7 +61,7 @@ def tree(options: TreeOptions, model: ModelOptions, params: SamplingParams, outp
     if params.n > 1:
         raise InputError(f"n is {params.n}; one text is drawn: leave it out")
     from sakiyomi.cli.output import emit_json, progress
-    from sakiyomi.predictions import predictions
+    from sakiyomi.evaluation.predictions import predictions
 
     llm = load(model)
     if llm.draft is None:

@@ -8,7 +8,7 @@ import typer
 
 from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.drafters.medusa_heads.tuned import TuneConfig
-from sakiyomi.tuning.config import PairConfig
+from sakiyomi.evaluation.tuning.config import PairConfig
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +42,7 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
 
     with progress("loading") as status:
-        from sakiyomi.tuning.search import tune
+        from sakiyomi.evaluation.tuning.search import tune
 
         quiet()
         found = tune(config, status.update)
@@ -132,7 +132,7 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
     from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
 
     with progress("loading") as status:
-        from sakiyomi.medusa.search import tune
+        from sakiyomi.evaluation.tuning.medusa_search import tune
 
         quiet()
         found = tune(config, status.update)

@@ -1,0 +1,248 @@
+"""The audit's tests of sampled text: are its tokens distributed as the target's own, whatever rule and draft?
+
+Two for each rule. *Whole*: texts of the pair itself, judged by the referee's logits. It sees everything, passes, caches
+and drafter, but tokens are dear. *Played*: rows of the pair, recorded on the way, played through the real engine, a
+draft model's own code and the rule (``recorded``). There tokens cost next to nothing, so that even a small fault of the
+rule is seen; what plays no part in it are the passes, of which the equality of greedy and coupled texts tells. Requests
+that ran side by side are tested too: a token must not depend on its neighbour's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters.merged import MergedDrafter
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.engine import Engine
+from sakiyomi.evaluation.audit.chi_square import Frequencies, rank
+from sakiyomi.evaluation.audit.replay import STATES, WIDTH, Listener, Narrow, Recording, TableModel, narrow
+from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER, AuditConfig, SampledCheck, Texts, shape_name
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers import VERIFIERS
+
+if TYPE_CHECKING:
+    from sakiyomi.core.tree import DraftKind
+    from sakiyomi.drafters import Drafter
+    from sakiyomi.engine.plain import Undrafted
+    from sakiyomi.engine.request import Request
+    from sakiyomi.evaluation.audit.hf_reference import Referee
+
+__all__ = ["SampledTests", "drafted_kind"]
+
+WHOLE = (1, 4, 16)
+"""Ranks at which parts of a whole vocabulary end: the most probable token, the next three, the next twelve, the others.
+"""
+PLAYED = tuple(range(1, WIDTH))
+PLAYED_TOKENS, SIDE_BY_SIDE = 125, 32
+RECORDED = 8
+"""Texts during which rows are recorded."""
+LOOKS = (1 / 16, 1 / 4, 1.0)
+"""Shares of the tokens at which a played test is looked at: a crude fault ends it early."""
+TAILS = 4
+"""Tails are somewhat heavier than chi-square's where cells are rare (``frequencies.LEAST``)."""
+SEED = 20_240
+GAMMA = 2
+SHAPES: dict[DraftKind, dict[str, Any]] = {
+    "chain": {"gamma": GAMMA, "tree": "chain"},
+    "without_replacement": {"tree": (1, 2, 1)},
+    "point_mass": {"gamma": GAMMA, "tree": "best-first", "nodes": 3},
+    "merged": {"gamma": GAMMA, "tree": "chain"},
+}
+"""What is drafted where rows are played, by kind: every kind that a drafter makes."""
+
+
+def drafted_kind(drafter: Drafter, params: SamplingParams) -> DraftKind:
+    """How a drafter's proposals to such a request come about."""
+    kind_for = getattr(drafter, "kind_for", None)
+    kind: DraftKind = kind_for(params) if kind_for else drafter.kind
+    return kind
+
+
+@dataclass(frozen=True)
+class _Test:
+    """A rule with a drafter and a shape, or with a kind of draft where rows are played."""
+
+    rule: str
+    drafter: Drafter | None
+    shape: dict[str, Any]
+    kind: DraftKind | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Of the drafter."""
+        return None if self.drafter is None else self.drafter.name
+
+
+class SampledTests:
+    """Makes the tests of sampled text.
+
+    Args:
+        make: an engine of the target with a drafter; None: without one.
+        drafters: to be tested; none: plain text is.
+        rules: names of those whose text depends on the draft.
+        prompts: token ids.
+        referee: gives the target's logits.
+        config: how much is tested.
+        note: is told what is going on.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Drafter | None], Undrafted],
+        drafters: Sequence[Drafter],
+        rules: Sequence[str],
+        prompts: Texts,
+        referee: Referee,
+        config: AuditConfig,
+        note: Callable[[str], None],
+    ) -> None:
+        self._make = make
+        self._drafters: list[Drafter | None] = [*drafters] or [None]
+        self._prompts, self._referee = prompts, referee
+        self._config, self._note = config, note
+        self._tokenizer = make(None).engine.tokenizer
+        shapes = config.shapes()[-2:] if config.texts else []
+        self._whole = [
+            _Test(rule, drafter, shape)
+            for drafter, rule, shape in itertools.product(self._drafters, rules, shapes)
+            if drafter is None or drafted_kind(drafter, self._params(rule, shape)) in VERIFIERS[rule].takes
+        ]
+        self._played = [
+            _Test(rule, drafter, shape, kind)
+            for drafter, rule, (kind, shape) in itertools.product(drafters, rules, SHAPES.items())
+            if kind in VERIFIERS[rule].takes and (kind == "point_mass" or _draws(drafter))
+        ]
+        tests = (*self._whole, *self._played)
+        self._level = ODDS / TAILS / max(len(self._whole) + 2 * len(self._played), 1)
+        self.untested = [rule for rule in rules if all(test.rule != rule for test in tests)]
+
+    def run(self) -> list[SampledCheck]:
+        """Make all of them."""
+        found: list[SampledCheck] = []
+        for drafter in self._drafters:
+            llm = self._make(drafter)
+            found += [self._run_whole(test, llm) for test in self._whole if test.drafter is drafter]
+            played = [test for test in self._played if test.drafter is drafter]
+            if drafter is not None and played:
+                recording = self._record(drafter)
+                for test in played:
+                    found += self._run_played(test, recording)
+        return found
+
+    def _params(self, rule: str, shape: dict[str, Any]) -> SamplingParams:
+        return self._config.seeded(SEED, shape, rule)
+
+    # ------------------------------------------------------------ the pair itself
+
+    def _run_whole(self, test: _Test, llm: Undrafted) -> SampledCheck:
+        what = f"{test.rule}, {test.name or 'no draft'}, {shape_name(test.shape)}"
+        counted, params = Frequencies(len(WHOLE) + 1, len(WHOLE) + 1), self._params(test.rule, test.shape)
+        sampler = Sampler(params, llm.engine.target.vocab_size)
+        drafted = accepted = 0
+        for first in range(0, self._config.texts, SIDE_BY_SIDE):
+            self._note(f"sampling {what}: {first} of {self._config.texts} texts")
+            some = self._write(llm, replace(params, seed=SEED + first), self._config.texts - first)
+            for request in some:
+                ranked = rank(self._probs(request, sampler), request.output, WHOLE)
+                counted.add(ranked, [0, *ranked.part[:-1]])
+                drafted, accepted = drafted + request.stats.drafted, accepted + request.stats.accepted
+        fit = counted.fit(self._level, AWAY, POWER)
+        shape = shape_name(test.shape)
+        return SampledCheck("whole", test.rule, test.name, shape, self._config.texts, drafted, accepted, fit)
+
+    def _write(self, llm: Undrafted, params: SamplingParams, most: int) -> list[Request]:
+        """Some texts that are written side by side."""
+        some = itertools.islice(itertools.cycle(self._prompts), min(SIDE_BY_SIDE, most))
+        requests = [llm.engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(some)]
+        llm.engine.complete(requests)
+        return requests
+
+    def _probs(self, request: Request, sampler: Sampler) -> Tensor:
+        """(n, V) what the referee's model gives at each place of a text."""
+        prompt = request.tokens[: request.prompt_tokens]
+        return sampler.probs(self._referee.logits(prompt, request.output))
+
+    # ------------------------------------------------------------ rows that are played
+
+    def _record(self, drafter: Drafter) -> Recording:
+        """Rows of the pair; of a drafter that draws nothing what the target says at another place stands for its."""
+        self._note(f"recording rows of {drafter.name}")
+        listener = Listener(drafter)
+        params = self._params("ratio", {"gamma": 1, "tree": "chain"})
+        llm = self._make(listener)
+        sampler = Sampler(params, llm.engine.target.vocab_size)
+        every: list[Narrow] = []
+        target: list[Narrow] = []
+        draft: list[Narrow] = []
+        for request in self._write(llm, params, RECORDED):
+            rows = [narrow(row) for row in self._probs(request, sampler)]
+            every += rows
+            heard = {place: row for place, row in listener.rows[request.id].items() if place < len(request.tokens)}
+            target += [rows[place - request.prompt_tokens] for place in heard]
+            draft += heard.values()
+        return Recording.of(target, draft) if draft else Recording.of(every, every[1:] + every[:1])
+
+    def _run_played(self, test: _Test, recording: Recording) -> list[SampledCheck]:
+        assert test.kind is not None
+        what = f"{test.rule}, rows of {test.name}, {test.kind}"
+        level, most = self._level / len(LOOKS), self._config.samples
+        engine = _engine(recording, test.kind, self._tokenizer)
+        single, beside = Frequencies(STATES, WIDTH), Frequencies(WIDTH, WIDTH)
+        params = SamplingParams(
+            max_new_tokens=PLAYED_TOKENS,
+            temperature=1.0,
+            top_k=WIDTH,
+            acceptance=test.rule,  # type: ignore[arg-type]
+            **test.shape,
+        )
+        looks = [share * most for share in LOOKS[:-1]]
+        texts = drafted = accepted = 0
+        while True:
+            done = engine.complete(
+                engine.submit([0], replace(params, seed=SEED + texts), key=(i,), live=False)
+                for i in range(SIDE_BY_SIDE)
+            )
+            ranked = []
+            for text in done:
+                states = recording.states(text.token_ids)
+                ranked.append(rank(recording.target[states], text.token_ids, PLAYED))
+                single.add(ranked[-1], states)
+                drafted, accepted = drafted + text.stats.drafted, accepted + text.stats.accepted
+            for one, other in itertools.pairwise(ranked):
+                beside.add(one, other.part)
+            texts += len(done)
+            fits = [counted.fit(level, AWAY, POWER) for counted in (single, beside)]
+            self._note(f"playing {what}: {single.tokens} tokens, power {fits[0].power:.3f} of {POWER}")
+            enough = single.tokens >= most or min(fit.power for fit in fits) >= POWER
+            early = bool(looks) and single.tokens >= looks[0]
+            if enough or (early and not all(fit.ok for fit in fits)):
+                break
+            looks = looks[early:]
+        return [
+            SampledCheck(how, test.rule, test.name, test.kind, texts, drafted, accepted, fit)
+            for how, fit in zip(("played", "neighbours"), fits, strict=True)
+        ]
+
+
+def _draws(drafter: Drafter) -> bool:
+    """Whether a drafter draws its tokens where the rule is one that reads probabilities."""
+    return drafted_kind(drafter, SamplingParams(temperature=1.0, acceptance="ratio", tree="chain")) != "point_mass"
+
+
+def _engine(recording: Recording, kind: DraftKind, tokenizer: Any) -> Engine:
+    """The real loop on recorded rows."""
+    size = recording.target.shape[1]
+
+    def model(rows: Tensor) -> Any:
+        return TableModel(rows, recording.step, SIDE_BY_SIDE)
+
+    drafter: Drafter = ModelDrafter(model(recording.draft), size, "played")
+    if kind == "merged":
+        drafter = MergedDrafter([drafter, ModelDrafter(model(recording.draft), size, "other")], strict=True)
+    return Engine(model(recording.target), drafter, tokenizer, max_context=1 << 20, strict=True)

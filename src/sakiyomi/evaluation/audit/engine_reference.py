@@ -1,0 +1,65 @@
+"""The judge of rounded weights and of caches within a budget, with which only our engine computes: its own passes, of
+other shapes than the text's.
+
+It cannot tell whether the rounded weights are good ones, nor find an error that all passes share: perplexity and
+``PackedModel.rounding`` are for that. It tells whether a drafted text is the one that the same weights write plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sakiyomi.evaluation.audit.hf_reference import Referee
+from sakiyomi.kernels.batch import Segment
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import PackedModel
+
+__all__ = ["OwnReferee"]
+
+
+class OwnReferee(Referee):
+    """Judges texts by the logits of a packed model.
+
+    Args:
+        model: its cache lends a slot: no request may hold all of them.
+    """
+
+    model: PackedModel
+
+    def __init__(self, model: PackedModel) -> None:
+        super().__init__(model)
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
+        """(len(tokens), V) float32: row i predicts ``tokens[i]``; one pass from border to border, as over a prompt."""
+        return self._walk(prompt, tokens)
+
+    def _stepped(self, prompt: Sequence[int], tokens: Sequence[int], step: int) -> Tensor:
+        return self._walk(prompt, tokens, step)
+
+    def _walk(self, prompt: Sequence[int], tokens: Sequence[int], step: int | None = None) -> Tensor:
+        """Logits by passes of so many tokens behind the prompt; the cache drops what it drops of a text."""
+        ids, keeping = [*prompt, *tokens[:-1]], self.model.keeping
+        rows: list[Tensor] = []
+        with self.model.cache.lent(len(ids)) as slot:
+            keeping.begin(slot)
+            at = 0
+            while at < len(ids):
+                behind = step is not None and at >= len(prompt)
+                far = len(ids) if step is None else at + step if behind else len(prompt)
+                end = min(len(ids), far, keeping.border(slot, len(prompt)))
+                # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
+                prompt_rows = at < len(prompt) or (not behind and keeping.sparse is None)
+                rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
+                if keeping.wants_surprise:
+                    keeping.learn_prompt(slot, rows[-1], ids, at, end)
+                at = end if behind else keeping.go_on(slot, len(prompt), end)
+                rows[-1] = rows[-1][: len(rows[-1]) - (end - at)]
+                keeping.settle(slot, len(prompt), at)
+            keeping.end(slot)
+        return torch.cat(rows)[len(prompt) - 1 :].float()

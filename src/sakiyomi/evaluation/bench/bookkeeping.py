@@ -1,0 +1,107 @@
+"""What a round costs outside the models' forwards, at a vocabulary of 32000 and a batch of one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.models import Numbers, random_llama, random_prompts
+from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
+from sakiyomi.evaluation.bench.report import Row
+
+__all__ = ["bookkeeping"]
+
+VOCAB = 32000
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 0.8, "acceptance": "ratio"},
+    "top-k": {"temperature": 0.8, "top_k": 50, "acceptance": "ratio"},
+    "top-p": {"temperature": 0.8, "top_p": 0.95, "acceptance": "ratio"},
+    "coupled": {"temperature": 0.8, "acceptance": "coupled"},
+}
+
+
+def bookkeeping(config: BenchConfig, note: Note) -> Row:
+    """Milliseconds a round, ours and transformers', for drafts that are all refused and all accepted."""
+    from sakiyomi.drafters.model import ModelDrafter
+    from sakiyomi.engine.llm import LLM
+    from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
+
+    target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
+    drafts = {
+        "random": random_llama(32, 1, 4, 64, VOCAB, torch.float32, seed=1, device=config.device),
+        "the target itself": target,
+    }
+    prompt = random_prompts(1, config.prompt_tokens, VOCAB)[0]
+    lines = []
+    for name, draft in drafts.items():
+        note(f"bookkeeping: draft {name}")
+        llm = LLM((target, Numbers()), draft=ModelDrafter(PackedModel(draft, first_sizes=DRAFT_SIZES), VOCAB))
+        # Both on graphs, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
+        llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
+        compiled = llm.wait()
+        peer = Transformers(target, draft, config.gamma)
+        for case, options in CASES.items():
+            params = SamplingParams(
+                max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True, seed=0, **options
+            )
+            ours, theirs = [], []
+            for lap in range(config.repeats + 1):
+                note(f"bookkeeping: draft {name}, {case}, lap {lap} of {config.repeats}")
+                found = (
+                    _ours(llm, prompt, params),
+                    _theirs(peer, prompt, params) if config.peers and case != "coupled" else None,
+                )
+                if lap:
+                    ours.append(found[0])
+                    theirs.append(found[1])
+            lines.append(_line(case, name, ours, theirs))
+    conditions = {
+        "models": "random, 2 and 1 layers, standard deviation of logits 3",
+        "vocabulary": VOCAB,
+        "batch": 1,
+        "gamma": config.gamma,
+        "dtype": "float32",
+        "compiled": compiled,
+        "prompt_tokens": config.prompt_tokens,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+    }
+    return Row("bookkeeping", "milliseconds a round outside forwards (median of laps)", lines, conditions)
+
+
+def _line(case: str, draft: str, ours: list[dict[str, float]], theirs: list[dict[str, float] | None]) -> dict[str, Any]:
+    values = [lap["ms"] for lap in ours]
+    peers = [lap["ms"] for lap in theirs if lap is not None]
+    return {
+        "sampling": case,
+        "draft": draft,
+        "ours_ms": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "transformers_ms": statistics.median(peers) if peers else None,
+        "rounds": statistics.median(lap["rounds"] for lap in ours),
+        "tau": statistics.median(lap["tau"] for lap in ours),
+    }
+
+
+def _ours(llm: Any, prompt: list[int], params: SamplingParams) -> dict[str, float]:
+    stats = llm.generate([prompt], params)[0].stats
+    return {"ms": 1000 * stats.overhead_seconds / stats.rounds, "rounds": stats.rounds, "tau": stats.tau}
+
+
+def _theirs(peer: Transformers, prompt: list[int], params: SamplingParams) -> dict[str, float]:
+    """Wall clock without the forwards, by target passes; the set-up of a call is spread over its rounds."""
+    models = [peer.model] if peer.assistant is peer.model else [peer.model, peer.assistant]
+    began = time.perf_counter()
+    with ForwardClock(models) as clock:
+        tokens = peer.generate(prompt, params)
+    seconds = time.perf_counter() - began - clock.seconds
+    # Where a model drafts for itself, gamma of gamma + 1 calls are drafts.
+    rounds = clock.calls[0] / (params.gamma + 1) if len(models) == 1 else clock.calls[0]  # type: ignore[operator]
+    return {"ms": 1000 * seconds / rounds, "rounds": rounds, "tau": len(tokens) / rounds}

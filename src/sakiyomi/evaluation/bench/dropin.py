@@ -1,0 +1,48 @@
+"""``generate`` of transformers with its own loop and with ours: the same model objects, the same arguments."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.peers import Transformers
+from sakiyomi.evaluation.bench.report import Row, of_race
+from sakiyomi.evaluation.bench.runner import Contender, race, timed
+from sakiyomi.evaluation.bench.speed import peer_lap
+
+__all__ = ["dropin"]
+
+
+def dropin(config: BenchConfig, note: Note) -> Row:
+    """Greedy, with the same draft model: assisted generation by our gamma and by its own settings, plain, our loop."""
+    from sakiyomi.engine.hf_generate import custom_generate
+
+    pair = Pair(config)
+    model, draft = pair.target.model, pair.draft.model
+    loop = custom_generate.using(compile="auto" if config.compile else False)
+    note("dropin: compiling")
+    loop.prepare(model, draft)
+    params, judge = SamplingParams(max_new_tokens=config.max_new_tokens), pair.judge()
+    peer = partial(Transformers, model, stop=pair.stop)
+    ours = peer(draft, None, loop=loop)
+    ways = {f"transformers assisted, {config.gamma} tokens": peer(draft, config.gamma)}
+    ways |= {"transformers assisted": peer(draft, None), "transformers plain": peer(None)} if config.peers else {}
+    ways |= {
+        f"custom_generate, gamma {config.gamma}": peer(draft, None, loop=loop.using(gamma=config.gamma)),
+        "custom_generate": ours,
+    }
+    contenders = [Contender(name, partial(peer_lap, way, pair.prompts, params), judge) for name, way in ways.items()]
+    together = f"custom_generate, batch of {len(pair.prompts)}"
+    contenders.append(Contender(together, lambda: timed(lambda: ours.generate_batch(pair.prompts, params)), judge))
+    standings = race(contenders, repeats=config.repeats, note=note)
+    conditions = {
+        **pair.names,
+        **pair.dtypes,
+        "gamma": config.gamma,
+        "graphs": "compiled" if config.compile else "eager",
+        "prompts": len(pair.prompts),
+        "max_new_tokens": config.max_new_tokens,
+    }
+    return of_race("dropin", "greedy, model.generate with one loop and another, tokens/s", standings, **conditions)

@@ -1,0 +1,101 @@
+"""A target that drafts on an excerpt of its own cache, against its plain text, by the length of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.conversation import Conversation
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.meter import round_figures
+from sakiyomi.evaluation.bench.models import NearTies, Pair
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread, Standing, race
+
+__all__ = ["evicted"]
+
+
+def evicted(config: BenchConfig, note: Note) -> Row:
+    """Greedy, behind so much of the prompts' text: what a token costs where keys and values are what a pass reads.
+
+    The text is read once, and seconds are those behind the prompt. With gamma "auto" the engine stops reading ahead
+    where that does not pay.
+
+    Raises:
+        InputError: the prompts are shorter than the longest context, or the target has fewer positions.
+    """
+    pair = Pair(config)
+    note("evicted: compiling")
+    draft = config.draft if config.draft.startswith("self-evicted:") else "self-evicted"
+    llm = pair.llm(draft)
+    text = _text(pair, max(config.contexts))
+    fixed = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
+    lines, notes = [], []
+    for length in sorted(set(config.contexts)):
+        prompt = text[:length]
+        with ExitStack() as open_ones:
+            ways = [
+                ("plain", open_ones.enter_context(Conversation(Undrafted(llm).engine)), fixed),
+                ("self-evicted", open_ones.enter_context(llm.conversation()), fixed),
+                ("self-evicted, gamma auto", open_ones.enter_context(llm.conversation()), replace(fixed, gamma="auto")),
+            ]
+            judge = NearTies(llm.target if llm.target.rounding is not None else pair.target.model, [prompt])
+            contenders = [Contender(name, partial(_lap, talk, prompt, params), judge) for name, talk, params in ways]
+            standings = race(contenders, repeats=config.repeats, note=partial(_at, note, length))
+        lines.append(_line(length, standings))
+        notes += [f"{length} tokens: {found.agreement.note}" for found in standings if found.agreement.note]
+    conditions = pair.settings(llm) | {"draft": draft, "laps": config.repeats}
+    return Row("evicted", "tokens/s behind the prompt, by its tokens", lines, conditions, notes)
+
+
+def _at(note: Note, length: int, what: str) -> None:
+    note(f"{length} tokens, {what}")
+
+
+def _text(pair: Pair, tokens: int) -> list[int]:
+    """So many tokens of the prompts, one after the other."""
+    config = pair.config
+    ids: list[int] = pair.target.tokenizer("\n\n".join(config.texts())).input_ids
+    if len(ids) < tokens:
+        raise InputError(
+            f"contexts has {tokens} tokens, and the prompts together have {len(ids)}; give a longer text with "
+            "--prompts and --count, or shorter contexts"
+        )
+    return ids[:tokens]
+
+
+def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> Lap:
+    """Seconds behind the prompt, of which the first lap alone reads more than the last token."""
+    done = talk.generate(prompt, params)
+    seconds = done.stats.seconds - done.stats.prefill_seconds
+    return Lap(
+        seconds,
+        len(done.token_ids) - 1,
+        (tuple(done.token_ids),),
+        round_figures(done.stats) | {"alpha": done.stats.alpha},
+    )
+
+
+def _line(length: int, standings: Sequence[Standing]) -> dict[str, Any]:
+    plain, fixed, auto = (standing.to_dict() for standing in standings)
+    return {
+        "context": length,
+        "plain_tokens_per_second": plain["tokens_per_second"],
+        "speculative_tokens_per_second": fixed["tokens_per_second"],
+        "ratio": fixed["ratio"],
+        "auto": auto["ratio"],
+        "A/A": str(Spread.of(standings)),
+        "acceptance_rate": fixed["acceptance_rate"],
+        "alpha": fixed["alpha"],
+        "tau": fixed["tau"],
+        "draft_ms": fixed["draft_ms"],
+        "score_ms": fixed["score_ms"],
+        "overhead_ms": fixed["overhead_ms"],
+        "equal": fixed["equal"] and auto["equal"],
+    }

@@ -1,0 +1,140 @@
+"""What ``exact=True`` costs, and whether it keeps its word."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.random_trees import RandomTrees
+from sakiyomi.evaluation.bench.report import Row, unclaimed
+from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing, race
+from sakiyomi.evaluation.bench.speed import our_lap
+
+__all__ = ["exact"]
+
+Texts = list[list[int]]
+COMPARED = (1, 2, 4, 7)  # gammas
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to run the pair: a line of the row.
+
+    Attributes:
+        name: in the table.
+        dtype: of target and draft.
+        drafted: with the draft model, or plain.
+        options: of ``LLM``.
+    """
+
+    name: str
+    dtype: str
+    drafted: bool = True
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def ways(config: BenchConfig) -> list[Way]:
+    """Plain, with a draft model, with weights of fewer bits, within a budget and with packed keys and values.
+
+    The budget is what a policy keeps of the longest texts: half of them, so that much of each is dropped.
+    """
+    longest = config.prompt_tokens + config.max_new_tokens
+    half = {"cache": "h2o", "kv_budget": max(32, longest // 2), "chunk_size": max(16, config.prompt_tokens // 2)}
+    rounded = [] if config.quantize else [Way("quantize int8", "bfloat16", options={"quantize": "int8"})]
+    return [
+        *(Way("plain", dtype, False) for dtype in ("float32", "bfloat16")),
+        *(Way("draft model", dtype) for dtype in ("float32", "bfloat16")),
+        *rounded,
+        Way(f"cache h2o, {half['kv_budget']} pairs", "bfloat16", options=half),
+        Way("cache quant-4", "bfloat16", options={"cache": "quant-4"}),
+    ]
+
+
+def exact(config: BenchConfig, note: Note) -> Row:
+    """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
+    lines, notes = [], []
+    for way in ways(config):
+        pair = Pair(dataclasses.replace(config, dtype=way.dtype))
+        params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
+        note(f"exact: compiling {way.name} in {way.dtype}")
+        draft = None if way.drafted else "none"
+        free, bound = pair.llm(draft, **way.options), pair.llm(draft, exact=True, **way.options)
+        contenders = [
+            Contender(name, partial(our_lap, llm, pair.prompts, params))
+            for name, llm in (("free", free), ("exact", bound))
+        ]
+        standings = race(contenders, repeats=config.repeats, note=note)
+        note(f"exact: comparing texts of {way.name} in {way.dtype}")
+        equal, different = _word_kept(pair, bound, way)
+        lines.append(_line(way, standings, bound.target.sizes, equal, different))
+        notes += [f"{way.name}, {way.dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
+        del free, bound
+    conditions = {
+        **pair.names,
+        "quantize": config.quantize,
+        "gamma": config.gamma,
+        "prompts": config.count,
+        "max_new_tokens": config.max_new_tokens,
+        "repeats": config.repeats,
+        "compared": "no draft, the draft model and random trees; gamma 1, 2, 4 and 7; batch 1 and all; greedy, coupled",
+    }
+    return Row("exact", "exact=True against exact=False, tokens/s", lines, conditions, notes)
+
+
+def _line(
+    way: Way, standings: Sequence[Standing], sizes: Sequence[int], equal: int, different: list[str]
+) -> dict[str, Any]:
+    free, bound = (standing.to_dict() for standing in standings)
+    ratio = bound["ratio"]
+    return {
+        "name": way.name,
+        "dtype": way.dtype,
+        "free": free["tokens_per_second"],
+        "exact": bound["tokens_per_second"] if not different else None,
+        "cost_percent": 100 * (1 / ratio - 1) if ratio and not different else None,
+        "row_counts": " ".join(map(str, sizes)),
+        "runs_compared": equal + len(different),
+        "equal_tokens": not different,
+        "different": "; ".join(different),
+    }
+
+
+def _word_kept(pair: Pair, bound: Any, way: Way) -> tuple[int, list[str]]:
+    """How many runs gave the plain texts to the last token, and which did not."""
+    plain = Undrafted(bound)
+    equal, different = 0, []
+    for rule, options in (("greedy", {}), ("coupled", {"temperature": 1.0, "seed": 3, "acceptance": "coupled"})):
+        params = SamplingParams(max_new_tokens=pair.config.max_new_tokens, **options)  # type: ignore[arg-type]
+        # One list: request i draws from (seed, i) however the requests are run.
+        expected = _texts(plain, pair.prompts, params)
+        runs = {f"{rule}, no draft, one at a time": _one_by_one(plain, pair.prompts, params)}
+        trees = Undrafted(bound, _oracle(pair, expected))
+        for gamma in COMPARED if way.drafted else ():
+            shape = dataclasses.replace(params, gamma=gamma)
+            runs[f"{rule}, draft model, gamma {gamma}"] = _texts(bound, pair.prompts, shape)
+            runs[f"{rule}, trees, gamma {gamma}"] = _texts(trees, pair.prompts, shape)
+            runs[f"{rule}, draft model, gamma {gamma}, one at a time"] = _one_by_one(bound, pair.prompts, shape)
+        different += [name for name, texts in runs.items() if texts != expected]
+        equal += sum(texts == expected for texts in runs.values())
+    return equal, different
+
+
+def _oracle(pair: Pair, texts: Texts) -> RandomTrees:
+    known = {tuple(prompt): text for prompt, text in zip(pair.prompts, texts, strict=True)}
+    return RandomTrees(known, pair.target.model.config.get_text_config().vocab_size)
+
+
+def _texts(llm: Any, prompts: Texts, params: SamplingParams) -> Texts:
+    return [list(result.token_ids) for result in llm.generate(prompts, params)]
+
+
+def _one_by_one(llm: Any, prompts: Texts, params: SamplingParams) -> Texts:
+    """Each request alone, with the randomness that is its own in the list."""
+    requests = (llm.engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts))
+    return [llm.engine.complete([request])[0].token_ids for request in requests]

@@ -1,0 +1,123 @@
+"""What the report measures; the only home of these defaults. Imports no torch: the command line reads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench.config import BenchConfig
+
+__all__ = ["ReportConfig"]
+
+COMMON = (
+    "target",
+    "draft",
+    "dtype",
+    "device",
+    "gamma",
+    "repeats",
+    "max_new_tokens",
+    "prompt_tokens",
+    "prompts",
+    "count",
+    "compile",
+)
+"""Settings that every section depends on; what else one reads, it says itself."""
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """A page of figures about a target and its drafts.
+
+    Attributes:
+        out: folder of the page; index.html, a picture a section for light and for dark, and data/ with all numbers.
+        sections: sections to make (again for each), all if none is given: sizes, temperature, ranks, drafts, medusa,
+            tree, rounds, expected, operations, heads, memory, predicted.
+        redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
+        again: measure anew what the folder has already; otherwise a section that was measured with these settings is
+            kept, so that a run that was broken off goes on where it was.
+        target: embedded name, folder or hub id.
+        draft: auto (tales-draft, for tales alone), or model:FOLDER.
+        heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
+        sizes: for sections sizes and medusa, parameters (again for each) to which target and heads are inflated, a
+            function-preserving expansion, beside the target as it is; the models stay in the folder. none: no others.
+        temperatures: for section temperature (again for each).
+        models: for section drafts, a folder of models of one tokenizer: the largest is a target, the others its drafts.
+        predictions: for section predicted, what `tune --all --json` printed; measured here if not given.
+        memory_target: for section memory, the model that answers long prompts.
+        memory_lengths: for section memory, tokens of the prompts (again for each).
+        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
+        device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
+        gamma: draft tokens a round, where it is not "auto" or what the section varies.
+        repeats: laps that count; one more is run before them.
+        max_new_tokens: new tokens of each text.
+        prompt_tokens: prompts are cut to this many tokens.
+        prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
+            stories.
+        count: prompts that are used at most.
+        compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
+    """
+
+    out: str = field(metadata={"argument": "OUT_FOLDER"})
+    sections: tuple[str, ...] = ()
+    redraw: bool = False
+    again: bool = False
+    target: str = "tales"
+    draft: str = "auto"
+    heads: str | None = None
+    sizes: tuple[str, ...] = ("60M", "134M")
+    temperatures: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+    models: str | None = None
+    predictions: str | None = None
+    memory_target: str = "retriever"
+    memory_lengths: tuple[str, ...] = ("1024", "4096")
+    dtype: str = "auto"
+    device: str = "auto"
+    gamma: int = 4
+    repeats: int = 3
+    max_new_tokens: int = 96
+    prompt_tokens: int = 64
+    prompts: str | None = None
+    count: int = 4
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        self.bench()
+        if self.sizes == ("none",):
+            object.__setattr__(self, "sizes", ())
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise InputError(f"temperatures is {self.temperatures}; expected one or more, none below 0")
+        if self.redraw and self.again:
+            raise InputError("redraw measures nothing and again measures anew; leave one of the two out")
+
+    def bench(self, **changed: Any) -> BenchConfig:
+        """The settings as rows of ``bench`` take them, some of them changed."""
+        return BenchConfig(**{name: getattr(self, name) for name in (*COMMON, "heads")} | changed)
+
+    def asked(self, more: tuple[str, ...]) -> dict[str, Any]:
+        """Settings that a section depends on, as JSON values: what it measured before counts while they are the same.
+
+        Args:
+            more: fields that it reads beside the common ones.
+        """
+        found = {name: getattr(self, name) for name in (*COMMON, *more)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def command(self, section: str, more: tuple[str, ...]) -> str:
+        """The command line that measures one section as here."""
+        words = ["sakiyomi", "bench", "report", "OUT", "--sections", section]
+        usual = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in (*COMMON, *more):
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
+            if value == usual[name]:
+                continue
+            if isinstance(value, bool):
+                words.append(flag if value else f"--no-{flag[2:]}")
+            elif isinstance(value, tuple):
+                words += [word for part in value or ("none",) for word in (flag, str(part))]
+            else:
+                words += [flag, str(value)]
+        return shlex.join(words)

@@ -1,0 +1,193 @@
+"""What drafts of several sizes are worth: alpha, greedy and sampled, the cost of a step, and the speed-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.drafters.ngram import NgramDrafter
+from sakiyomi.drafters.ngram_file import FileTables
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, median, notes_of, spread_of
+from sakiyomi.evaluation.bench.models import NearTies
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender
+from sakiyomi.train.ngram import count_tables
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from sakiyomi.engine.llm import LLM
+
+__all__ = ["DRAFTS"]
+
+TEMPERATURES = (0.0, 1.0)
+COUNTED = 4  # texts behind each prompt that n-grams are counted in
+ORDERS = {"bigram": 2, "unigram": 1}
+EXITS = (4, 2)  # a target's first layers: a half, a quarter
+
+
+def drafts(work: Work, note: Note) -> Row:
+    """The configured target with its drafts, and a folder of models that share a tokenizer, if one is given."""
+    config = work.config
+    lines: list[dict[str, Any]] = []
+    layers = int(work.llm.target.config.num_hidden_layers)
+    own: dict[str, Any] = {Path(work.draft.removeprefix("model:")).name: work.drafter(work.draft)}
+    exits = {
+        f"its first {layers // part} layers": f"early-exit:{layers // part}" for part in EXITS if layers >= 2 * part
+    }
+    own |= {name: work.drafter(spec) for name, spec in exits.items()}
+    notes: list[str] = []
+    lines += _compared(work, work.llm, work.pair.target, Path(config.target).name, own, note, notes)
+    if config.models is None:
+        notes.append("No folder of further checkpoints was given (--models): those lines are left out.")
+    else:
+        models = _family(config.models)
+        target, others = models[0], models[1:]
+        llm = _llm(work, target)
+        found: dict[str, Any] = {}
+        for folder in others:
+            try:
+                found[folder.name] = llm.drafter(f"model:{folder}")
+            except SakiyomiError as error:
+                notes.append(f"{folder.name} is left out: {error.message}")
+        from sakiyomi.model_executor.loading import load_model
+
+        loaded = load_model(str(target), dtype=config.dtype, device=config.device)
+        lines += _compared(work, llm, loaded, target.name, found, note, notes)
+    conditions = {"gamma": config.gamma, "acceptance": "ratio", "n-grams": f"of {COUNTED} sampled texts a prompt"}
+    return Row("drafts", "alpha and speed-up by draft", lines, work.laps() | conditions, notes)
+
+
+def _llm(work: Work, folder: Path) -> LLM:
+    from sakiyomi.engine.llm import LLM
+
+    config = work.config
+    return LLM(str(folder), draft="none", dtype=config.dtype, device=config.device, compile=config.compile)
+
+
+def _family(name: str) -> list[Path]:
+    """Folders of models, the largest first.
+
+    Raises:
+        InputError: there are less than two.
+    """
+    folder = Path(name).expanduser()
+    found = [part.parent for part in folder.glob("*/config.json")]
+    if len(found) < 2:
+        raise InputError(f"models is {name!r}, which holds {len(found)} models; expected a folder of two or more")
+    return sorted(found, key=lambda part: sum(file.stat().st_size for file in part.glob("*.safetensors")), reverse=True)
+
+
+def _compared(
+    work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any], note: Note, notes: list[str]
+) -> list[dict[str, Any]]:
+    """A line each drafter, n-grams of the target's own text among them; ``notes`` takes what has to be said of it."""
+    prompts = [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.bench().texts()]
+    sizes = {name: _size(drafter) for name, drafter in drafters.items()}
+    note(f"drafts: {target} writes texts to count")
+    drafters = drafters | _counted(work, llm, prompts)
+    llm.wait()
+    judge = NearTies(loaded.model, prompts)
+    engines = {"plain": Undrafted(llm), **{name: Undrafted(llm, one, strict=True) for name, one in drafters.items()}}
+    found: dict[float, Any] = {}
+    for temperature in TEMPERATURES:
+        params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
+        contenders = [
+            Contender(name, partial(lap, engine, prompts, params), None if temperature else judge)
+            for name, engine in engines.items()
+        ]
+        found[temperature] = work.race(contenders, note, f"drafts of {target}, T={temperature:g}")
+        notes += notes_of(f"{target}, T={temperature:g}", found[temperature])
+    lines = []
+    for at, name in enumerate(drafters, start=1):
+        line: dict[str, Any] = {"name": name, "target": target, "weight_bytes": sizes.get(name)}
+        for temperature, standings in found.items():
+            plain, own = standings[0], standings[at]
+            step = median(plain, "score_ms") + median(plain, "overhead_ms")
+            t = f"{temperature:g}"
+            line |= {f"alpha, T={t}": median(own, "alpha"), f"tau, T={t}": median(own, "tau")}
+            line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": spread_of(standings)}
+            if not temperature:
+                line["c"] = median(own, "draft_ms") / work.config.gamma / step
+        lines.append(line)
+    return lines
+
+
+def _size(drafter: Any) -> int | None:
+    """Bytes of weights that a pass of a draft model reads; None where nobody knows."""
+    found: int | None = getattr(drafter.model, "weight_bytes", None)
+    return found
+
+
+def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, NgramDrafter]:
+    """Tables of what the target says at temperature 1 with other seeds than those that are measured."""
+    import numpy as np
+
+    engine = Undrafted(llm)
+    texts = [
+        np.array(engine.generate([prompt], work.params(temperature=1.0, seed=100 + sample))[0].token_ids, np.int64)
+        for sample in range(COUNTED)
+        for prompt in prompts
+    ]
+    found = {}
+    for name, order in ORDERS.items():
+        tables = FileTables(order, count_tables(texts, order, llm.vocab_size))
+        found[name] = NgramDrafter(llm.vocab_size, tables)
+    return found
+
+
+def _paint_drafts(row: Row, theme: Theme) -> Figure:
+    """Bars in groups by target, with room for its name above each group."""
+    places: list[float] = []
+    heads: dict[str, float] = {}
+    for line in row.lines:
+        below = places[-1] + 1 if places else 0.0
+        if line["target"] not in heads:
+            heads[line["target"]] = below
+            below += 0.8
+        places.append(below)
+    figure, (upper, lower) = panels(2, 0.9 + 0.3 * places[-1])
+    for axes, key, label in ((upper, "alpha", "alpha"), (lower, "speed-up", "speed-up over plain")):
+        for at, temperature in enumerate(TEMPERATURES):
+            values = [line[f"{key}, T={temperature:g}"] or 0.0 for line in row.lines]
+            beside = [place + 0.38 * (at - 0.5) for place in places]
+            axes.barh(beside, values, height=0.36, color=theme.colours[at], label=f"T={temperature:g}")
+            for place, value in zip(beside, values, strict=True):
+                axes.text(value, place, f" {value:.2f}", va="center", fontsize=8)
+        for target, place in heads.items():
+            axes.text(0, place, f" target {target}", va="center", fontsize=9, style="italic")
+        axes.set_yticks(places, [line["name"] for line in row.lines])
+        axes.set(ylim=(places[-1] + 0.6, -0.5), xlabel=label)
+        axes.margins(x=0.12)
+        axes.grid(visible=False, axis="y")
+    lower.axvline(1.0, color=theme.faint, linewidth=1)
+    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def _alt_drafts(row: Row) -> str:
+    said = []
+    for line in row.lines:
+        speed = line["speed-up, T=0"]
+        fast = "" if speed is None else f", {speed:.2f} times plain"
+        alphas = f"alpha {line['alpha, T=0']:.2f}, sampled {line['alpha, T=1']:.2f}"
+        said.append(f"{line['name']} for {line['target']} {alphas}{fast}")
+    return f"Bars of alpha and of speed-up at temperature 0 and 1, by draft: {'; '.join(said)}."
+
+
+DRAFTS = Section(
+    "Alpha and speed-up by draft",
+    "A draft has to be right often and cost little. Chains of one length, by rejection sampling (the ratio rule). "
+    "Bigrams and unigrams are counted in texts that the target wrote with other seeds; the first layers of a target "
+    "are a draft without a second model. c in the table: a draft step in plain steps.",
+    drafts,
+    _paint_drafts,
+    _alt_drafts,
+    ("models",),
+)

@@ -1,0 +1,262 @@
+"""Who is how fast: by the size of the target, with Medusa heads, and by temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread
+from sakiyomi.evaluation.bench.speed import everybody, peer_lap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["MEDUSA", "SIZES", "TEMPERATURE"]
+
+
+def sizes(work: Work, note: Note) -> Row:
+    """Greedy; transformers and ours, plain and with the draft model, on the target as it is and inflated."""
+    lines: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for size in ("", *work.config.sizes):
+        pair, _ = work.sized(size, note)
+        llm = pair.llm()
+        note(f"sizes: compiling {size or 'the target'}")
+        llm.wait()
+        parameters = pair.target.model.num_parameters() / 1e6
+        name = f"{parameters:.3g}M"
+        found = work.race(everybody(pair, llm, peers=("plain", "assisted")), note, f"sizes, {name}")
+        notes += notes_of(name, found)
+        spread = spread_of(found)
+        lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
+    conditions = {**work.pair.names, **work.pair.dtypes, "gamma": work.config.gamma, **work.laps()}
+    return Row("sizes", "milliseconds a token, greedy, by size of the target", lines, conditions, notes)
+
+
+def _ways(row: Row) -> list[str]:
+    return list(dict.fromkeys(line["name"] for line in row.lines))
+
+
+def _paint_sizes(row: Row, theme: Theme) -> Figure:
+    figure, (axes,) = panels(height=3.8)
+    highest = 0.0
+    for at, (way, colour) in enumerate(zip(_ways(row), theme.colours, strict=False)):
+        own = [line for line in row.lines if line["name"] == way and line["ms_per_token"]]
+        style = "--" if way.startswith("transformers") else "-"
+        # A little beside each other, so that no bar of laps hides another.
+        xs = [line["parameters"] * 1.015 ** (at - 1.5) for line in own]
+        ys = [line["ms_per_token"] for line in own]
+        axes.plot(xs, ys, style, marker="o", markersize=5, color=colour, label=way)
+        slowest = [1000 / line["low"] for line in own]
+        axes.vlines(xs, [1000 / line["high"] for line in own], slowest, color=colour)
+        # One lap that something else disturbed leaves the picture; it must not flatten all curves.
+        highest = max(highest, *(min(slow, 2 * y) for slow, y in zip(slowest, ys, strict=True)), 0.0)
+    ticks = dict.fromkeys((line["parameters"], line["size"]) for line in row.lines)
+    axes.set_xscale("log")
+    axes.set_xticks([at for at, _ in ticks], [name for _, name in ticks])
+    axes.minorticks_off()
+    axes.set(xlabel="parameters of the target", ylabel="ms a token; bars: all laps", ylim=(0, 1.05 * highest or None))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def _alt_sizes(row: Row) -> str:
+    largest = row.lines[-1]["size"]
+    said = [
+        f"{line['name']} {line['ms_per_token']:.1f} ms"
+        for line in row.lines
+        if line["size"] == largest and line["ms_per_token"]
+    ]
+    return f"Time a token against the target's size, a line each way of generating; at {largest}: {', '.join(said)}."
+
+
+SIZES = Section(
+    "Time against model size",
+    "Greedy text of one pair, the target as it is and expanded to larger sizes: an inflated model computes the same "
+    "function at the cost of the larger one, so that the draft is accepted as often. Plain and with the draft model, "
+    "ours and transformers' at the same gamma; outputs are compared in the same run.",
+    sizes,
+    _paint_sizes,
+    _alt_sizes,
+    ("sizes", "heads"),
+)
+
+
+def medusa(work: Work, note: Note) -> Row:
+    """Greedy; plain against heads, on the target as it is and inflated, with gamma auto."""
+    lines: list[dict[str, Any]] = []
+    notes: list[str] = []
+    work.medusa  # noqa: B018 - refuse before anything is inflated
+    for size in ("", *work.config.sizes):
+        pair, heads = work.sized(size, note)
+        llm = pair.llm(f"medusa:{heads}")
+        note(f"medusa: compiling {size or 'the target'}")
+        llm.wait()
+        parameters = pair.target.model.num_parameters() / 1e6
+        params, judge = work.params(gamma="auto"), pair.judge(llm)
+        ways = {"plain": Undrafted(llm), "Medusa": llm}
+        contenders = [Contender(name, partial(lap, way, pair.prompts, params), judge) for name, way in ways.items()]
+        contenders[1].run()  # graphs of all sizes that it meets
+        llm.wait()
+        name = f"{parameters:.3g}M"
+        found = work.race(contenders, note, f"medusa, {name}")
+        notes += notes_of(name, found)
+        spread = spread_of(found)
+        lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
+    conditions = work.pair.names | {"draft": work.medusa, "gamma": "auto", **work.laps()}
+    return Row(
+        "medusa", "tokens/s, greedy, plain and with Medusa heads, by size of the target", lines, conditions, notes
+    )
+
+
+def _paint_medusa(row: Row, theme: Theme) -> Figure:
+    figure, (axes,) = panels()
+    groups = list(dict.fromkeys(line["size"] for line in row.lines))
+    most = max(line["high"] or 0 for line in row.lines)
+    for at, (way, colour) in enumerate(zip(_ways(row), (theme.faint, theme.colours[0]), strict=False)):
+        for place, size in enumerate(groups):
+            (line,) = (line for line in row.lines if (line["size"], line["name"]) == (size, way))
+            speed, x = line["tokens_per_second"], place + 0.4 * (at - 0.5)
+            if speed is None:
+                continue
+            reach = [[speed - line["low"]], [line["high"] - speed]]
+            label = way if not place else None
+            axes.bar(x, speed, width=0.38, color=colour, yerr=reach, ecolor=theme.ink, capsize=3, label=label)
+            text = f"{speed:.0f}" + (f"\n{line['ratio']:.2f}x" if at else "")
+            axes.text(x, line["high"] + 0.02 * most, text, ha="center", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set(xlabel="parameters of the target", ylabel="tokens/s; whiskers: all laps", ylim=(0, 1.2 * most))
+    axes.grid(visible=False, axis="x")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def _alt_medusa(row: Row) -> str:
+    said = [
+        f"{line['ratio']:.2f} times at {line['size']}"
+        for line in row.lines
+        if line["name"] == "Medusa" and line["ratio"]
+    ]
+    return f"Bars of tokens a second, plain and with Medusa heads: {', '.join(said) or 'no speed that counts'}."
+
+
+MEDUSA = Section(
+    "Plain against Medusa heads, by size",
+    "Greedy text, one at a time; trees of the size that pays here (gamma auto). The larger targets are inflated, "
+    "heads too: they guess as well as those of the small one, at the cost of the large one.",
+    medusa,
+    _paint_medusa,
+    _alt_medusa,
+    ("sizes", "heads"),
+)
+
+
+def temperature(work: Work, note: Note) -> Row:
+    """Everybody at each temperature; the draft alone shows how fast text could be that nobody checks."""
+    from sakiyomi.engine.llm import LLM
+
+    config = work.config
+    engines: dict[str, Any] = {"plain": work.engine(), "sakiyomi": work.engine(work.draft)}
+    engines["sample and compare"] = Undrafted(work.llm, GreedyDraft(work.llm.drafter(work.draft)), strict=True)
+    notes: list[str] = []
+    try:
+        engines["Medusa"] = work.engine(work.medusa)
+    except SakiyomiError as error:
+        notes.append(f"Medusa is left out: {error.message}")
+    draft = work.pair.config.draft_model
+    alone = LLM(draft, draft="none", dtype=config.dtype, device=config.device, compile=config.compile)
+    alone.wait()
+    engines["draft alone"] = alone
+    peer, judge = work.pair.peer("assisted"), work.pair.judge(work.llm)
+    lines: list[dict[str, Any]] = []
+    slower: list[str] = []
+    ratios: dict[float, float] = {}
+    for degrees in sorted(config.temperatures):
+        auto = work.params(temperature=degrees, seed=7, gamma="auto")
+        runs: Mapping[str, Callable[[], Lap]] = {
+            name: partial(lap, engine, work.prompts, _asking(name, auto, config.gamma))
+            for name, engine in engines.items()
+        }
+        runs = {**runs, "transformers assisted": partial(peer_lap, peer, work.prompts, _asking("", auto, config.gamma))}
+        # Sampled text is anybody's own; greedy text is compared, but for the draft's.
+        contenders = [
+            Contender(name, run, judge if not degrees and name != "draft alone" else None) for name, run in runs.items()
+        ]
+        for contender in contenders:
+            note(f"temperature {degrees:g}: warming up, {contender.name}")
+            contender.run()
+        work.llm.wait()
+        found = work.race(contenders, note, f"temperature {degrees:g}")
+        notes += notes_of(f"T={degrees:g}", found)
+        spread = spread_of(found)
+        lines += [line_of(standing, temperature=degrees) | {"A/A": spread} for standing in found]
+        known, ours = Spread.of(found), found[1]
+        ratios[degrees] = ours.ratio
+        slower += [f"{degrees:g}"] if known is not None and ours.ratio < known.low else []
+    if config.repeats > 1:  # of one lap nobody knows how far apart equal things are
+        where = f"at temperature {', '.join(slower)}" if slower else "at no temperature"
+        least = min(ratios, key=lambda degrees: ratios[degrees])
+        notes.insert(
+            0,
+            f"sakiyomi is slower than plain {where}, by more than two equal things differ; its least is "
+            f"{ratios[least]:.2f} times plain, at temperature {least:g}",
+        )
+    conditions = work.conditions(gamma=f"auto; {config.gamma} of transformers and of sample and compare")
+    return Row("temperature", "tokens/s by temperature", lines, conditions, notes)
+
+
+def _asking(name: str, auto: SamplingParams, gamma: int) -> SamplingParams:
+    """Rivals have no length that adapts to the machine; that of transformers is set to the same."""
+    if name == "sample and compare":
+        return replace(auto, gamma=gamma, tree="chain", acceptance="coupled")
+    return auto if name else replace(auto, gamma=gamma)
+
+
+def _paint_temperature(row: Row, theme: Theme) -> Figure:
+    figure, (axes,) = panels(height=4.2)
+    colours = {"plain": theme.faint, "draft alone": theme.ink}
+    rest = iter(theme.colours)
+    for way in _ways(row):
+        own = [line for line in row.lines if line["name"] == way and line["ms_per_token"]]
+        colour = colours.get(way) or next(rest)
+        style = ":" if way in colours else "-"
+        xs, ys = [line["temperature"] for line in own], [line["ms_per_token"] for line in own]
+        axes.plot(xs, ys, style, marker="o", markersize=4, color=colour, label=way, linewidth=2)
+    axes.set(xlabel="temperature", ylabel="ms a token", ylim=(0, None))
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def _alt_temperature(row: Row) -> str:
+    said = []
+    for way in ("sakiyomi", "sample and compare", "transformers assisted"):
+        own = [line["ratio"] for line in row.lines if line["name"] == way and line["ratio"]]
+        if own:
+            said.append(
+                f"{way} is {own[0]:.2f} times as fast as plain at the lowest temperature and {own[-1]:.2f} at the "
+                "highest"
+            )
+    return f"Time a token against temperature, a line each way of generating: {'; '.join(said)}."
+
+
+TEMPERATURE = Section(
+    "Time against temperature",
+    "The hotter the text, the less a draft knows of it. Ours drafts with the same temperature and noise as the target "
+    "(coupled sampling), and reads ahead only as far as that pays. Sample and compare: the draft is greedy, the "
+    "target samples, and equal tokens stay. All give the target's own distribution, the draft alone apart. Each "
+    "temperature is a race of its own: what all lines do together from one to the next is the machine's.",
+    temperature,
+    _paint_temperature,
+    _alt_temperature,
+    ("temperatures", "heads"),
+)

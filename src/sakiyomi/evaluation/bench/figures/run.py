@@ -1,0 +1,181 @@
+"""``sakiyomi bench report``: the sections, measured one after the other, kept as JSON, drawn and put on one page.
+
+A new section is a few functions in a file and one line in ``SECTIONS``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.engine import machine
+from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.figures.config import ReportConfig
+from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
+from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
+from sakiyomi.evaluation.bench.figures.others import MEMORY, PREDICTED
+from sakiyomi.evaluation.bench.figures.page import Shown, page
+from sakiyomi.evaluation.bench.figures.races import MEDUSA, SIZES, TEMPERATURE
+from sakiyomi.evaluation.bench.figures.ranks import HEADS, RANKS
+from sakiyomi.evaluation.bench.figures.rounds import ROUNDS, TREE
+from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
+from sakiyomi.evaluation.bench.figures.work import Work
+from sakiyomi.evaluation.bench.long.plot import check
+from sakiyomi.evaluation.bench.report import Row
+
+__all__ = ["SECTIONS", "run"]
+
+SECTIONS: dict[str, Section] = {
+    "sizes": SIZES,
+    "temperature": TEMPERATURE,
+    "ranks": RANKS,
+    "drafts": DRAFTS,
+    "medusa": MEDUSA,
+    "tree": TREE,
+    "rounds": ROUNDS,
+    "expected": EXPECTED,
+    "operations": OPERATIONS,
+    "heads": HEADS,
+    "memory": MEMORY,
+    "predicted": PREDICTED,
+}
+
+
+def run(config: ReportConfig, note: Note | None = None) -> Iterator[Row]:
+    """Give each section's numbers when it is done; one that fails says so, and the others run.
+
+    After each, its pictures and the page are written, so that what was measured is there whenever a run ends.
+
+    Raises:
+        InputError: a section is not known, the folder cannot be written, or there is nothing to draw again.
+        UnsupportedError: matplotlib is not installed.
+        LoadError: what is in the folder is damaged.
+    """
+    unknown = [name for name in config.sections if name not in SECTIONS]
+    if unknown:
+        raise InputError(f"there is no section {unknown[0]!r}; sections are {', '.join(SECTIONS)}")
+    check(config.out, "out")
+    folder, note = Path(config.out), note or Note()
+    kept = _kept(folder)
+    wanted = config.sections or tuple(SECTIONS)
+    if config.redraw:
+        wanted = tuple(name for name in wanted if name in kept)
+        if not wanted:
+            raise InputError(f"{config.out} holds no numbers of these sections; leave redraw out to measure them")
+
+    def rows() -> Iterator[Row]:
+        work = Work(config)
+        for place, name in enumerate(wanted, start=1):
+            if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
+                kept[name] = _measured(name, work, _Counted(note, f"section {place} of {len(wanted)}"))
+                _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
+            row = _row(kept[name])
+            _draw(folder, name, row)
+            _write(folder / "index.html", _page(folder, kept).encode())
+            yield row
+
+    return rows()
+
+
+class _Counted(Note):
+    """Says how far the report is, before what is going on."""
+
+    def __init__(self, note: Note, place: str) -> None:
+        self._note, self._place = note, place
+
+    def __call__(self, text: str) -> None:
+        """See ``Note``."""
+        self._note(f"{self._place}, {text}")
+
+
+def _measured(name: str, work: Work, note: Note) -> dict[str, Any]:
+    """Everything that has to be known of a section later, as JSON values."""
+    section, config = SECTIONS[name], work.config
+    note(f"{name}: {section.title}")
+    try:
+        row = section.measure(work, note)
+    except SakiyomiError as error:
+        row = Row(name, section.title, [], error=error.message)
+    return {
+        "asked": config.asked(section.reads),
+        "command": config.command(name, section.reads),
+        "machine": machine.conditions(),
+        "row": row.to_dict(),
+    }
+
+
+def _same(record: dict[str, Any] | None, config: ReportConfig, name: str) -> bool:
+    """Whether that is there already; what failed is tried again."""
+    if record is None or record["row"]["error"] is not None:
+        return False
+    return bool(record["asked"] == config.asked(SECTIONS[name].reads))
+
+
+def _kept(folder: Path) -> dict[str, dict[str, Any]]:
+    """What earlier runs measured, by section, in the order of the page."""
+    found = {}
+    for name in SECTIONS:
+        path = folder / "data" / f"{name}.json"
+        if path.is_file():
+            try:
+                record = json.loads(path.read_text(encoding="utf-8"))
+                _row(record), record["asked"], record["command"], record["machine"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise LoadError(
+                    f"{path} is damaged ({error!r}); delete it, and the section is measured again"
+                ) from None
+            found[name] = record
+    return found
+
+
+def _row(record: dict[str, Any]) -> Row:
+    row = dict(record["row"])
+    return Row(row["row"], row["title"], row["lines"], row["conditions"], row["notes"], row["error"])
+
+
+def _draw(folder: Path, name: str, row: Row) -> None:
+    for theme in THEMES:
+        path = _place(folder, name, theme.name)
+        if row.error is None:
+            _write(path, picture(SECTIONS[name], row, theme))
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _place(folder: Path, name: str, theme: str) -> Path:
+    return folder / f"{name}{'' if theme == 'light' else '-' + theme}.png"
+
+
+def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
+    shown = []
+    for name, section in SECTIONS.items():
+        if name not in kept:
+            continue
+        row, record = _row(kept[name]), kept[name]
+        places = {theme.name: _place(folder, name, theme.name) for theme in THEMES}
+        pictures = {theme: path.read_bytes() for theme, path in places.items() if path.is_file()}
+        whole = row.error is None and len(pictures) == len(THEMES)
+        alt = section.alt(row) if whole else ""
+        shown.append(
+            Shown(
+                *(name, section.title, section.text, alt, row),
+                *(record["command"], record["machine"], pictures if whole else {}),
+            )
+        )
+    return page("Reading ahead, measured here", shown)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    fresh = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_bytes(content)
+        fresh.replace(path)
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error.strerror}; give another folder") from None
+    finally:
+        fresh.unlink(missing_ok=True)

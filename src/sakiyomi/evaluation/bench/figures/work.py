@@ -1,0 +1,164 @@
+"""What the sections of a report share: the pair, loaded once, drafters beside the target, and laps over its prompts."""
+
+from __future__ import annotations
+
+import statistics
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.core.outputs import Generation, Stats
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench.figures.config import ReportConfig
+from sakiyomi.evaluation.bench.inflate import inflate
+from sakiyomi.evaluation.bench.meter import round_figures
+from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.report import unclaimed
+from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread, Standing, race, timed
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.llm import LLM
+
+__all__ = ["Work", "lap", "line_of", "median", "notes_of", "spread_of"]
+
+
+class Work:
+    """The models of a report; nothing is loaded before it is asked for.
+
+    Args:
+        config: the settings.
+    """
+
+    def __init__(self, config: ReportConfig) -> None:
+        self.config = config
+        self._drafters: dict[str, Any] = {}
+
+    @cached_property
+    def pair(self) -> Pair:
+        """Target and draft."""
+        return Pair(self.config.bench())
+
+    @cached_property
+    def llm(self) -> LLM:
+        """The target alone; drafters come beside it."""
+        return self.pair.llm("none")
+
+    @property
+    def draft(self) -> str:
+        """Spec of the pair's draft model."""
+        return f"model:{self.pair.config.draft_model}"
+
+    @property
+    def medusa(self) -> str:
+        """Spec of the target's heads.
+
+        Raises:
+            InputError: none are known.
+        """
+        return f"medusa:{self.pair.config.medusa_heads}"
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Token ids."""
+        return self.pair.prompts
+
+    def drafter(self, spec: str) -> Any:
+        """A drafter beside the target, made once."""
+        if spec not in self._drafters:
+            self._drafters[spec] = self.llm.drafter(spec)
+        return self._drafters[spec]
+
+    def engine(self, spec: str | None = None) -> Undrafted:
+        """The target with this drafter; None: without."""
+        return Undrafted(self.llm, None if spec is None else self.drafter(spec), strict=True)
+
+    def params(self, **more: Any) -> SamplingParams:
+        """Of the texts; chains of the configured gamma if nothing else is said."""
+        usual = {"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma, "ignore_eos": True}
+        return SamplingParams(**usual | more)
+
+    def race(self, contenders: Sequence[Contender], note: Note, what: str) -> list[Standing]:
+        """Laps as configured; ``what`` names them in what is told."""
+        return race(contenders, repeats=self.config.repeats, note=lambda text: note(f"{what}: {text}"))
+
+    def conditions(self, **more: Any) -> dict[str, Any]:
+        """What has to be known of a section about the pair, after its laps."""
+        found = {**self.pair.names, **self.pair.dtypes, "graphs": "compiled" if self.llm.compiled() else "eager"}
+        return found | self.laps() | more
+
+    def laps(self) -> dict[str, Any]:
+        """How many texts, and how long."""
+        config = self.config
+        return {"prompts": len(self.prompts), "max_new_tokens": config.max_new_tokens, "laps": config.repeats}
+
+    def sized(self, size: str, note: Note) -> tuple[Pair, str | None]:
+        """The pair with the target inflated to so many parameters, and the heads that go with it, if there are any.
+
+        The model is written into the report's folder, and found there the next time.
+        """
+        config = self.config
+        heads = config.heads or ("tales-medusa" if config.target == "tales" else None)
+        if not size:
+            return self.pair, heads
+        # Of another target, or with other heads, it is another model.
+        own = zlib.crc32(repr((config.target, heads)).encode())
+        folder = Path(config.out) / "models" / f"{size}-{own:08x}"
+        if not (folder / "config.json").is_file():
+            inflate(InflateConfig(str(folder), size, config.target, heads), note)
+        pair = Pair(config.bench(target=str(folder), draft=self.draft))
+        return pair, str(folder / "medusa") if heads is not None else None
+
+
+def lap(
+    way: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, kept: list[Generation] | None = None
+) -> Lap:
+    """All prompts, one after the other, with what the engine counted.
+
+    Args:
+        way: an ``LLM`` or an ``Undrafted``.
+        prompts: token ids.
+        params: of all of them.
+        kept: takes the generations.
+    """
+    done: list[Generation] = []
+
+    def work() -> list[list[int]]:
+        for prompt in prompts:
+            done.extend(way.generate([list(prompt)], params))
+        return [result.token_ids for result in done]
+
+    found = timed(work)
+    total = Stats.total(result.stats for result in done)
+    if kept is not None:
+        kept.extend(done)
+    return Lap(found.seconds, found.tokens, found.outputs, round_figures(total) | {"alpha": total.alpha})
+
+
+def line_of(standing: Standing, **more: Any) -> dict[str, Any]:
+    """Speeds of a contender for a table: milliseconds a token too; none where its text is not the baseline's."""
+    shown = standing.to_dict()
+    speed = shown["tokens_per_second"]
+    names = ("tokens_per_second", "low", "high", "ratio", "tau", "alpha", "equal")
+    found = {name: shown[name] for name in names if name in shown}
+    return more | {"name": standing.name, "ms_per_token": 1000 / speed if speed else None} | found
+
+
+def median(standing: Standing, figure: str) -> float:
+    """Of a figure over the laps."""
+    return statistics.median(lap.figures[figure] for lap in standing.laps)
+
+
+def spread_of(standings: Sequence[Standing]) -> str | None:
+    """A/A of a race, for its conditions."""
+    spread = Spread.of(standings)
+    return None if spread is None else str(spread)
+
+
+def notes_of(name: str, standings: Sequence[Standing]) -> list[str]:
+    """What has to be said of one race: texts that part, and who is not known to be faster or slower."""
+    said = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
+    return [f"{name}: {text}" for text in (*said, *unclaimed(standings, Spread.of(standings)))]

@@ -1,0 +1,185 @@
+"""Whole books: how well a system expects what follows a long context, and how often it expects what full does.
+
+The text that follows is the next chapter where the book has chapters. It is read token by token, as it would be
+written, so that a system that evicts while it writes does so here too; nothing is computed that generation does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import read_text
+from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.failures import caught
+from sakiyomi.evaluation.bench.long.files import read_rows
+from sakiyomi.evaluation.bench.long.systems import System
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.llm import LLM
+    from sakiyomi.evaluation.bench.long.work import Loader
+
+__all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
+
+CHARACTERS = 8
+"""A token has fewer on average: so many a token are tokenised, not the whole book."""
+_HEADING = re.compile(
+    r"\n\s*\n(?=[ ]*(?:(?:CHAPTER|Chapter|BOOK|Book|PART|Part)\s+\S+|[IVXLC]+\.\s|[A-Z][A-Z ,.’'-]{5,60}\n))"
+)
+"""A blank line before a heading: a word and a number, a Roman number, or a line of capitals."""
+_PARAGRAPH = re.compile(r"\n\s*\n")
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A context and what follows it.
+
+    Attributes:
+        seed: that chose the place.
+        context, following: token ids.
+    """
+
+    seed: int
+    context: tuple[int, ...]
+    following: tuple[int, ...]
+
+
+def passages(config: LongConfig, tokenizer: Any, length: int) -> list[Passage]:
+    """A place of each book and seed, at the beginning of a chapter if there is one far enough into it.
+
+    Raises:
+        LoadError: the file cannot be read.
+        InputError: no book has so many tokens.
+    """
+    texts = read_books(config)
+    found = []
+    for seed in config.numbers("seeds", least=0):
+        rng = np.random.default_rng([seed, length])
+        for text in texts:
+            passage = _passage(text, rng, seed, length, config.follow, tokenizer)
+            if passage is not None:
+                found.append(passage)
+    if not found:
+        raise InputError(
+            f"no text in {config.books!r} has {length} tokens and {config.follow} that follow; give longer ones, or "
+            "shorter --lengths"
+        )
+    return found
+
+
+def read_books(config: LongConfig) -> list[str]:
+    """The first ``config.count`` texts of the file.
+
+    Raises:
+        LoadError, InputError: it cannot be read, or holds none.
+    """
+    assert config.books is not None
+    path = Path(config.books).expanduser()
+    if path.name.removesuffix(".gz").endswith(".jsonl"):
+        return [str(row["text"]) for row in itertools.islice(read_rows(path, needs=("text",)), config.count)]
+    return [read_text(path)]
+
+
+def _passage(text: str, rng: Any, seed: int, length: int, follow: int, tokenizer: Any) -> Passage | None:
+    first, last = CHARACTERS * length, len(text) - CHARACTERS * follow
+    for pattern in (_HEADING, _PARAGRAPH):
+        places = [found.end() for found in pattern.finditer(text, first, max(first, last))]
+        if places:
+            break
+    else:
+        return None
+    place = places[int(rng.integers(len(places)))]
+    context = list(tokenizer(text[place - first : place], verbose=False)["input_ids"])
+    following = tokenizer(text[place : place + CHARACTERS * follow], add_special_tokens=False)["input_ids"][:follow]
+    if len(context) < length or len(following) < follow:
+        return None
+    begin = context[:1] if context[0] == tokenizer.bos_token_id else []
+    return Passage(seed, tuple(begin + context[len(context) - length + len(begin) :]), tuple(following))
+
+
+class Forced(LogitsProcessor):
+    """Notes what a model expects at every place behind a prompt, and lets it write one given text.
+
+    Args:
+        prompt_tokens: tokens of the prompt.
+        following: what is written.
+    """
+
+    def __init__(self, prompt_tokens: int, following: Sequence[int]) -> None:
+        self._begin, self._following = prompt_tokens, following
+        self.losses: dict[int, float] = {}
+        self.best: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """See transformers: (1, tokens so far) and (1, V)."""
+        place = int(input_ids.shape[1]) - self._begin
+        token, row = self._following[place], scores[0].float()
+        self.losses[place] = float(row.logsumexp(-1) - row[token])
+        self.best[place] = int(row.argmax())
+        forced = torch.full_like(scores, -math.inf)
+        forced[0, token] = 0.0
+        return forced
+
+
+def followed(llm: LLM, context: Sequence[int], following: Sequence[int]) -> tuple[list[float], list[int]]:
+    """Losses (nats) of a text that follows a context, and the token that was expected most at each of its places."""
+    forced = Forced(len(context), following)
+    params = SamplingParams(max_new_tokens=len(following), ignore_eos=True, logits_processors=[forced])
+    (done,) = llm.generate([list(context)], params)
+    if len(done.token_ids) < len(following):
+        raise InputError(
+            f"the context and what follows it have {len(context) + len(following)} tokens; the model holds "
+            f"{llm.max_context}: give shorter --lengths"
+        )
+    places = range(len(following))
+    return [forced.losses[place] for place in places], [forced.best[place] for place in places]
+
+
+def books(job: Mapping[str, Any], make: Loader) -> Iterator[dict[str, Any]]:
+    """Losses and expectations of one system at every passage of each length."""
+    system = System(**job["system"])
+    for batch in job["batches"]:
+        with caught(batch["length"]) as failed:
+            running: Any = make(system, batch["length"])
+            read = [followed(running.llm, each["context"], each["following"]) for each in batch["passages"]]
+            losses, best = zip(*read, strict=True)
+            record = {"losses": losses, "best": best, "kv_bytes": running.kv_bytes}
+            yield {"length": batch["length"]} | record
+        if failed.record is not None:
+            yield failed.record
+
+
+def compared(given: Sequence[Passage], record: Mapping[str, Any], full: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Perplexity, and agreement with full, over all passages and by seed."""
+    seeds = sorted({passage.seed for passage in given})
+
+    def of(seed: int | None) -> tuple[float, float | None]:
+        rows = [i for i, passage in enumerate(given) if seed is None or passage.seed == seed]
+        loss = statistics.fmean(loss for i in rows for loss in record["losses"][i])
+        if full is None or "best" not in full:
+            return math.exp(loss), None
+        pairs = [pair for i in rows for pair in zip(record["best"][i], full["best"][i], strict=True)]
+        return math.exp(loss), statistics.fmean(a == b for a, b in pairs)
+
+    perplexity, agreement = of(None)
+    each = [of(seed) for seed in seeds]
+    agreements = [share for _, share in each if share is not None]
+    return {
+        "perplexity": perplexity,
+        "perplexity_spread": statistics.stdev(value for value, _ in each) if len(each) > 1 else None,
+        "agreement": agreement,
+        "agreement_spread": statistics.stdev(agreements) if len(agreements) > 1 else None,
+    }

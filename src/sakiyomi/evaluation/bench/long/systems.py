@@ -1,0 +1,227 @@
+"""The systems of the comparison: what each is called, whether it has a budget, and how it is made.
+
+Two kinds of them answer in one form: ours, whatever its cache, and transformers with the whole prompt in one pass.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sakiyomi.cache.policies import read_cache
+from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.evaluation.bench.long.config import budget_pairs
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.llm import LLM
+
+__all__ = ["ONE_SHOT", "Answer", "OneShot", "Ours", "Running", "System", "systems"]
+
+ONE_SHOT = "one-shot"
+QUERY_FIRST = "query-first"
+UNBOUNDED = ("full", ONE_SHOT, "quant", "offload", "minference", "kvquant")
+"""Systems whose attention reads every pair, in some form or place: they have no budget."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer, and what it took.
+
+    Attributes:
+        text: new text.
+        tokens: new tokens.
+        prefill_seconds: wall clock up to the first token; eviction between chunks is in it.
+        decode_seconds: wall clock from there to the last token.
+        kept: by layer and key head the places of the prompt's tokens that stayed; None where none were dropped, or
+            nobody asked.
+    """
+
+    text: str
+    tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    kept: list[list[list[int]]] | None = None
+
+
+class Running(Protocol):
+    """A system that is loaded."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values allocated where attention reads them, the most so far."""
+        ...
+
+    @property
+    def far_bytes(self) -> int:
+        """Bytes of those that are kept elsewhere."""
+        ...
+
+    def predicted_bytes(self, columns: int) -> int:
+        """Bytes that a prompt and its answer of so many tokens will take beyond those held now; 0: not known before."""
+        ...
+
+    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
+        """Greedy, of at most so many new tokens; with what stayed of the prompt, if that is wanted."""
+        ...
+
+
+@dataclass(frozen=True)
+class System:
+    """One entry of the comparison.
+
+    Attributes:
+        spec: as ``LLM(cache=...)`` takes it, or ``one-shot``; with "+query-first" its prompts have the question in
+            front of the text too.
+        budget: as it was asked for; None: it has none.
+    """
+
+    spec: str
+    budget: str | None
+
+    @property
+    def name(self) -> str:
+        """For tables; of heads the folder's last part."""
+        return re.sub(r"(?<=:)[^+\[]*/(?=[^/+\[])", "", re.sub(r"/+(?=\+|\[|$)", "", self.spec))
+
+    @property
+    def cache(self) -> str:
+        """As ``LLM(cache=...)`` takes it."""
+        return "+".join(part for part in self.spec.split("+") if part != QUERY_FIRST)
+
+    @property
+    def query_first(self) -> bool:
+        """Whether it sees the question before it reads the text. Such systems stand apart from the others."""
+        return QUERY_FIRST in self.spec.split("+")
+
+    @property
+    def kind(self) -> str:
+        """Its class of memory: "one-shot", "full", "reduced" (all pairs, smaller or elsewhere) or "bounded";
+        "unknown" where there is no such system.
+        """
+        if self.cache in (ONE_SHOT, "full"):
+            return self.cache
+        try:
+            policy, packing, _, offloaded = read_cache(self.cache)
+        except InputError:
+            return "unknown"  # its lines say why it is refused
+        if policy is None and packing is None and offloaded is None:
+            return "full"
+        # What recalls has a budget for what attention reads, and all pairs in main memory.
+        return "reduced" if policy is None or policy.recalls else "bounded"
+
+    def pairs(self, length: int) -> int | None:
+        """KV pairs at a context of so many tokens."""
+        return None if self.budget is None else budget_pairs(self.budget, length)
+
+
+def systems(specs: Sequence[str], budgets: Sequence[str]) -> list[System]:
+    """Every system once with each budget, those without one once."""
+    found = []
+    for spec in specs:
+        has_budget = any(not part.startswith((*UNBOUNDED, QUERY_FIRST)) for part in spec.split("+"))
+        found += [System(spec, budget) for budget in (budgets if has_budget else (None,))]
+    return found
+
+
+class Ours:
+    """Our engine with some cache.
+
+    Args:
+        llm: for one request at a time.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        llm.wait()
+
+    @property
+    def kv_bytes(self) -> int:
+        """See ``Running``."""
+        return self.llm.target.cache.bytes
+
+    @property
+    def far_bytes(self) -> int:
+        """See ``Running``."""
+        return self.llm.target.keeping.far_bytes
+
+    def predicted_bytes(self, columns: int) -> int:
+        """See ``Running``: what the cache would allocate, beyond what it has."""
+        cache = self.llm.target.cache
+        return max(0, cache.needs(1, columns) - cache.bytes)
+
+    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
+        """See ``Running``. Each prompt is a conversation of its own: nothing of the one before is used again."""
+        began = time.perf_counter()
+        first = last = began
+        text, count, stayed = "", 0, None
+        for step in self.llm.stream(list(tokens), SamplingParams(max_new_tokens=most)):
+            last = time.perf_counter()
+            if not count:
+                first = last
+                stayed = self._kept() if kept else None
+            text += step.text
+            count += len(step.token_ids)
+        return Answer(text, count, first - began, last - first, stayed)
+
+    def _kept(self) -> list[list[list[int]]] | None:
+        """Asked for between two rounds: the prompt's end is a border."""
+        places = getattr(self.llm.target.keeping, "places", None)
+        if places is None:
+            return None
+        # There is one slot, and the request has it.
+        return [[own.tolist() for own in layer] for layer in places(0)]
+
+
+class OneShot:
+    """Transformers' own forward over the whole prompt, attention as one matrix, then token by token: O(n^2) memory.
+
+    Args:
+        model: a transformers causal language model with eager attention.
+        tokenizer: of the model.
+        stop: end tokens.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, stop: Sequence[int]) -> None:
+        if model.config._attn_implementation != "eager":
+            raise UnsupportedError(
+                f"one-shot needs attention as a matrix, and {type(model).__name__} runs "
+                f"{model.config._attn_implementation}; leave the system out"
+            )
+        self._model, self._tokenizer, self._stop = model, tokenizer, frozenset(stop)
+        self.kv_bytes = self.far_bytes = 0
+
+    def predicted_bytes(self, columns: int) -> int:
+        """See ``Running``: one layer's matrix of scores and its softmax, the least that there is at once."""
+        config = self._model.config.get_text_config()
+        return int(2 * config.num_attention_heads * columns**2 * self._model.dtype.itemsize)
+
+    def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
+        """See ``Running``; nothing is dropped."""
+        import torch
+        from transformers import DynamicCache
+
+        model, cache = self._model, DynamicCache(config=self._model.config)
+        began = time.perf_counter()
+        ids = torch.tensor([list(tokens)], device=model.device)
+        output: list[int] = []
+        first = began
+        with torch.no_grad():
+            while len(output) < most and not self._stop.intersection(output[-1:]):
+                logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                output.append(int(logits[0, -1].argmax()))
+                ids = ids.new_tensor([output[-1:]])
+                first = time.perf_counter() if len(output) == 1 else first
+        ended = time.perf_counter()
+        layers: list[Any] = list(cache.layers)
+        held = sum(int(layer.keys.nbytes) + int(layer.values.nbytes) for layer in layers)
+        self.kv_bytes = max(self.kv_bytes, held)
+        text = self._tokenizer.decode(output, skip_special_tokens=True)
+        return Answer(text, len(output), first - began, ended - first)
+
+
+Maker = Callable[[System, int], Running]
+"""Makes a system for contexts of so many tokens."""

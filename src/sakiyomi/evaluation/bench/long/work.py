@@ -1,0 +1,190 @@
+"""What one process does for one system: answer questions, and say what that took. Jobs and records are JSON values.
+
+Knows no file and no score: prompts come in as token ids, texts go out.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.memory import peak_bytes, readable, reset_peak, resident_bytes
+from sakiyomi.evaluation.bench.long.books import books
+from sakiyomi.evaluation.bench.long.failures import caught
+from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, OneShot, Ours, Running, System
+from sakiyomi.evaluation.bench.long.turns import turns
+from sakiyomi.model_executor.loading import load_model, stop_tokens
+
+__all__ = ["KINDS", "Loader", "Options", "Watch", "answers", "work"]
+
+Job = Mapping[str, Any]
+Record = dict[str, Any]
+WARM = 64  # tokens of a first prompt, which no figure counts: kernels load, buffers are made
+
+
+@dataclass(frozen=True)
+class Options:
+    """How systems are loaded: fields of ``LongConfig``, in a form that goes into a job."""
+
+    target: Any
+    dtype: str = "auto"
+    device: str = "auto"
+    compile: bool = False
+    chunk_size: int | None = None
+
+
+class Loader:
+    """Makes systems, one at a time: the one before is freed first.
+
+    Args:
+        options: how.
+        shared: keep the transformers model between them; else each reads the files anew and packs them, as it would
+            alone.
+    """
+
+    def __init__(self, options: Options, *, shared: bool) -> None:
+        self._options, self._shared = options, shared
+        self._loaded: Any = None
+        self._key: tuple[str, int | None] | None = None
+        self._running: Running | None = None
+
+    def __call__(self, system: System, length: int) -> Running:
+        """The system for contexts of so many tokens; the same object as before where nothing differs.
+
+        Raises:
+            SakiyomiError: it cannot be.
+        """
+        key = (system.cache, system.pairs(length))
+        if key != self._key or self._running is None:
+            self.release()
+            self._running = self._one_shot() if system.cache == ONE_SHOT else self._ours(*key)
+            self._key = key
+        return self._running
+
+    def release(self) -> None:
+        """Free the system."""
+        self._running = self._key = None
+        gc.collect()
+
+    def _model(self) -> Any:
+        if self._loaded is None:
+            self._loaded = load_model(self._options.target, dtype=self._options.dtype, device=self._options.device)
+        return self._loaded
+
+    def _one_shot(self) -> Running:
+        loaded = self._model()
+        loaded.model.set_attn_implementation("eager")
+        return OneShot(loaded.model, loaded.tokenizer, stop_tokens(loaded.model, loaded.tokenizer))
+
+    def _ours(self, spec: str, budget: int | None) -> Running:
+        from sakiyomi.engine.llm import LLM
+
+        options = self._options
+        target = options.target
+        if self._shared:
+            target = (self._model().model, self._model().tokenizer)
+        return Ours(
+            LLM(
+                target,
+                draft="none",
+                cache=spec,
+                kv_budget=budget,
+                chunk_size=options.chunk_size,
+                dtype=options.dtype,
+                device=options.device,
+                compile=options.compile,
+                max_batch=1,
+            )
+        )
+
+
+class Watch:
+    """Memory of this process, or of the GPU, beside what there was when the first system was ready.
+
+    Args:
+        device: "cpu" or a GPU.
+        limit: most bytes that may be held at once; None: no limit.
+    """
+
+    def __init__(self, device: str, limit: int | None) -> None:
+        self._gpu = torch.device(device) if device.startswith("cuda") else None
+        self._limit = limit
+        self.ready: int | None = None
+
+    def begin(self, more: int) -> None:
+        """Before the questions of one length.
+
+        Args:
+            more: bytes that they are known to take beyond those held now.
+
+        Raises:
+            MemoryLimitError: that is over the limit.
+        """
+        now = resident_bytes() if self._gpu is None else int(torch.cuda.memory_allocated(self._gpu))
+        self.ready = now if self.ready is None else self.ready
+        if self._limit is not None and now + more > self._limit:
+            raise MemoryLimitError(
+                f"{readable(now)} are held and {readable(more)} more are needed; the limit is {readable(self._limit)}"
+            )
+        if self._gpu is None:
+            reset_peak()
+        else:
+            torch.cuda.reset_peak_memory_stats(self._gpu)
+
+    def peak(self) -> int:
+        """Most bytes held since ``begin``.
+
+        Raises:
+            MemoryLimitError: they are over the limit.
+        """
+        most = peak_bytes() if self._gpu is None else int(torch.cuda.max_memory_allocated(self._gpu))
+        if self._limit is not None and most > self._limit:
+            raise MemoryLimitError(f"{readable(most)} were held at once; the limit is {readable(self._limit)}")
+        return most
+
+
+def answers(job: Job, make: Loader) -> Iterator[Record]:
+    """Answers to the questions of each length, shortest first; one length that is over the memory ends it."""
+    system = System(**job["system"])
+    watch = Watch(job["place"], job["limit"])
+    for batch in job["batches"]:
+        length, questions = batch["length"], batch["questions"]
+        with caught(length) as failed:
+            running = make(system, length)
+            running.answer(questions[0]["tokens"][:WARM], 2)
+            watch.begin(running.predicted_bytes(max(len(q["tokens"]) + q["answer_tokens"] for q in questions)))
+            found, peak = [], 0
+            for place, question in enumerate(questions):
+                wanted = place == 0 and job.get("kept", False)
+                found.append(running.answer(question["tokens"], question["answer_tokens"], kept=wanted))
+                peak = watch.peak()
+            assert watch.ready is not None
+            yield {
+                "length": length,
+                "texts": [answer.text for answer in found],
+                "prefill": [len(q["tokens"]) / a.prefill_seconds for q, a in zip(questions, found, strict=True)],
+                "decode": [(a.tokens - 1) / a.decode_seconds for a in found if a.tokens > 1],
+                "kept": found[0].kept,
+                "kv_bytes": running.kv_bytes,
+                "far_bytes": running.far_bytes,
+                "peak_bytes": peak,
+                "grown_bytes": peak - watch.ready,
+            }
+        if failed.record is not None:
+            yield failed.record
+            if failed.record["over"]:
+                return
+
+
+KINDS: dict[str, Callable[[Job, Loader], Iterator[Record]]] = {"answers": answers, "books": books, "turns": turns}
+
+
+def work(job: Job, make: Loader) -> Iterator[Record]:
+    """Do a job; records come as they are ready."""
+    make.release()  # what an earlier job had allocated would count as this one's
+    yield from KINDS[job["kind"]](job, make)

@@ -1,0 +1,105 @@
+"""Drafts of a model and of the text itself, merged in one tree, against each of the two alone.
+
+Besides the texts of row ``lookup``, which the target could not write, so that a draft distilled from it knows nothing
+of them either: *retold*, a passage told again with a sentence that the target writes behind each that is taken over,
+and *revised*, with one such sentence behind three. Summaries and edits by a model that can do both look like that.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import STORIES
+from sakiyomi.drafters import Context
+from sakiyomi.drafters.merged import MergedDrafter
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.lookup import Task, given, given_tasks, our_lap_of, own_tasks, task_conditions
+from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.report import Row, of_race
+from sakiyomi.evaluation.bench.runner import Contender, Standing, race, same_tokens
+from sakiyomi.sampling.sampler import Sampler
+
+__all__ = ["merged"]
+
+
+MIXED = {"retold": 1, "revised": 3}
+"""Sentences that are taken over before each that the target writes."""
+PASSAGE = 6  # sentences
+OWN = 40  # most tokens of a sentence of its own
+
+
+class Unaided(ModelDrafter):
+    """A draft model that is not told the text that a processor gives: it would always be right."""
+
+    def _sampler(self, context: Context) -> Sampler:
+        return Sampler(replace(context.params, logits_processors=()), self._vocab_size)
+
+
+def merged(config: BenchConfig, note: Note) -> Row:
+    """Plain, the draft model, suffix, and both merged, on the texts of row lookup; sizes are chosen by "auto"."""
+    pair = Pair(config)
+    note("merged: compiling")
+    llm = pair.llm()
+    kinds: dict[str, Any] = {"stories": (own_tasks(pair), pair.judge(llm))}
+    kinds |= {kind: (given_tasks(pair, llm, kind), same_tokens) for kind in ("summary", "edit")}
+    for kind, taken in MIXED.items():
+        note(f"merged: writing the texts of {kind}")
+        kinds[kind] = (_mixed(pair, Undrafted(llm), taken), same_tokens)
+    lines: list[dict[str, Any]] = []
+    notes: list[str] = []
+    conditions: dict[str, Any] = {"target": config.target, "draft": config.draft_model, "sizes": "auto"}
+    for kind, (tasks, judge) in kinds.items():
+        free = [Task(task.prompt, replace(task.params, gamma="auto")) for task in tasks]
+        model = Unaided(llm.draft.model, llm.vocab_size)  # type: ignore[union-attr]
+        ways = {
+            "plain": Undrafted(llm),
+            "model": Undrafted(llm, model),
+            "suffix": Undrafted(llm, SuffixDrafter()),
+            "suffix+model": Undrafted(llm, MergedDrafter([SuffixDrafter(), model])),
+        }
+        contenders = [Contender(name, our_lap_of(way, free), judge) for name, way in ways.items()]
+        standings = race(contenders, repeats=config.repeats, note=lambda text, kind=kind: note(f"{kind}: {text}"))  # type: ignore[misc]
+        row = of_race("merged", "", standings, **task_conditions(free))
+        lines += [{**line, "name": f"{kind}: {line['name']}"} for line in row.lines]
+        notes += [f"{kind}: {text}" for text in (*row.notes, _verdict(standings))]
+        conditions[kind] = ", ".join(f"{name} {value}" for name, value in row.conditions.items())
+    conditions |= {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
+    return Row("merged", "greedy, one prompt at a time, tokens/s", lines, conditions, notes)
+
+
+def _mixed(pair: Pair, target: Undrafted, taken: int) -> list[Task]:
+    """Passages, each told again with sentences that the target writes in their place in the text."""
+    config, tokenizer = pair.config, pair.target.tokenizer
+    ends = SamplingParams(max_new_tokens=OWN, stop=[".", "!", "?"], ignore_eos=True)
+    tasks = []
+    for story in range(config.count):
+        passage = " ".join((STORIES[story:] + STORIES[:story])[:5])
+        sentences = re.split(r"(?<=[.!?]) ", passage)[:PASSAGE]
+        prompt = list(tokenizer(" ".join(sentences) + "\n\n", add_special_tokens=False)["input_ids"])
+        prompt = prompt[: target.engine.max_context - config.max_new_tokens - OWN - 1]
+        text: list[int] = []
+        for number, sentence in enumerate(sentences, start=1):
+            if len(text) >= config.max_new_tokens:
+                break
+            text += tokenizer((" " if text else "") + sentence, add_special_tokens=False)["input_ids"]
+            text = text[: config.max_new_tokens]
+            if number % taken == 0:
+                text += target.generate([prompt + text], ends)[0].token_ids
+        text = text[: config.max_new_tokens]
+        tasks.append(given(prompt, text, config))
+    return tasks
+
+
+def _verdict(standings: list[Standing]) -> str:
+    """How the merged draft stands beside the better of the two, lap by lap."""
+    found = {standing.name: standing for standing in standings}
+    better = max((found["model"], found["suffix"]), key=lambda standing: statistics.median(standing.speeds))
+    pairs = zip(found["suffix+model"].speeds, better.speeds, strict=True)
+    return f"merged against {better.name}, the better of the two: {statistics.median(a / b for a, b in pairs):.2f}"

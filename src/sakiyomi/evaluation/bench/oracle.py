@@ -1,0 +1,88 @@
+"""What a draft could bring that costs nothing: tokens a pass and speed-up by acceptance rate, beside the theory."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from functools import partial
+from typing import Any
+
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters.oracle import Oracle
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread, Standing, race
+from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
+from sakiyomi.theory import expected_tokens
+
+__all__ = ["oracle"]
+
+RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+GAMMAS = (1, 2, 4, 8, 16)
+"""At rate 1: passes against length."""
+
+
+def oracle(config: BenchConfig, note: Note) -> Row:
+    """Greedy text, one prompt at a time; the answers are known after the warm-up lap.
+
+    Each line is a rate and a gamma. ``expected``: tokens a pass by theory, (1 - rate^(gamma + 1)) / (1 - rate), which
+    would be the speed-up too if a pass over more rows cost no more; ``predicted``: the speed-up with what the passes
+    and the bookkeeping took here. ``passes``: of the target, of all texts; ``least``: as few as theory allows.
+    """
+    pair = Pair(config)
+    note("oracle: compiling")
+    llm = pair.llm(draft="oracle")
+    assert isinstance(llm.draft, Oracle)
+    points = [(rate, config.gamma) for rate in RATES]
+    points += [(1.0, gamma) for gamma in GAMMAS if gamma != config.gamma]
+
+    def lap(rate: float, gamma: int) -> Lap:
+        llm.draft.rate = rate  # type: ignore[union-attr]
+        return our_lap(llm, pair.prompts, _params(config, gamma))
+
+    judge = pair.judge(llm)
+    plain = Contender("plain", partial(our_lap, Undrafted(llm), pair.prompts, _params(config, config.gamma)), judge)
+    drafted = [Contender(f"{rate:g}, gamma {gamma}", partial(lap, rate, gamma), judge) for rate, gamma in points]
+    standings = race([plain, *drafted], repeats=config.repeats, note=note)
+    texts = len(pair.prompts)
+    lines = [
+        _line(rate, gamma, standing, standings[0], texts)
+        for (rate, gamma), standing in zip(points, standings[1:], strict=True)
+    ]
+    spread = Spread.of(standings)
+    conditions = pair_conditions(pair, llm) | {"laps": config.repeats, "A/A": spread and str(spread), "draft": "oracle"}
+    conditions["plain_tokens_per_second"] = statistics.median(standings[0].speeds)
+    notes = dict.fromkeys(found.agreement.note for found in standings if found.agreement.note)
+    return Row("oracle", "a draft of known rate at no cost: tokens a pass and speed-up", lines, conditions, list(notes))
+
+
+def _params(config: BenchConfig, gamma: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=config.max_new_tokens, gamma=gamma, ignore_eos=True)
+
+
+def _line(rate: float, gamma: int, standing: Standing, plain: Standing, texts: int) -> dict[str, Any]:
+    shown, base = standing.to_dict(), plain.to_dict()
+    expected = expected_tokens(rate, gamma)
+    # The first token of each text is the prompt's.
+    length = standing.laps[0].tokens // texts - 1
+    tokens = length * texts
+    return {
+        "rate": rate,
+        "gamma": gamma,
+        "expected": expected,
+        "tau": statistics.fmean(lap.figures["tau"] for lap in standing.laps),
+        "passes": round(tokens / shown["tau"]),
+        "least": math.ceil(length / (gamma + 1)) * texts if rate == 1.0 else None,
+        "oracle_tokens_per_second": shown["tokens_per_second"],
+        "ratio": shown["ratio"],
+        "predicted": expected * _round(base) / _round(shown),
+        "equal": shown["equal"],
+    }
+
+
+def _round(figures: dict[str, Any]) -> float:
+    """Milliseconds of a round; the draft's are none."""
+    total: float = figures["score_ms"] + figures["overhead_ms"]
+    return total

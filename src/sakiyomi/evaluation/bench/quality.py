@@ -1,0 +1,117 @@
+"""What contenders are worth beside their speed: perplexity of their weights on a held-out text, right answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.prompts import read_text
+from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.runner import Contender
+from sakiyomi.kernels.batch import Segment
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import PackedModel
+
+__all__ = ["Logits", "Quality", "own_logits", "perplexity", "their_logits"]
+
+TOKENS = 2048
+CHUNK = 256
+"""Tokens that see each other; each chunk is a text of its own."""
+CHARACTERS = 16
+"""More of a text than this a token are not looked at: a large file is not tokenized to its end."""
+
+Logits = Callable[[Sequence[int]], Tensor]
+"""From T token ids to (T, V): row i predicts what follows token i."""
+
+
+def own_logits(model: PackedModel) -> Logits:
+    """By passes of our own engine, as it runs the weights."""
+
+    def logits(tokens: Sequence[int]) -> Tensor:
+        with model.cache.lent(len(tokens)) as slot:
+            return model.score([Segment(slot, 0, tokens, prompt=True)])
+
+    return logits
+
+
+def their_logits(model: Any) -> Logits:
+    """By transformers' forward."""
+
+    def logits(tokens: Sequence[int]) -> Tensor:
+        found: Tensor = model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False).logits[0]
+        return found
+
+    return logits
+
+
+@torch.no_grad()
+def perplexity(logits: Logits, chunks: Sequence[Sequence[int]]) -> float:
+    """The exponential of the mean loss per token, over all tokens but the first one of each chunk."""
+    loss = 0.0
+    for chunk in chunks:
+        rows = logits(chunk)[:-1].float()
+        loss += float(F.cross_entropy(rows, torch.tensor(chunk[1:], device=rows.device), reduction="sum"))
+    return math.exp(loss / sum(len(chunk) - 1 for chunk in chunks))
+
+
+class Quality:
+    """Measures what a benchmark was given to measure with; nothing where it was given nothing.
+
+    Args:
+        config: names the held-out text and the prompts, which may carry references.
+        tokenizer: of the pair.
+        context: most tokens that the target can see.
+
+    Raises:
+        LoadError, InputError: the held-out text cannot be read, or is too short.
+    """
+
+    def __init__(self, config: BenchConfig, tokenizer: Any, context: int = CHUNK) -> None:
+        self._tokenizer, self._references = tokenizer, config.references()
+        self.chunks: list[list[int]] = []
+        self.conditions: dict[str, Any] = {}
+        if config.quality is None:
+            return
+        text, size = read_text(config.quality)[: CHARACTERS * TOKENS], min(CHUNK, context)
+        ids = tokenizer(text).input_ids[:TOKENS]
+        self.chunks = [chunk for i in range(0, len(ids), size) if len(chunk := ids[i : i + size]) > 1]
+        if not self.chunks:
+            raise InputError(f"the held-out text {config.quality!r} has {len(ids)} tokens; give it a longer one")
+        name = Path(config.quality).name
+        self.conditions = {"perplexity_of": f"{name}, {sum(map(len, self.chunks))} tokens in chunks of {size}"}
+
+    def grade(self, contenders: Sequence[Contender], logits: Logits) -> list[Contender]:
+        """Contenders of one model's weights, with ``perplexity`` and ``match`` among the figures of their laps."""
+        constant = {"perplexity": perplexity(logits, self.chunks)} if self.chunks else {}
+
+        def graded(contender: Contender) -> Contender:
+            def run() -> Any:
+                lap = contender.run()
+                return replace(lap, figures=lap.figures | constant | self.matches(lap.outputs))
+
+            return replace(contender, run=run)
+
+        return [graded(contender) for contender in contenders]
+
+    def matches(self, outputs: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Share of the texts with a reference that begin with it, spaces before them aside; nothing without one.
+
+        Texts are asked for their beginning, because a model may go on behind a right answer. Outputs may repeat the
+        prompts in order.
+        """
+        found = [
+            self._tokenizer.decode(output, skip_special_tokens=True).strip().startswith(reference)
+            for output, reference in zip(outputs, itertools.cycle(self._references), strict=False)
+            if reference
+        ]
+        return {"match": sum(found) / len(found)} if found else {}

@@ -1,0 +1,106 @@
+"""What a tree costs to score: beside a chain of as many tokens, and beside a batch of its continuations."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.models import MEDIUM, Numbers, described, random_llama
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.kernels.batch import Segment
+from sakiyomi.theory import best_tree
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import PackedModel
+
+__all__ = ["scoring"]
+
+PREFIXES = (32, 512, 4096)
+NODES = (8, 16)
+RANKS = (0.7, 0.15, 0.08, 0.04)  # of the tree's shape
+DEPTH = 5
+ROOM = 4200
+IN_A_LAP = 3
+
+
+def scoring(config: BenchConfig, note: Note) -> Row:
+    """One pass over a tree of 8 or 16 tokens, over a chain, and over the tree's paths as requests of their own.
+
+    The paths from the root to each leaf are what a batch would have to score: each with its own copy of the prefix.
+    """
+    note("scoring: making the random model")
+    model = random_llama(*MEDIUM, torch.bfloat16, positions=ROOM, device=config.device)
+    shapes = {count: best_tree(RANKS, count, DEPTH) for count in NODES}
+    most = max(len(_leaves(shape)) for shape in shapes.values())
+    target = _target(model, config, most)
+    slots = [target.cache.take() for _ in range(most)]
+    target.cache.reserve(slots[-1], ROOM)
+    passes: dict[tuple[int, int, str], Sequence[Segment]] = {}
+    for prefix in PREFIXES:
+        for count, shape in shapes.items():
+            parents = tuple(shape.index(path[:-1]) if len(path) > 1 else -1 for path in shape)
+            passes[prefix, count, "chain"] = [Segment(slots[0], prefix, [5] * count)]
+            passes[prefix, count, "tree"] = [Segment(slots[0], prefix, [5] * count, parents)]
+            leaves = zip(slots, _leaves(shape), strict=False)
+            passes[prefix, count, "batch"] = [Segment(slot, prefix, [5] * len(leaf)) for slot, leaf in leaves]
+    seconds: dict[tuple[int, int, str], list[float]] = {key: [] for key in passes}
+    for lap in range(config.repeats + 1):
+        note(f"scoring: lap {lap} of {config.repeats}")
+        for key, segments in passes.items():
+            times = [_seconds(target, segments) for _ in range(IN_A_LAP)]
+            if lap:
+                seconds[key] += times
+    pair_bytes = target.cache.pair_bytes
+    lines = []
+    for prefix in PREFIXES:
+        for count, shape in shapes.items():
+            chain, tree, batch = (statistics.median(seconds[prefix, count, way]) for way in ("chain", "tree", "batch"))
+            rows = sum(len(leaf) for leaf in _leaves(shape))
+            lines.append({
+                "prefix": prefix,
+                "nodes": count,
+                "leaves": len(_leaves(shape)),
+                "chain_ms": 1000 * chain,
+                "tree_ms": 1000 * tree,
+                "batch_ms": 1000 * batch,
+                "tree/chain": tree / chain,
+                "batch/tree": batch / tree,
+                "tree_kv_bytes": (prefix + count) * pair_bytes,
+                "batch_kv_bytes": (len(_leaves(shape)) * prefix + rows) * pair_bytes,
+            })  # fmt: skip
+    conditions = {
+        "model": described(model),
+        "graphs": "compiled" if all(target.compiled(rows) for rows in NODES) else "eager",
+        "depth": DEPTH,
+        "laps": config.repeats,
+        "passes_a_lap": IN_A_LAP,
+    }
+    return Row("scoring", "milliseconds of one pass, and the keys and values it holds", lines, conditions)
+
+
+def _leaves(shape: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Nodes that nothing hangs from."""
+    inner = {path[:-1] for path in shape}
+    return [path for path in shape if path not in inner]
+
+
+def _target(model: Any, config: BenchConfig, slots: int) -> PackedModel:
+    from sakiyomi.engine.llm import LLM
+
+    llm = LLM((model, Numbers()), draft="none", compile="auto" if config.compile else False, max_batch=slots)
+    if config.compile:
+        llm.wait()
+        if llm.target.graphs is not None:
+            llm.target.graphs.make((8, 16, 32, 64))
+    return llm.target
+
+
+def _seconds(target: PackedModel, segments: Sequence[Segment]) -> float:
+    began = time.perf_counter()
+    target.score(segments)
+    return time.perf_counter() - began

@@ -1,0 +1,231 @@
+"""``sakiyomi bench spec``: questions one after the other, plain decoding and every drafter by turns on each.
+
+The protocol of Spec-Bench (Xia et al. 2024, arXiv 2401.07851): one request at a time, greedy, wall clock with the
+prompt's pass, plain decoding in the same run. Two things are stricter here. Everyone answers a question before the next
+one is asked, so that a machine that slows down slows everybody; and the plain answer to a turn stands in everyone's
+next prompt, so that texts that part at a near-tie do not make other work of the turns behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.prompts import STORIES
+from sakiyomi.drafters import parse_drafters
+from sakiyomi.engine import machine
+from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.models import NearTies
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race
+from sakiyomi.evaluation.bench.spec.config import SpecConfig
+from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
+from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results
+from sakiyomi.evaluation.bench.spec.table import rows
+from sakiyomi.evaluation.tuning.candidates import available
+from sakiyomi.evaluation.tuning.config import PairConfig
+from sakiyomi.model_executor.loading import has_encoder
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.llm import LLM
+
+__all__ = ["run"]
+
+COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
+
+
+def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
+    """Measure what is not known yet, and give the tables of everything that is.
+
+    Args:
+        config: what is asked for.
+        note: is told what is going on.
+
+    Raises:
+        SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
+    """
+    from sakiyomi.engine.llm import LLM
+
+    note = note or Note()
+    questions = own_questions() if config.questions is None else read_questions(config.questions)
+    wanted = chosen(questions, config.categories, config.count)
+    template = read_template(config.template)
+    _check(config)
+    note(f"loading {config.target}")
+    llm = LLM(
+        config.target,
+        "none",
+        dtype=config.dtype,
+        device=config.device,
+        quantize=config.quantize,
+        exact=config.exact,
+        compile=config.compile,
+        max_batch=2,  # one more than run at once: the judge and oracles need a place of their own
+        strict=True,
+    )
+    if has_encoder(llm.target.config):
+        raise UnsupportedError(f"{config.target!r} has an encoder, and questions are for models that go on with a text")
+    room = llm.max_context - config.max_new_tokens
+    if room < 2:
+        raise InputError(
+            f"max_new_tokens is {config.max_new_tokens} and the context has {llm.max_context} tokens; ask for fewer"
+        )
+    talks = partial(Talk, Dialogue(llm.tokenizer, template, config.system), min(room, config.prompt_tokens or room))
+    drafted, notes = _drafted(llm, config, note)
+    note("compiling")
+    if config.compile:
+        llm.wait()
+    settings = _settings(config, llm, template, questions)
+    results = Results.begin(config.out, settings, machine.conditions())
+    ways = {PLAIN: Undrafted(llm), **drafted}
+    for way in ways.values():  # the first text on a way pays for what later ones find ready
+        way.generate(
+            [llm.tokenizer(STORIES[0]).input_ids[:room]], SamplingParams(max_new_tokens=16, gamma=config.gamma)
+        )
+    for place, question in enumerate(wanted, start=1):
+        missing = [name for name in ways if (question.id, name) not in results.records]
+        if missing:
+            where = f"question {place} of {len(wanted)} ({question.category}), "
+            asked = {name: ways[name] for name in dict.fromkeys((PLAIN, *missing))}
+            results.add(_ask(config, llm, talks(question), asked, lambda text, where=where: note(where + text)))  # type: ignore[misc]
+    return rows(results, notes)
+
+
+def _check(config: SpecConfig) -> None:
+    """Refuse before a model is loaded.
+
+    Raises:
+        InputError: a draft that is none, or that remembers what it must not.
+        UnsupportedError: a draft that changes how the target itself runs.
+        LoadError: the file of results holds something else.
+    """
+    if config.out is not None:
+        Results.kept(config.out)
+    for spec in config.draft:
+        for part in parse_drafters(spec):
+            kind, _, argument = str(part).partition(":")
+            if kind == "suffix" and argument and config.repeats > 1:
+                raise InputError(
+                    f"draft {spec!r} remembers the texts of a lap and knows them in the next one; give --repeats 1"
+                )
+            if kind == "self-evicted":
+                raise UnsupportedError(
+                    "draft self-evicted has the target run in another way, so that plain decoding beside it would not "
+                    "be the usual one; measure it with bench --rows evicted"
+                )
+
+
+def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Undrafted], list[str]]:
+    """An engine for each drafter, and why some are not there."""
+    specs, own = [*config.draft], not config.draft
+    if own:
+        specs = available(llm, PairConfig(target=config.target))
+        specs += [f"suffix+{spec}" for spec in specs if spec.startswith("model:")]
+    found, notes = {}, []
+    for spec in dict.fromkeys(specs):
+        note(f"making {spec} ready")
+        try:
+            drafter = llm.drafter(spec)
+        except SakiyomiError as error:
+            if not own:
+                raise
+            notes.append(f"{spec} is left out: {error.message}")
+            continue
+        if drafter is not None:
+            found[spec] = Undrafted(llm, drafter, strict=True)
+        elif spec != PLAIN:
+            notes.append(f"{spec}: no draft is known for {config.target}")
+    return found, notes
+
+
+def _settings(config: SpecConfig, llm: LLM, template: str, questions: Sequence[Question]) -> dict[str, Any]:
+    """What has to be the same where results are put together."""
+    shown = template if template in WORDS else hashlib.sha256(template.encode()).hexdigest()[:16]
+    same = ("max_new_tokens", "prompt_tokens", "gamma", "repeats", "system", "exact")
+    known = machine.conditions()
+    return {
+        "target": llm.name,
+        **llm.recipe(),
+        "device": str(llm.target.device),
+        "graphs": "compiled" if llm.compiled() else "eager",
+        "template": "plain text" if Dialogue(llm.tokenizer, template).plain else shown,
+        "questions": digest(questions),
+        **{name: getattr(config, name) for name in same},
+        **{name: known[name] for name in ("processor", "cores", "threads")},
+    }
+
+
+@dataclass
+class Talk:
+    """A question and the prompts of its turns, which are made when the plain answers are known.
+
+    Attributes:
+        dialogue: makes prompts.
+        most: tokens that a prompt may have; of longer ones the middle is left out, so that a template's words and the
+            last message stay.
+        question: what is asked.
+        prompts: token ids of the turns so far, the same for everyone.
+        answers: plain ones.
+    """
+
+    dialogue: Dialogue
+    most: int
+    question: Question
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
+
+    def lap(self, way: Undrafted, params: SamplingParams) -> Lap:
+        """Answer all turns, one after the other."""
+        done = []
+        for turn, said in enumerate(self.question.turns):
+            if turn == len(self.prompts):
+                before = list(zip(self.question.turns, self.answers, strict=False))
+                self.prompts.append(self._cut(self.dialogue.prompt(said, before)))
+            done += way.generate([self.prompts[turn]], params)
+            if turn == len(self.answers):
+                self.answers.append(done[-1].text)
+        total = Stats.total(result.stats for result in done)
+        counted = {name: float(getattr(total, name)) for name in COUNTS}
+        return Lap(total.seconds, total.tokens, tuple(tuple(result.token_ids) for result in done), counted)
+
+    def _cut(self, prompt: list[int]) -> list[int]:
+        head = self.most // 2
+        return prompt if len(prompt) <= self.most else prompt[:head] + prompt[head - self.most :]
+
+
+def _ask(
+    config: SpecConfig, llm: LLM, talk: Talk, ways: dict[str, Undrafted], note: Callable[[str], None]
+) -> list[Record]:
+    """Everyone on one question; plain decoding answers first."""
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
+    judge = NearTies(llm.target, talk.prompts)
+    contenders = [Contender(name, partial(talk.lap, way, params), judge) for name, way in ways.items()]
+    standings = race(contenders, repeats=config.repeats, warm_up=0, note=note)
+    return [_record(talk, standing, standings[0]) for standing in standings]
+
+
+def _record(talk: Talk, standing: Standing, plain: Standing) -> Record:
+    agreement = standing.agreement
+    return Record(
+        talk.question.id,
+        talk.question.category,
+        standing.name,
+        tuple(map(_lap, standing.laps)),
+        tuple(map(_lap, plain.laps)),
+        bool(agreement.equal),
+        agreement.accepted,
+        agreement.note,
+        tuple(talk.answers) if standing is plain else (),
+    )
+
+
+def _lap(lap: Lap) -> dict[str, float]:
+    return {"tokens": lap.tokens, "seconds": lap.seconds, **lap.figures}

@@ -1,0 +1,185 @@
+"""What results say: speed-ups and tokens a pass by category, in one file or in several side by side. Measures nothing.
+
+As in Spec-Bench (Xia et al. 2024, arXiv 2401.07851) a speed-up is the mean over questions of tokens a second, by that
+of plain decoding beside it, the prompt's pass included; mean accepted tokens are those of all passes together.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench.report import Row, unclaimed
+from sakiyomi.evaluation.bench.runner import Agreement, Lap, Spread, Standing
+from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results, differences
+
+__all__ = ["ALL", "compared", "figures", "rows"]
+
+ALL = "all"
+OWN = {ALL, "name", "decode", "tau", "tokens_per_second", "equal", "near_ties", "defects", "by_category"}
+"""Columns of our own, which no category may hide."""
+
+
+def figures(records: Sequence[Record]) -> dict[str, Any]:
+    """Of one drafter on some questions; no speed where an answer is not the plain one, and nothing explains that."""
+    defects = sum(not record.explained for record in records)
+    ours, plain = ([_speed(laps) for laps in each] for each in _sides(records))
+    behind, plain_behind = ([_decoding(laps) for laps in each] for each in _sides(records))
+    passes = [lap for record in records for lap in record.laps]
+    found: dict[str, Any] = {
+        "speedup": statistics.fmean(ours) / statistics.fmean(plain),
+        "decode": statistics.fmean(behind) / statistics.fmean(plain_behind),
+        "tokens_per_second": statistics.fmean(ours),
+    }
+    if defects:
+        found = dict.fromkeys(found)
+    return found | {
+        "tau": sum(lap["committed"] for lap in passes) / max(sum(lap["rounds"] for lap in passes), 1),
+        "questions": len(records),
+        "equal": sum(record.equal for record in records),
+        "near_ties": sum(record.explained and not record.equal for record in records),
+        "defects": defects,
+    }
+
+
+def _sides(records: Sequence[Record]) -> tuple[list[Any], list[Any]]:
+    return [record.laps for record in records], [record.plain for record in records]
+
+
+def _speed(laps: Iterable[Mapping[str, float]]) -> float:
+    """Tokens per second, the median of laps."""
+    return statistics.median(lap["tokens"] / lap["seconds"] for lap in laps)
+
+
+def _decoding(laps: Iterable[Mapping[str, float]]) -> float:
+    """The same behind the prompts: tokens of the passes that follow, and the time that is left for them."""
+    return statistics.median(lap["committed"] / max(lap["seconds"] - lap["prefill_seconds"], 1e-9) for lap in laps)
+
+
+def rows(results: Results, notes: Sequence[str] = ()) -> list[Row]:
+    """Two tables, speed-ups and tokens a pass: a line a drafter, plain decoding first, a column a category.
+
+    Raises:
+        InputError: there is no result.
+    """
+    groups = _groups(results.records.values())
+    if not groups:
+        raise InputError(f"there is no result in {str(results.path)!r}; run bench spec --out with that file first")
+    categories = list(dict.fromkeys(record.category for group in groups.values() for record in group))
+    speeds, passes = [], []
+    for draft, records in groups.items():
+        whole = figures(records)
+        each = {name: figures(own) for name in categories if (own := _of(records, name))}
+        line = {"name": draft}
+        speeds.append(
+            line
+            | {_column(name): each[name]["speedup"] if name in each else None for name in categories}
+            | {ALL: whole["speedup"], "decode": whole["decode"], "tau": whole["tau"]}
+            | {"tokens_per_second": whole["tokens_per_second"], "equal": f"{whole['equal']}/{whole['questions']}"}
+            | {"near_ties": whole["near_ties"], "defects": whole["defects"], "by_category": each}
+        )
+        taus = {_column(name): each[name]["tau"] if name in each else None for name in categories}
+        passes.append(line | taus | {ALL: whole["tau"]})
+    questions = {record.question: record.category for group in groups.values() for record in group}
+    counts = ", ".join(f"{name} {sum(own == name for own in questions.values())}" for name in categories)
+    told = ("target", "dtype", "quantize", "gamma", "exact", "graphs", "max_new_tokens", "template", "repeats")
+    conditions = {name: _told(results.settings.get(name)) for name in told} | {"questions": counts}
+    standings = [_standing(draft, records) for draft, records in groups.items()]
+    spread = Spread.of(standings)
+    conditions["A/A"] = spread and str(spread)
+    apart = [f"{r.draft}, question {r.question}: {r.note}" for group in groups.values() for r in group if r.note]
+    found = Row(
+        "spec",
+        "speed-up over plain decoding by category, one request at a time, greedy",
+        speeds,
+        conditions,
+        [*notes, *apart, *_missing(groups), *unclaimed(standings, spread)],
+    )
+    return [found, Row("accepted", "mean accepted tokens: committed a pass of the target", passes, conditions)]
+
+
+def _told(value: Any) -> Any:
+    """None for what is off, so that conditions leave it out."""
+    return None if value in ("None", False) else value
+
+
+def _groups(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """By drafter, plain decoding first."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.draft, []).append(record)
+    return dict(sorted(groups.items(), key=lambda item: item[0] != PLAIN))
+
+
+def _of(records: Sequence[Record], category: str) -> list[Record]:
+    return [record for record in records if record.category == category]
+
+
+def _column(category: str) -> str:
+    return f"{category}." if category in OWN else category
+
+
+def _missing(groups: Mapping[str, Sequence[Record]]) -> list[str]:
+    """Whose lines are of other questions than the others'."""
+    most = max(map(len, groups.values()))
+    return [f"{name}: {len(group)} of {most} questions" for name, group in groups.items() if len(group) < most]
+
+
+def _standing(draft: str, records: Sequence[Record]) -> Standing:
+    """All questions together, lap by lap, as those who run races are judged."""
+    found = figures(records)
+    laps = [
+        Lap(sum(lap["seconds"] for lap in each), int(sum(lap["tokens"] for lap in each)))
+        for each in zip(*(record.laps for record in records), strict=False)
+    ]
+    agreement = Agreement(found["equal"] == len(records), not found["defects"])
+    return Standing(draft, tuple(laps), found["speedup"] or 0.0, agreement)
+
+
+def compared(several: Sequence[Results]) -> Row:
+    """Files side by side, on the questions and drafters that all of them have.
+
+    Raises:
+        InputError: there are fewer than two, or nothing is in all of them.
+    """
+    if len(several) < 2:
+        raise InputError(f"compare was given {len(several)} files; give two or more")
+    names = _names([str(results.path) for results in several])
+    common = [key for key in several[0].records if all(key in results.records for results in several)]
+    if not common:
+        raise InputError(f"{' and '.join(names)} have no question and drafter in common; nothing can be compared")
+    drafts = list(dict.fromkeys(draft for _, draft in common))
+    lines = []
+    for draft in sorted(drafts, key=lambda name: name != PLAIN):
+        keys = [key for key in common if key[1] == draft]
+        categories = list(dict.fromkeys(several[0].records[key].category for key in keys))
+        for category in [*categories, ALL]:
+            wanted = [key for key in keys if category in (ALL, several[0].records[key].category)]
+            each = [figures([results.records[key] for key in wanted]) for results in several]
+            lines.append(_side_by_side(draft, category, names, each))
+    notes = []
+    for name, results in zip(names[1:], several[1:], strict=True):
+        apart = differences(several[0].settings, results.settings)
+        notes += [f"{key}: {names[0]} {old!r:.80}, {name} {new!r:.80}" for key, (old, new) in apart.items()]
+    return Row("compare", f"speed-up (x), tokens a pass (tau) and tokens/s by those of {names[0]}", lines, {}, notes)
+
+
+def _side_by_side(draft: str, category: str, names: Sequence[str], each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    line: dict[str, Any] = {"name": draft, "category": category, "questions": each[0]["questions"]}
+    for name, own in zip(names, each, strict=True):
+        line |= {f"{name} x": own["speedup"], f"{name} tau": own["tau"]}
+    first = each[0]["tokens_per_second"]
+    for name, own in itertools.islice(zip(names, each, strict=True), 1, None):
+        speed = own["tokens_per_second"]
+        line[f"{name} tok/s"] = speed / first if speed and first else None
+    return line
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Short, if they stay different."""
+    short = [Path(path).stem for path in paths]
+    return short if len(set(short)) == len(short) else [f"{place}: {path}" for place, path in enumerate(paths, start=1)]

@@ -1,0 +1,107 @@
+"""The rows of ``sakiyomi bench``, by name. A new row is a function here or in a file of its own, and one line below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.memory import peak_bytes
+from sakiyomi.evaluation.bench.block import block
+from sakiyomi.evaluation.bench.bookkeeping import bookkeeping
+from sakiyomi.evaluation.bench.compiling import compiling
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.contest import peers
+from sakiyomi.evaluation.bench.cross import cross
+from sakiyomi.evaluation.bench.dropin import dropin
+from sakiyomi.evaluation.bench.evicted import evicted
+from sakiyomi.evaluation.bench.exactness import exact
+from sakiyomi.evaluation.bench.grounded import grounded
+from sakiyomi.evaluation.bench.lookup import lookup
+from sakiyomi.evaluation.bench.medusa import medusa, typical
+from sakiyomi.evaluation.bench.merged import merged
+from sakiyomi.evaluation.bench.offload import offload
+from sakiyomi.evaluation.bench.oracle import oracle
+from sakiyomi.evaluation.bench.passes import passes
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.scoring import scoring
+from sakiyomi.evaluation.bench.selfdraft import selfdraft
+from sakiyomi.evaluation.bench.speed import batch, plain, speculative, stories
+from sakiyomi.evaluation.bench.sweep import sweep
+from sakiyomi.evaluation.bench.trees import coverage, trees
+from sakiyomi.evaluation.bench.useless import useless
+
+__all__ = ["ROWS", "run"]
+
+ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
+    "bookkeeping": bookkeeping,
+    "passes": passes,
+    "plain": plain,
+    "speculative": speculative,
+    "stories": stories,
+    "batch": batch,
+    "sweep": sweep,
+    "trees": trees,
+    "coverage": coverage,
+    "scoring": scoring,
+    "useless": useless,
+    "block": block,
+    "oracle": oracle,
+    "lookup": lookup,
+    "merged": merged,
+    "offload": offload,
+    "exact": exact,
+    "compiling": compiling,
+    "peers": peers,
+    "cross": cross,
+    "selfdraft": selfdraft,
+    "evicted": evicted,
+    "dropin": dropin,
+    "medusa": medusa,
+    "typical": typical,
+    "grounded": grounded,
+}
+
+TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}
+"""Rows of which nothing can be drawn."""
+
+RANDOM = {"bookkeeping", "passes", "scoring", "plain"}
+"""Rows that make their own models."""
+
+ALONE = {"selfdraft", "evicted"}
+"""Rows of a target without a draft model."""
+
+
+def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
+    """Run the rows that were asked for and give each when it is done; one that fails says so, and the others run.
+
+    Raises:
+        InputError, LoadError: a row is not known, or what rows of a pair need is not there; before any work.
+    """
+    unknown = [name for name in config.rows if name not in ROWS]
+    if unknown:
+        raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
+    # Row cross needs a further model, which only who knows of it can name, row grounded another kind of pair, and the
+    # rows of heads some that belong to the target; row evicted takes long texts.
+    absent = {"grounded", "evicted"} | ({"cross"} if config.cross is None else set())
+    absent |= {"medusa", "typical"} if config.heads is None and config.target != "tales" else set()
+    wanted = config.rows or tuple(name for name in ROWS if name not in absent)
+    if "compiling" in config.rows and not config.compile:
+        raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
+    if "peers" in config.rows and not config.peers:
+        raise InputError("row peers measures others beside us and peers is off; leave one of the two out")
+    if set(wanted) - RANDOM:
+        config.check_pair(alone=set(wanted) <= RANDOM | ALONE)
+    if {"medusa", "typical"} & set(wanted):
+        config.medusa_heads  # noqa: B018
+
+    def rows() -> Iterator[Row]:
+        for name in wanted:
+            try:
+                row = ROWS[name](config, note or Note())
+                # Of the whole process so far: transformers' copies and the rows before are in it.
+                yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
+            except SakiyomiError as error:
+                yield Row(name, "failed", [], error=str(error))
+
+    return rows()

@@ -1,0 +1,90 @@
+"""Throughput and latency against the number of requests at once, plain and speculative: where does reading ahead stop
+to pay?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle, islice
+from typing import Any
+
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.plain import Undrafted
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing, race
+from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
+
+__all__ = ["sweep"]
+
+
+def sweep(config: BenchConfig, note: Note) -> Row:
+    """So many requests at once, no others waiting; plain and speculative take turns at each size, on one target.
+
+    A size pays if speculation has more total tokens/s than plain generation, by more than two equal things differ.
+    Latency is the median over requests of the time from a request's start to its last token.
+    """
+    pair, sizes = Pair(config), sorted(set(config.batch_sizes))
+    note("sweep: compiling")
+    llm = pair.llm(max_batch=sizes[-1])
+    ways = {"plain": Undrafted(llm), "speculative": llm}
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
+    everyone = list(islice(cycle(pair.prompts), sizes[-1]))
+    judge = pair.judge(llm, everyone)
+
+    def run(size: int) -> list[Standing]:
+        contenders = [
+            Contender(name, partial(our_lap, way, everyone[:size], params, together=True), judge)
+            for name, way in ways.items()
+        ]
+        return race(contenders, repeats=config.repeats, note=lambda text: note(f"batch of {size}, {text}"))
+
+    lines: list[dict[str, Any]] = []
+    notes = []
+    for size in sizes:
+        try:
+            llm.target.cache.check(size, max(map(len, everyone)) + config.max_new_tokens)
+        except MemoryLimitError as error:
+            notes.append(f"batch of {size} and above: {error}")
+            break
+        standings = run(size)
+        lines.append(_line(size, standings))
+        notes += [f"batch of {size}: {found.agreement.note}" for found in standings if found.agreement.note]
+    notes.append(_mark(lines))
+    conditions = pair_conditions(pair, llm) | {"graphs_up_to_rows": llm.target.sizes[-1], "laps": config.repeats}
+    conditions.pop("perplexity_of", None)  # the same at every size: not measured here
+    return Row("sweep", "total tokens/s and seconds a request, by requests at once", lines, conditions, notes)
+
+
+def _line(size: int, standings: Sequence[Standing]) -> dict[str, Any]:
+    plain, speculative = (standing.to_dict() for standing in standings)
+    line: dict[str, Any] = {"batch": size}
+    for figure in ("tokens_per_second", "low", "high", "latency_seconds"):
+        line |= {f"plain_{figure}": plain[figure], f"speculative_{figure}": speculative[figure]}
+    spread, ratio = Spread.of(standings), speculative["ratio"]
+    pays = None
+    if ratio is not None:
+        pays = "even" if spread is not None and ratio in spread else "yes" if ratio > 1 else "no"
+    return line | {
+        "ratio": ratio,
+        "A/A": spread and str(spread),
+        "tau": speculative["tau"],
+        "kv_bytes": speculative["kv_bytes"],
+        "pays": pays,
+        "stops": False,
+        "equal": speculative["equal"],
+    }
+
+
+def _mark(lines: Sequence[dict[str, Any]]) -> str:
+    """Mark the first size at which speculation is slower than plain generation; a sentence about it."""
+    stop = next((i for i, line in enumerate(lines) if line["pays"] == "no"), len(lines))
+    paid = max((line["batch"] for line in lines[:stop] if line["pays"] == "yes"), default=None)
+    before = "" if paid is None else f"pays up to a batch of {paid} and "
+    if stop == len(lines):
+        return f"speculation {before}is slower at no size"
+    lines[stop]["stops"] = True
+    return f"speculation {before}is slower at {lines[stop]['batch']} (ratio {lines[stop]['ratio']:.2f})"

@@ -1,0 +1,319 @@
+"""The best gamma, its speed-up, operations and memory traffic from numbers alone: no model, no measurement.
+
+Whatever is not given is derived from what is (``theory``): c from bytes that passes read, the cost of passes over many
+rows from the roofline. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sakiyomi import theory
+from sakiyomi.core.errors import InputError
+from sakiyomi.theory.checks import cost
+
+__all__ = ["PlanConfig", "draw", "plan"]
+
+FLOOR = 1e-9
+LONGEST = 1024
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What is known of a pair and a machine.
+
+    Attributes:
+        alpha: acceptance of the first draft token, again for the second, ...; the last holds for all behind it.
+        c: time of a draft step in plain target steps; from the sizes if not given.
+        c_hat: operations of a draft step in those of a target step; from the sizes if not given.
+        v: time of a pass over so many rows in passes over one, ROWS=RATIO, for instance 5=1.33 (again for each;
+            straight lines between): sakiyomi info --target shows a machine's own. If not given, from bandwidth and
+            operations per second; else a pass is taken to cost the same for all rows.
+        overhead: other time of a round, in plain target steps.
+        batch: requests that share the passes.
+        max_gamma: longest draft that is considered.
+        target_size: weights of the target: 7B, 134M.
+        draft_size: weights of the draft.
+        bits: of a weight of the target.
+        draft_bits: of a weight of the draft.
+        kv_per_token: bytes of the target's keys and values of one token: 512KiB.
+        draft_kv_per_token: the same of the draft.
+        context: tokens in the cache.
+        bandwidth: bytes that the machine reads in a second: 40GB.
+        operations: that it computes in a second: 2T.
+        plot: write the curves to this .png or .svg file.
+    """
+
+    alpha: tuple[float, ...]
+    c: float | None = None
+    c_hat: float | None = None
+    v: tuple[str, ...] = ()
+    overhead: float = 0.0
+    batch: int = 1
+    max_gamma: int = 16
+    target_size: str | None = None
+    draft_size: str | None = None
+    bits: float = 16.0
+    draft_bits: float = 16.0
+    kv_per_token: str = "0"
+    draft_kv_per_token: str = "0"
+    context: int = 0
+    bandwidth: str | None = None
+    operations: str | None = None
+    plot: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.alpha:
+            raise InputError("alpha is not given; give the share of draft tokens that are accepted: --alpha 0.8")
+        for value in self.alpha:
+            if not 0.0 <= value <= 1.0:
+                raise InputError(f"alpha is {value:g}; it is a probability, between 0 and 1")
+        for name, least in (("batch", 1), ("max_gamma", 1), ("context", 0)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        if self.max_gamma > LONGEST:
+            raise InputError(f"max_gamma is {self.max_gamma}; expected at most {LONGEST}: every gamma is a line")
+        if self.c_hat is not None:
+            cost("c_hat", self.c_hat)
+        for name in ("bits", "draft_bits"):
+            if not 0.0 < getattr(self, name) <= 64.0:
+                raise InputError(f"{name} is {getattr(self, name):g}; expected a number above 0, for instance 16 or 4")
+        if self.operations is not None and (self.bandwidth is None or self.target_size is None):
+            raise InputError("operations is given without bandwidth and target_size; a pass needs all three")
+        if self.bandwidth is not None and self.target_size is None:
+            raise InputError("bandwidth is given without target_size; give both, or leave it out")
+        if self.draft_size is not None and self.target_size is None:
+            raise InputError("draft_size is given without target_size; give both, or --c")
+        for name in ("target_size", "draft_size", "bandwidth", "operations"):
+            if (given := getattr(self, name)) is not None and _number(name, given) <= 0.0:
+                raise InputError(f"{name} is {given!r}; expected more than 0, or leave it out")
+        held = max(_number(name, getattr(self, name)) for name in ("kv_per_token", "draft_kv_per_token"))
+        if (self.context > 0) != (held > 0.0) or (self.context and self.target_size is None):
+            raise InputError(
+                f"context is {self.context}, kv_per_token {self.kv_per_token!r} and target_size {self.target_size!r}; "
+                "keys and values are read beside the weights: give all three, or leave context and kv_per_token out"
+            )
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The numbers as floats.
+
+    Attributes:
+        read, draft_read: bytes of a pass over one request's row: weights, and keys and values.
+    """
+
+    weights: float
+    draft_weights: float
+    kv: float
+    draft_kv: float
+    bandwidth: float | None
+    operations: float | None
+
+    def target(self, rows: int, batch: int, bits: float) -> float:
+        """Seconds of a target pass; the bandwidth is 1 byte a second where it is not known: ratios are the same."""
+        return self._seconds(rows, batch, self.weights, self.kv, bits)
+
+    def draft(self, batch: int, bits: float) -> float:
+        """Seconds of a draft step."""
+        return self._seconds(batch, batch, self.draft_weights, self.draft_kv, bits)
+
+    def _seconds(self, rows: int, batch: int, weights: float, kv: float, bits: float) -> float:
+        return theory.pass_seconds(
+            rows,
+            read=weights + batch * kv,
+            operations=2 * weights * 8 / bits,
+            bandwidth=self.bandwidth or 1.0,
+            rate=self.operations,
+        )
+
+
+def plan(config: PlanConfig) -> dict[str, Any]:
+    """All of it, as JSON values.
+
+    Returns:
+        ``gamma`` and ``speedup`` of the best one (0 and 1: plain decoding), ``lines`` by gamma from 0 on, ``c``,
+        ``c_hat`` and where they come from.
+
+    Raises:
+        InputError: a value that cannot be meant, or too few of them.
+    """
+    machine = _machine(config)
+    c, c_hat = _ratios(config, machine)
+    verify = _verify(config, machine)
+    best, fastest = theory.marginal_gamma(config.alpha, c, verify, config.overhead, config.max_gamma)
+    lines = [_line(config, machine, gamma, c, c_hat, verify) for gamma in range(config.max_gamma + 1)]
+    plain = (
+        machine.target(config.batch, config.batch, config.bits) if machine is not None and machine.bandwidth else None
+    )
+    return {
+        "gamma": best,
+        "speedup": fastest,
+        "tokens": lines[best]["tokens"],
+        "c": c,
+        "c_hat": c_hat,
+        "plain_ms": None if plain is None else 1000 * plain,
+        "tokens_per_second": None if plain is None else fastest / plain,
+        "lines": lines,
+        "given": asdict(config),
+    }
+
+
+def _line(
+    config: PlanConfig,
+    machine: _Machine | None,
+    gamma: int,
+    c: float,
+    c_hat: float | None,
+    verify: Callable[[int], float],
+) -> dict[str, Any]:
+    tokens = theory.expected_chain_tokens(config.alpha, gamma)
+    overhead = config.overhead if gamma else 0.0
+    line: dict[str, Any] = {
+        "gamma": gamma,
+        "tokens": tokens,
+        "speedup": theory.round_speedup(tokens, gamma * c, verify(gamma + 1), overhead),
+        "flat": theory.round_speedup(tokens, gamma * c, 1.0),
+        "v": verify(gamma + 1),
+        "operations": None if c_hat is None else (gamma * c_hat + gamma + 1.0) / tokens,
+    }
+    if machine is not None:
+        draft = gamma if machine.draft_weights else 0
+        line["traffic_bytes"] = theory.traffic(
+            tokens,
+            draft,
+            weights=machine.weights,
+            kv=machine.kv,
+            draft_weights=machine.draft_weights,
+            draft_kv=machine.draft_kv,
+            batch=config.batch,
+        ).total
+    return line
+
+
+def _machine(config: PlanConfig) -> _Machine | None:
+    if config.target_size is None:
+        return None
+    return _Machine(
+        _number("target_size", config.target_size) * config.bits / 8,
+        0.0 if config.draft_size is None else _number("draft_size", config.draft_size) * config.draft_bits / 8,
+        _number("kv_per_token", config.kv_per_token) * config.context,
+        _number("draft_kv_per_token", config.draft_kv_per_token) * config.context,
+        None if config.bandwidth is None else _number("bandwidth", config.bandwidth),
+        None if config.operations is None else _number("operations", config.operations),
+    )
+
+
+def _ratios(config: PlanConfig, machine: _Machine | None) -> tuple[float, float | None]:
+    """The draft step in time and in operations (c, c_hat)."""
+    sized = machine is not None and machine.draft_weights > 0
+    if config.c is None and not sized:
+        raise InputError(
+            "c is not given; give the time of a draft step in target steps (--c 0.05; 0 for a draft from the text), or "
+            "--target-size and --draft-size"
+        )
+    c_hat = config.c_hat
+    if c_hat is None and sized:
+        c_hat = _number("draft_size", config.draft_size) / _number("target_size", config.target_size)
+    if config.c is not None:
+        return config.c, c_hat
+    assert machine is not None
+    return (
+        machine.draft(config.batch, config.draft_bits) / machine.target(config.batch, config.batch, config.bits),
+        c_hat,
+    )
+
+
+def _verify(config: PlanConfig, machine: _Machine | None) -> Callable[[int], float]:
+    """Time of a pass over so many rows of each request, in passes over one of each."""
+    batch = config.batch
+    if config.v:
+        curve = _curve(config.v)
+        return lambda rows: curve(batch * rows) / curve(batch)
+    if machine is None or machine.operations is None:
+        return lambda rows: 1.0
+    plain = machine.target(batch, batch, config.bits)
+    return lambda rows: machine.target(batch * rows, batch, config.bits) / plain
+
+
+def _curve(entries: tuple[str, ...]) -> Callable[[int], float]:
+    """Straight lines between what was measured, and on with the last one's slope."""
+    points = {1: 1.0}
+    for entry in entries:
+        found = re.fullmatch(r"(\d+)=(\d*\.?\d+)", entry.strip())
+        if found is None or int(found[1]) < 1 or float(found[2]) <= 0:
+            raise InputError(f"v is {entry!r}; expected ROWS=RATIO, for instance 5=1.33")
+        if int(found[1]) == 1 and float(found[2]) != 1:
+            raise InputError(f"v is {entry!r}; v counts in passes over one row, so that 1=1 by definition")
+        points[int(found[1])] = float(found[2])
+    rows = sorted(points)
+    if len(rows) < 2:
+        return lambda count: points[rows[0]]
+
+    def at(count: int) -> float:
+        place = min(max(bisect_left(rows, count), 1), len(rows) - 1)
+        low, high = rows[place - 1], rows[place]
+        return max(points[low] + (points[high] - points[low]) * (count - low) / (high - low), FLOOR)
+
+    return at
+
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
+
+
+def _number(name: str, text: str | None) -> float:
+    """7B, 512KiB, 40GB, 2T: thousands, or with an i powers of 1024."""
+    found = re.fullmatch(r"(\d*\.?\d+)\s*([kmgt]?)(i?)(b?)(?:/s)?", (text or "").strip().lower())
+    if found is None or (found[3] and not found[2]):
+        raise InputError(f"{name} is {text!r}; expected a number such as 7B, 134M, 512KiB or 40GB")
+    # A B alone is a thousand million weights; behind another letter it stands for bytes.
+    unit = found[2] or (found[4] if name.endswith("size") else "")
+    value = float(found[1]) * (1024.0 if found[3] else 1000.0) ** _UNITS[unit]
+    if not math.isfinite(value):
+        raise InputError(f"{name} is {text!r}, which is too large")
+    return value
+
+
+def draw(found: dict[str, Any], path: str) -> None:
+    """The curves by gamma: tokens a pass, speed-up, operations and traffic; the best gamma is marked.
+
+    Raises:
+        LoadError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from sakiyomi.evaluation.bench.plot import BAR, BASELINE, save
+
+    lines = found["lines"]
+    gammas = [line["gamma"] for line in lines]
+    panels: list[tuple[str, list[tuple[str, str, str]]]] = [
+        ("tokens a pass", [("tokens", "", BAR)]),
+        ("speed-up over plain", [("flat", "all passes alike", BASELINE), ("speedup", "with what passes cost", BAR)]),
+    ]
+    if found["c_hat"] is not None:
+        panels.append(("operations a token, plain is 1", [("operations", "", BAR)]))
+    if "traffic_bytes" in lines[0]:
+        panels.append(("GB read a token", [("traffic_bytes", "", BAR)]))
+    figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (label, curves) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for name, legend, colour in curves:
+            unit = 1e9 if name == "traffic_bytes" else 1.0
+            style = "--" if name == "flat" else "-"
+            axes.plot(gammas, [line[name] / unit for line in lines], style, color=colour, label=legend or None)
+        axes.axvline(found["gamma"], color="#c2452d", linestyle="--", linewidth=1)
+        axes.set(xlabel="gamma", ylabel=label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(curves) > 1:
+            axes.legend(frameon=False, fontsize=8)
+    alpha = ", ".join(f"{value:g}" for value in found["given"]["alpha"])
+    figure.suptitle(f"alpha {alpha}, c {found['c']:.3g}; best gamma {found['gamma']}", fontsize=10)
+    save(figure, path)
