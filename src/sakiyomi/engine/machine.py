@@ -171,7 +171,7 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     """The commit of a checkout that this package runs from, + where files differ from it; None for an installed one."""
     folder = Path(__file__).resolve().parent
-    if not (folder.parents[1] / ".git").exists():
+    if not (folder.parents[2] / ".git").exists():
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:

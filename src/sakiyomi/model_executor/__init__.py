@@ -1,1 +1,1 @@
-"""TODO model_executor."""
+"""Models as the engine runs them: loading, packed passes, attention backends, compiled passes."""

@@ -1,1 +1,1 @@
-"""TODO cross_tokenizer."""
+"""Draft models of another tokenizer: their text in tokens of the target."""

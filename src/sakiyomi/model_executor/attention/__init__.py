@@ -1,1 +1,1 @@
-"""TODO attention."""
+"""Attention backends: what computes attention of packed rows over the slots of a cache."""

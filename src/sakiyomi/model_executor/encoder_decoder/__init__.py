@@ -1,1 +1,1 @@
-"""TODO encoder_decoder."""
+"""Encoder-decoder models: their decoder as a causal model on packed rows, and what differs between families."""

@@ -17,7 +17,7 @@ from sakiyomi.core.tree import DRAFT_KINDS
 from sakiyomi.drafters.base import Context
 from sakiyomi.sampling.verifiers.base import Rule
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
 GUIDE = (ROOT / "docs" / "add-a-drafter.md").read_text(encoding="utf-8")
 
