@@ -22,8 +22,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.cross_attention import Source
-from sakiyomi.kernels.batch import Segment
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 
 _BART = {"d_model": 768, "encoder_attention_heads": 12, "decoder_attention_heads": 12}
 _BART |= {"encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
@@ -81,13 +81,13 @@ def main() -> None:
 
 def measure(model: Any, source: Source, laps: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Milliseconds of a pass by who makes it and by rows."""
-    graphs, eager = PackedModel(model, compile=True), PackedModel(model, compile=False)
+    graphs, eager = ModelRunner(model, compile=True), ModelRunner(model, compile=False)
     slots = {}
     ids = torch.randint(10, 1000, (HELD + max(ROWS),)).tolist()
     for packed in (graphs, eager):
         slot = slots[packed] = packed.cache.take()
         packed.make_room(slot, HELD + max(ROWS), source)
-        packed.score([Segment(slot, 0, ids[:HELD], prompt=True)], last=True)
+        packed.score([SequenceRows(slot, 0, ids[:HELD], prompt=True)], last=True)
     theirs = model.get_encoder()(**source.inputs).last_hidden_state
     own = EncoderDecoderCache(DynamicCache(), DynamicCache())
     known = BaseModelOutput(last_hidden_state=theirs)
@@ -98,8 +98,8 @@ def measure(model: Any, source: Source, laps: int, clock: Callable[[], float]) -
         model(encoder_outputs=known, decoder_input_ids=given, past_key_values=own, use_cache=True)
         own.self_attention_cache.crop(-rows)
 
-    def ours(packed: PackedModel) -> Callable[[int], object]:
-        return lambda rows: packed.score([Segment(slots[packed], HELD, ids[HELD : HELD + rows])])
+    def ours(packed: ModelRunner) -> Callable[[int], object]:
+        return lambda rows: packed.score([SequenceRows(slots[packed], HELD, ids[HELD : HELD + rows])])
 
     ways = {"ours, graphs": ours(graphs), "ours, eager": ours(eager), "transformers": their_pass}
     times: dict[str, dict[int, list[float]]] = {way: {rows: [] for rows in ROWS} for way in ways}

@@ -10,9 +10,9 @@ import time
 
 import torch
 
-from sakiyomi.kernels.batch import Plan, Segment
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.build import native
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 
 ROWS = (1, 2, 5, 8, 16, 32, 64, 256)
 LAYERS, LAPS = 12, 9
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--inner", type=int, default=2048)
     options = parser.parse_args()
-    library, model = native(), NativeModel.create()
+    library, model = native(), PackedWeights.create()
     if library is None or model is None or not library.sk_tiles(1):
         raise SystemExit("no compiled kernels, or no matrix unit (AMX) here")
     width, inner = options.width, options.inner
@@ -38,7 +38,7 @@ def main() -> None:
             inputs = {size: torch.randn(1, rows, size).bfloat16() for size in (width, inner)}
             for wanted in (0, 1):
                 library.sk_tiles(wanted)
-                model.begin(Plan([Segment(0, 0, [0] * rows)]), rows)
+                model.begin(BatchPlan([SequenceRows(0, 0, [0] * rows)]), rows)
                 began = time.perf_counter()
                 for layer in layers:
                     layer(inputs[layer.in_features])

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from sakiyomi import LLM
 from sakiyomi.engine.machine import conditions
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 
 ROWS = (1, 16, 65, 129)
 
@@ -42,7 +42,7 @@ def main() -> None:
                 if cold:
                     drop(stream.files)
                 began, used = time.perf_counter(), time.process_time()
-                llm.target._run(Plan([]), rows)
+                llm.target._run(BatchPlan([]), rows)
                 if lap:
                     wall.setdefault((name, rows, cold), []).append(time.perf_counter() - began)
                     processor.setdefault((name, rows, cold), []).append(time.process_time() - used)

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from sakiyomi import LLM
-from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.cache.quantized import GROUP
 from sakiyomi.evaluation.bench.models import random_llama
-from sakiyomi.kernels.batch import Segment
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 
 WINDOW, CHUNK, FIRST = 1024, 64, 256
 CACHES = ("full", "quant-8", "quant-4", "quant-2", "kvquant-4", "kvquant-3", "kvquant-2")
@@ -36,15 +36,15 @@ def read(llm: LLM, tokens: list[int]) -> Tensor:
     """Log probabilities (rows, V) of what follows each token from ``FIRST`` on."""
     model = llm.target
     slot, rows = model.cache.take(), []
-    model.keeping.begin(slot)
+    model.eviction.begin(slot)
     for first in range(0, len(tokens), CHUNK):
         piece = tokens[first : first + CHUNK]
         model.make_room(slot, first + len(piece))
-        logits = model.score([Segment(slot, first, piece, prompt=True)])
+        logits = model.score([SequenceRows(slot, first, piece, prompt=True)])
         if first >= FIRST:
             rows.append(logits.float().log_softmax(-1))
-        model.keeping.settle(slot, len(tokens), first + len(piece))
-    model.keeping.end(slot)
+        model.eviction.settle(slot, len(tokens), first + len(piece))
+    model.eviction.end(slot)
     model.cache.release(slot)
     return torch.cat(rows)
 
@@ -97,7 +97,7 @@ def quality(text: str, windows: int, caches: list[str], budget: int | None) -> d
     return {"text": text, "predictions": count, "caches": lines}
 
 
-def filled(model: PackedModel, tokens: int) -> int:
+def filled(model: ModelRunner, tokens: int) -> int:
     """A slot with so many tokens of noise, packed as far as the cache is."""
     cache = model.cache
     slot = cache.take()
@@ -119,18 +119,18 @@ def speed(lengths: list[int], dtype: torch.dtype, heads: int, laps: int) -> dict
     lines = []
     with torch.no_grad():
         for tokens in lengths:
-            packed: dict[str, tuple[PackedModel, int]] = {}
+            packed: dict[str, tuple[ModelRunner, int]] = {}
             for name in CACHES:
                 packing = read_cache(name).packing
-                keeping = None if packing is None else Keeping(None, None, 512, packing=packing)
-                made = PackedModel(model, max_slots=1, compile=False, keeping=keeping, text=range(256))
+                eviction = None if packing is None else EvictingCache(None, None, 512, packing=packing)
+                made = ModelRunner(model, max_slots=1, compile=False, eviction=eviction, text=range(256))
                 packed[name] = made, filled(made, tokens)
             spent: dict[tuple[str, int], list[float]] = {}
             for _ in range(laps + 1):
                 for rows in (1, 8):
                     for name, (each, slot) in packed.items():
                         began = time.perf_counter()
-                        each.score([Segment(slot, tokens, [1] * rows)])
+                        each.score([SequenceRows(slot, tokens, [1] * rows)])
                         spent.setdefault((name, rows), []).append((time.perf_counter() - began) * 1e3)
             for name, (each, _) in packed.items():
                 line: dict[str, Any] = {"tokens": tokens, "cache": name, "mib": round(each.cache.bytes / 2**20, 1)}

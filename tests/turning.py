@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.quantized_levels import LeveledPairs
+from sakiyomi.cache.quantized_levels import KVQuantStore
 from sakiyomi.cache.rotary import Rotation, Turn
 
 
@@ -27,7 +27,7 @@ def turning(dim: int, *, neighbours: bool = False) -> Turn:
     return turn
 
 
-def fit(packed: LeveledPairs, keys: Tensor, values: Tensor, *, neighbours: bool = False) -> None:
+def fit(packed: KVQuantStore, keys: Tensor, values: Tensor, *, neighbours: bool = False) -> None:
     """Fit every layer to these, keys (heads, n, dim) before their rotation."""
     dim = keys.shape[2]
     packed.rotation = Rotation(turning(dim, neighbours=neighbours), dim, 1 << 20, torch.device("cpu"))

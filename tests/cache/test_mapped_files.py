@@ -24,14 +24,14 @@ import seq2seq_toys
 from architectures import VOCAB, model_of, prompt
 from drafters import Branching, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.cache.mapped_files import Offloaded
+from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.run import run
 from sakiyomi.evaluation.bench.long.systems import System
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -137,7 +137,7 @@ def test_conversations_and_prefixes(tmp_path: Path) -> None:
 
 def test_growth_and_release(tmp_path: Path) -> None:
     before = open_files()
-    files = Offloaded(str(tmp_path))
+    files = MappedFiles(str(tmp_path))
     cache = SlotCache(SHAPES, dtype=torch.bfloat16, max_slots=3, available=files.available, offloaded=files)
     cache.reserve(cache.take(), 10)
     written = [store[0, :, :10].normal_().clone() for store in (*cache.keys, *cache.values)]
@@ -158,7 +158,7 @@ def test_growth_and_release(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for what a process holds")
 def test_memory_is_taken_back_and_nothing_is_lost(tmp_path: Path) -> None:
     """What the system does under pressure, asked for here."""
-    store = Offloaded(str(tmp_path)).allocate((32 << 20,), dtype=torch.uint8)
+    store = MappedFiles(str(tmp_path)).allocate((32 << 20,), dtype=torch.uint8)
     store.copy_(torch.arange(256, dtype=torch.uint8).repeat(len(store) // 256))
     held = psutil.Process().memory_info().rss
     libc = ctypes.CDLL(None, use_errno=True)
@@ -182,7 +182,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_disk_that_is_filled_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the check: the storage stays as it was, and no file is left."""
-    files = Offloaded(str(tmp_path))
+    files = MappedFiles(str(tmp_path))
     cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=3, available=files.available, offloaded=files)
     cache.reserve(0, 10)
     cache.keys[0].fill_(3)
@@ -216,7 +216,7 @@ def test_models_whose_cache_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UnsupportedError, match=r"has an encoder.*cache='full'"):
         LLM((seq2seq_toys.model_of("t5"), TOKENIZER), "none", cache="offload", compile=False)
     shapes = [LayerShape(2, 8, 8, torch.device("meta"))]  # in the place of a GPU
-    monkeypatch.setattr(PackedModel, "_layer_shapes", lambda *_: shapes)
+    monkeypatch.setattr(ModelRunner, "_layer_shapes", lambda *_: shapes)
     with pytest.raises(UnsupportedError, match=r"cache='offload' on meta.*cache='quant-4'"):
         make("offload")
 
@@ -228,18 +228,18 @@ def test_a_folder_in_memory_is_told(
     parts = [SimpleNamespace(mountpoint="/", fstype="tmpfs"), SimpleNamespace(mountpoint=str(tmp_path), fstype="ext4")]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: copy.copy(parts))
     with caplog.at_level(logging.WARNING, "sakiyomi"):
-        Offloaded(str(tmp_path / "inner")).prepare()
+        MappedFiles(str(tmp_path / "inner")).prepare()
         assert not caplog.records
         parts.append(SimpleNamespace(mountpoint=str(tmp_path / "inner"), fstype="tmpfs"))
-        Offloaded(str(tmp_path / "inner")).prepare()
+        MappedFiles(str(tmp_path / "inner")).prepare()
     assert f"{tmp_path / 'inner'}, lies in memory itself (tmpfs)" in caplog.text
 
 
 def test_specs() -> None:
-    assert read_cache("offload") == CacheSpec(offloaded=Offloaded())
-    assert read_cache("offload:/data/kv").offloaded == Offloaded("/data/kv")
+    assert read_cache("offload") == CacheSpec(offloaded=MappedFiles())
+    assert read_cache("offload:/data/kv").offloaded == MappedFiles("/data/kv")
     both = read_cache("offload:/data/a+b+minference")
-    assert both.sparse is not None and both.offloaded == Offloaded("/data/a+b")
+    assert both.sparse is not None and both.offloaded == MappedFiles("/data/a+b")
     assert [without_place(spec) for spec in ("full", "offload", "offload:/a+minference[block=8]", "h2o+quant-4")] == [
         *("full", "full", "minference[block=8]", "h2o+quant-4")
     ]

@@ -108,8 +108,8 @@ def test_merged_pairs_count_in_the_budget(folder: str) -> None:
         chunk_size=CHUNK,
         compile=False,
     )
-    keeping: Any = llm.target.keeping
-    merge, seen = keeping.policy.merger.merge, []
+    eviction: Any = llm.target.eviction
+    merge, seen = eviction.policy.merger.merge, []
 
     def watched(view: Any, scores: Tensor, best: Tensor) -> Tensor:
         before = view.keys.clone(), view.values.clone()
@@ -130,10 +130,10 @@ def test_merged_pairs_count_in_the_budget(folder: str) -> None:
         seen.append((view.layer, best.shape[1]))
         return lowered
 
-    keeping.policy.merger.merge = watched
+    eviction.policy.merger.merge = watched
     with llm.conversation() as conversation:
         conversation.generate(prompt(70), SamplingParams(max_new_tokens=70, ignore_eos=True))
-        assert {len(head) for layer in keeping.places(0) for head in layer} == {BUDGET}
+        assert {len(head) for layer in eviction.places(0) for head in layer} == {BUDGET}
     assert len(seen) == 3 * 5 and {count for _, count in seen} == {BUDGET}, "borders at 32, 48, 64, 70 and 134"
 
 

@@ -17,8 +17,8 @@ from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.quantized import (
     BITS,
     GROUP,
-    PackedPairs,
     Packing,
+    QuantizedKV,
     pack,
     pack_keys,
     pack_values,
@@ -26,15 +26,15 @@ from sakiyomi.cache.quantized import (
     unpack_keys,
     unpack_values,
 )
-from sakiyomi.cache.quantized_levels import LeveledPacking, LeveledPairs
+from sakiyomi.cache.quantized_levels import KVQuantStore, LeveledPacking
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
-from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.native import NativeModel
-from sakiyomi.model_executor.attention.torch import Dense
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.model_executor.attention.torch import TorchBackend
 from turning import fit
 
-native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
+native_only = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 DTYPES = (torch.float32, torch.bfloat16)
 HOW = [pytest.param("native", marks=native_only), "dense", "by row"]
 
@@ -108,7 +108,7 @@ def test_bytes(bits: int) -> None:
         dtype=torch.bfloat16,
         max_slots=1,
         limits=[[607] * 4] * 2,
-        packed=PackedPairs([shape] * 2, Packing(bits), 1),
+        packed=QuantizedKV([shape] * 2, Packing(bits), 1),
     )
     packed = cache.packed
     assert packed is not None
@@ -126,7 +126,7 @@ def test_bytes(bits: int) -> None:
 def cache_of(
     shape: LayerShape, packing: Packing, *, room: int = 256, dtype: torch.dtype = torch.float32, places: int = 3
 ) -> SlotCache:
-    packed = PackedPairs([shape], packing, places)
+    packed = QuantizedKV([shape], packing, places)
     return SlotCache([shape], dtype=dtype, max_slots=places, limits=[[room] * shape.heads], packed=packed)
 
 
@@ -208,7 +208,7 @@ def test_dropping_from_packed_columns(bits: int, seed: int, keep: int) -> None:
 
 def test_memory_is_refused_with_its_numbers() -> None:
     shape = LayerShape(2, 64, 64)
-    packed = PackedPairs([shape], Packing(4), 1)
+    packed = QuantizedKV([shape], Packing(4), 1)
     cache = SlotCache(
         [shape], dtype=torch.float32, max_slots=1, limits=[[600] * 2], packed=packed, available=lambda: 1 << 20
     )
@@ -235,7 +235,7 @@ class Case:
     shape: LayerShape
     packing: Packing
     group: int
-    segments: tuple[Segment, ...]
+    segments: tuple[SequenceRows, ...]
     scaling: float
     softcap: float
     window: int
@@ -263,7 +263,7 @@ def cases(draw: st.DrawFn) -> Case:
         parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
         prompt = draw(st.booleans())
         length = draw(st.integers(0, 200))
-        segments.append(Segment(slot, length, [0] * count, None if prompt else parents, prompt=prompt))
+        segments.append(SequenceRows(slot, length, [0] * count, None if prompt else parents, prompt=prompt))
         for head in range(heads):
             dropped = draw(st.integers(0, length)) if packing.with_policies else 0
             packed = draw(st.integers(0, (length - dropped) // 32)) * 32
@@ -281,16 +281,16 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-def storage(shape: LayerShape, packing: Packing) -> PackedPairs:
+def storage(shape: LayerShape, packing: Packing) -> QuantizedKV:
     """Of one layer, fitted to noise."""
     packed = packing.storage([shape], 3)
     if packing.fitted:
-        assert isinstance(packed, LeveledPairs)
+        assert isinstance(packed, KVQuantStore)
         fit(packed, random(shape.heads, 256, shape.key_dim), random(shape.heads, 256, shape.value_dim))
     return packed
 
 
-def filled(case: Case, dtype: torch.dtype, native: NativeModel | None) -> SlotCache:
+def filled(case: Case, dtype: torch.dtype, native: PackedWeights | None) -> SlotCache:
     """A cache full of noise, with so many columns packed and dropped."""
     packed = storage(case.shape, case.packing)
     heads = case.shape.heads
@@ -318,15 +318,15 @@ def filled(case: Case, dtype: torch.dtype, native: NativeModel | None) -> SlotCa
 
 def run(case: Case, dtype: torch.dtype, how: str) -> Tensor:
     """The operator's output (rows, heads, value dim)."""
-    native = NativeModel.create() if how == "native" else None
+    native = PackedWeights.create() if how == "native" else None
     cache = filled(case, dtype, native)
     q, k, v = case.inputs(dtype)
-    plan = Plan(case.segments)
+    plan = BatchPlan(case.segments)
     if native is not None:
         native.begin(plan, q.shape[2])
         attend = torch.ops.sakiyomi_cpu.attend
     else:
-        Dense(cache, by_row=how == "by row").begin(plan, q.shape[2])
+        TorchBackend(cache, by_row=how == "by row").begin(plan, q.shape[2])
         attend = torch.ops.sakiyomi.attend
     out: Tensor = attend(q, k, v, 0, case.scaling, case.softcap, case.window)
     return out[0]
@@ -388,14 +388,14 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
     q, k, v = case.inputs(dtype)
     for segment in case.segments:
         if not segment.prompt:
-            native = NativeModel.create() if how == "native" else None
+            native = PackedWeights.create() if how == "native" else None
             cache = filled(case, dtype, native)
-            plan = Plan([Segment(segment.slot, segment.length, [0])])
+            plan = BatchPlan([SequenceRows(segment.slot, segment.length, [0])])
             if native is not None:
                 native.begin(plan, 1)
                 attend = torch.ops.sakiyomi_cpu.attend
             else:
-                Dense(cache, by_row=True).begin(plan, 1)
+                TorchBackend(cache, by_row=True).begin(plan, 1)
                 attend = torch.ops.sakiyomi.attend
             own = (x[:, :, row : row + 1] for x in (q, k, v))
             alone = attend(*own, 0, case.scaling, case.softcap, case.window)[0, 0]

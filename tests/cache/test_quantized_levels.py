@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.cache.quantized import Packing, pack_codes, unpack_codes
-from sakiyomi.cache.quantized_levels import LeveledPacking, LeveledPairs, aside_of, fit_levels
+from sakiyomi.cache.quantized_levels import KVQuantStore, LeveledPacking, aside_of, fit_levels
 from sakiyomi.cache.rotary import Rotation
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import UnsupportedError
@@ -21,14 +21,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def stored(bits: int, *, neighbours: bool = False, residual: int = 0) -> LeveledPairs:
+def stored(bits: int, *, neighbours: bool = False, residual: int = 0) -> KVQuantStore:
     """Storage of one layer, fitted to normal numbers."""
-    packed = LeveledPairs([SHAPE], LeveledPacking(bits, residual), 2)
+    packed = KVQuantStore([SHAPE], LeveledPacking(bits, residual), 2)
     fit(packed, random(2, 512, 20), random(2, 512, 24), neighbours=neighbours)
     return packed
 
 
-def held(packed: LeveledPairs, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def held(packed: KVQuantStore, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """What is left of these columns in a slot."""
     packed.take(packed.larger(1, keys.shape[1]), 1, keys.shape[1])
     packed.append(0, 0, slice(0, 2), keys, values)
@@ -117,7 +117,7 @@ def test_less_is_lost_than_with_even_steps(bits: int) -> None:
     """Of keys whose channels differ before their rotation, against even steps in a range for each rotated channel."""
     sizes = torch.linspace(0.1, 4, 20)
     keys, values = random(2, 1024, 20) * sizes, random(2, 1024, 24)
-    packed = LeveledPairs([SHAPE], LeveledPacking(bits), 1)
+    packed = KVQuantStore([SHAPE], LeveledPacking(bits), 1)
     fit(packed, keys[:, :512], values)
     turn = turning(20)
     rotated = turn(0, keys[:, 512:], torch.arange(512).expand(2, -1))
@@ -164,7 +164,7 @@ def test_packing_at_borders_is_packing_at_once(bits: int) -> None:
 def test_bytes(bits: int) -> None:
     """Heads of 64: bits of a number, 32 of one in a hundred, and 32 of a value's range; what was fitted counts too."""
     shape = LayerShape(4, 64, 64)
-    packed = LeveledPairs([shape] * 2, LeveledPacking(bits), 1)
+    packed = KVQuantStore([shape] * 2, LeveledPacking(bits), 1)
     fit(packed, random(4, 64, 64), random(4, 64, 64))
     packed.take(packed.larger(1, 8192), 1, 8192)
     of_text = sum(store.nbytes for stores in packed.stores for store in stores)

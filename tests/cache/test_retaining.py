@@ -22,9 +22,9 @@ from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingSha
 from sakiyomi.cache.policies.retaining.raw import Raw, find_projections
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
-from sakiyomi.kernels.batch import Plan, Segment
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.train import retaining_labels as labels
 from sakiyomi.train.heads_loss import heads_loss
 from sakiyomi.train.retaining_labels import attention_heard, kv_heads_of, largest_chances, largest_logits
@@ -122,20 +122,20 @@ def test_raw_of_a_packed_model_eager_and_compiled(name: str) -> None:
     ids = prompt(8)
     expected = [torch.cat(layer, 2)[0] for layer in projected(model, torch.tensor([ids]))]
     names = find_projections(model)
-    packed = PackedModel(model, compile=False)
+    packed = ModelRunner(model, compile=False)
     raw = Raw(packed.module, names=names)
     assert raw.widths == tuple(layer.shape[1] for layer in expected)
     kv_heads = [shape.heads for shape in packed.cache.shapes]
     heads = RetainingHeads(RetainingShape(raw.widths, tuple(kv_heads), 4))
     raw.listen()
     with packed.cache.lent(8) as slot:
-        packed.score([Segment(slot, 0, ids)])
+        packed.score([SequenceRows(slot, 0, ids)])
     for read, layer in zip(raw.read, expected, strict=True):
         assert read is not None
         assert torch.allclose(read, layer, atol=1e-4, rtol=1e-4)
     if name in OWN_ATTENTION:
         return  # no graphs are made of these
-    packed.state.begin(Plan([]), 8)
+    packed.state.begin(BatchPlan([]), 8)
 
     def step(ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
         logits = packed.module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits
@@ -391,7 +391,7 @@ def test_the_fingerprint_tells_models_apart_and_not_how_they_were_loaded() -> No
     model = model_of("qwen2")
     tokenizer = tiny_tokenizer()
     own = fingerprint(model, tokenizer)
-    packed = PackedModel(model, compile=False)
+    packed = ModelRunner(model, compile=False)
     assert fingerprint(packed.module, tokenizer) == own
     assert fingerprint(model_of("llama"), tokenizer)["weights"] != own["weights"]
     assert fingerprint(model, tiny_tokenizer(300))["tokenizer"] != own["tokenizer"]

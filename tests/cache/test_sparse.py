@@ -23,8 +23,8 @@ from sakiyomi.cache.quantized import Packing
 from sakiyomi.evaluation.audit.audit import audit
 from sakiyomi.evaluation.audit.report import AuditConfig
 from sakiyomi.evaluation.bench.long.systems import systems
-from sakiyomi.kernels.batch import Segment
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.native import PackedWeights
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -154,12 +154,12 @@ def read(llm: LLM, tokens: list[int], *, behind: int = 0) -> Tensor:
     """Logits of all rows of a prompt in chunks of 16, and of so many tokens behind it."""
     rows, end = [], len(tokens) - behind
     with llm.target.cache.lent(len(tokens)) as slot:
-        llm.target.keeping.begin(slot)
+        llm.target.eviction.begin(slot)
         for at in range(0, end, 16):
             part = tokens[at : min(at + 16, end)]
-            rows.append(llm.target.score([Segment(slot, at, part, prompt=True)]).clone())
+            rows.append(llm.target.score([SequenceRows(slot, at, part, prompt=True)]).clone())
         if behind:
-            rows.append(llm.target.score([Segment(slot, end, tokens[end:])]).clone())
+            rows.append(llm.target.score([SequenceRows(slot, end, tokens[end:])]).clone())
     return torch.cat(rows)
 
 
@@ -182,7 +182,7 @@ def test_what_is_written_sees_everything() -> None:
     mine, theirs = full.target.cache, llm.target.cache
     for a, b in zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True):
         a[0, :, :32] = b[0, :, :32]
-    behind = full.target.score([Segment(0, 32, tokens[32:])])
+    behind = full.target.score([SequenceRows(0, 32, tokens[32:])])
     assert torch.equal(found, behind)
     assert llm.target.cache.bytes == full.target.cache.bytes, "all pairs stay"
 
@@ -194,7 +194,7 @@ def test_kernels_of_other_passes_do_not_matter(plain_torch: bool, monkeypatch: p
     wanted = make(FEW).generate([tokens], params)[0].token_ids
     assert wanted != make("full").generate([tokens], params)[0].token_ids
     if plain_torch:
-        monkeypatch.setattr(NativeModel, "create", lambda: None)
+        monkeypatch.setattr(PackedWeights, "create", lambda: None)
         assert make(FEW).generate([tokens], params)[0].token_ids == wanted
         return
     llm = make(FEW, compile=True)
@@ -227,7 +227,7 @@ def test_the_audit_reads_the_prompt_likewise(tmp_path: Any, monkeypatch: pytest.
     report = audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options)
     assert report.reference == "own plain" and not report.defects and report.noise < 1e-3
 
-    class AllPrompt(Segment):
+    class AllPrompt(SequenceRows):
         def __init__(self, *args: Any, **values: Any) -> None:
             super().__init__(*args, **{**values, "prompt": True})
 

@@ -20,7 +20,7 @@ from sakiyomi.drafters.draft_length import (
     Costs,
     FixedSize,
     Size,
-    Worth,
+    TokenValue,
     make_policy,
 )
 
@@ -175,7 +175,7 @@ def test_rows_of_all_requests_are_paid_for(batch: int) -> None:
 
 def test_a_token_is_worth_what_else_the_time_would_bring() -> None:
     """At two tokens a second a node has to be worth 0.2 where it costs a tenth of a second."""
-    worth = Worth(2.0, costs(slope=0.1))
+    worth = TokenValue(2.0, costs(slope=0.1))
     assert worth.size([0.9, 0.5, 0.21, 0.19, 0.1]) == 3
     assert worth.size([0.15, 0.1]) == 0
     assert worth.pays(0.21, 0.1) and not worth.pays(0.19, 0.1)
@@ -185,8 +185,8 @@ def test_a_token_is_worth_what_else_the_time_would_bring() -> None:
 def test_steps_of_the_pass_are_taken_whole_or_not_at_all() -> None:
     """Four rows cost what two do: nodes that do not pay alone pay together."""
     stairs = Costs(lambda rows: 1.0 if rows == 1 else 1.5 if rows <= 4 else 3.0, 0.1, 0.0)
-    assert Worth(1.0, stairs).size([0.3, 0.2, 0.1, 0.1]) == 3
-    assert Worth(1.0, stairs).size([0.3, 0.1, 0.05, 0.05]) == 0
+    assert TokenValue(1.0, stairs).size([0.3, 0.2, 0.1, 0.1]) == 3
+    assert TokenValue(1.0, stairs).size([0.3, 0.1, 0.05, 0.05]) == 0
 
 
 def test_what_other_requests_had_is_expected_first() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters import DRAFTERS, FORMS, Surroundings, make_drafter, parse_drafters
+from sakiyomi.drafters import DRAFTERS, FORMS, DrafterContext, make_drafter, parse_drafters
 from sakiyomi.drafters.calibration import Calibration
 from sakiyomi.drafters.following import CHUNK
 from sakiyomi.drafters.growth import grow
@@ -274,9 +274,9 @@ def test_coupled_ngrams_choose_by_the_noise_of_the_position() -> None:
     assert chosen["greedy"] == chosen["ratio"]
 
 
-def around() -> Surroundings:
+def around() -> DrafterContext:
     loaded = type("Loaded", (), {"name": "toy", "tokenizer": None})()
-    return Surroundings(loaded, V, lambda _: None, lambda _: None, None, lambda _: None, lambda _: None)
+    return DrafterContext(loaded, V, lambda _: None, lambda _: None, None, lambda _: None, lambda _: None)
 
 
 def test_specs() -> None:

@@ -15,7 +15,7 @@ from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingParams
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -210,17 +210,17 @@ def test_an_interruption_anywhere(place: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_kernels_that_are_ready_between_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """What plain torch wrote into the cache on a machine's first use is read by the compiled kernels from then on."""
-    if NativeModel.create() is None:
+    if PackedWeights.create() is None:
         pytest.skip("the C++ kernels cannot be compiled here")
     monkeypatch.setattr("sakiyomi.model_executor.compiled.compiler", lambda: None)
     monkeypatch.setattr(sakiyomi.model_executor.runner, "native_at_hand", lambda: False)
     llm = LLM((model_of("llama"), TOKENIZER), "none")
     with llm.conversation() as conversation:
         conversation.generate(FIRST, params())
-        assert not isinstance(llm.target.state, NativeModel)
+        assert not isinstance(llm.target.state, PackedWeights)
         monkeypatch.setattr(sakiyomi.model_executor.runner, "native_at_hand", lambda: True)
         out = conversation.generate(second(), params())
-        assert isinstance(llm.target.state, NativeModel)
+        assert isinstance(llm.target.state, PackedWeights)
         assert (out.stats.reused, out.token_ids) == (22, reply(tuple(second())))
 
 

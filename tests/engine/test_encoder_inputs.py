@@ -407,7 +407,7 @@ def test_a_source_too_long_for_the_draft_goes_undrafted() -> None:
 
     small = build("bart", seed=3, max_position_embeddings=40)
     llm = llm_of(
-        model_of("bart"), ModelDrafter(sakiyomi.model_executor.runner.PackedModel(small, compile=False), VOCAB)
+        model_of("bart"), ModelDrafter(sakiyomi.model_executor.runner.ModelRunner(small, compile=False), VOCAB)
     )
     long, short = sources("bart", (60, 30))
     done = llm.generate([long, short], params(gamma=2, ignore_eos=True))

@@ -22,9 +22,9 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.kernels import native
-from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.model_executor.attention.torch import Dense
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.model_executor.attention.torch import TorchBackend
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -50,7 +50,7 @@ def scripted(kind: type[Scripted] = Scripted) -> Scripted:
 
 def drafted(draft: Any, **options: Any) -> LLM:
     """With a draft model that is another llama of random weights."""
-    return llm_with(ModelDrafter(PackedModel(draft, compile=False), VOCAB), **options)
+    return llm_with(ModelDrafter(ModelRunner(draft, compile=False), VOCAB), **options)
 
 
 def broken_after(count: int) -> Any:
@@ -197,7 +197,7 @@ def test_memory_that_goes_away_ends_the_request_that_needs_more() -> None:
 
 
 def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
-    draft = PackedModel(model_of("llama"), compile=False)
+    draft = ModelRunner(model_of("llama"), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
     draft.cache._available = lambda: 0
     done = llm.generate(PROMPTS, params())
@@ -211,8 +211,8 @@ def test_a_loaded_model_is_not_doubled_without_memory_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 1000)
-    packed = PackedModel(model_of("llama"), compile=False)
-    assert isinstance(packed.state, Dense)
+    packed = ModelRunner(model_of("llama"), compile=False)
+    assert isinstance(packed.state, TorchBackend)
     assert not caplog.records or "packed copy" in caplog.text
 
 
@@ -417,8 +417,8 @@ def test_no_pass_reaches_beyond_the_context() -> None:
     seen = []
     score = llm.target.score
 
-    def watching(segments: Sequence[Segment], **options: Any) -> Tensor:
-        seen.extend(max(Plan([s]).positions) for s in segments)
+    def watching(segments: Sequence[SequenceRows], **options: Any) -> Tensor:
+        seen.extend(max(BatchPlan([s]).positions) for s in segments)
         return score(segments, **options)
 
     llm.target.score = watching  # type: ignore[method-assign]
@@ -445,18 +445,18 @@ def test_a_cut_draft_is_one_of_lower_depth() -> None:
 def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph compiled in the background runs once, with an empty pass of its own."""
     monkeypatch.setattr(native, "native", lambda: None)
-    packed = PackedModel(model_of("llama"), compile=False)
+    packed = ModelRunner(model_of("llama"), compile=False)
     dense = packed.state
-    assert isinstance(dense, Dense)
+    assert isinstance(dense, TorchBackend)
     slot = packed.cache.take()
     packed.cache.reserve(slot, 16)
-    expected = packed.score([Segment(slot, 0, PROMPTS[0], prompt=True)])
+    expected = packed.score([SequenceRows(slot, 0, PROMPTS[0], prompt=True)])
     attention = packed._model.model.layers[1].self_attn
     forward, model = attention.forward, packed._model
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
         def other() -> None:
-            dense.begin(Plan([]), 4)
+            dense.begin(BatchPlan([]), 4)
             assert dense.calls() == 0
 
         thread = threading.Thread(target=other)
@@ -466,7 +466,7 @@ def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytes
 
     model.model.layers[1].self_attn.forward = meanwhile
     try:
-        assert torch.equal(packed.score([Segment(slot, 0, PROMPTS[0], prompt=True)]), expected)
+        assert torch.equal(packed.score([SequenceRows(slot, 0, PROMPTS[0], prompt=True)]), expected)
     finally:
         model.model.layers[1].self_attn.forward = forward
 
@@ -474,11 +474,11 @@ def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytes
 def test_a_request_keeps_the_graphs_of_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_with(scripted())
     ready = [frozenset[int]()]
-    monkeypatch.setattr(PackedModel, "ready", property(lambda self: ready[0]))
+    monkeypatch.setattr(ModelRunner, "ready", property(lambda self: ready[0]))
     seen: list[tuple[int, frozenset[int]]] = []
     score = llm.target.score
 
-    def watching(segments: Sequence[Segment], *, graphs: Any = None, last: bool = False) -> Tensor:
+    def watching(segments: Sequence[SequenceRows], *, graphs: Any = None, last: bool = False) -> Tensor:
         if not last:
             seen.extend((segment.slot, graphs) for segment in segments)
         return score(segments, last=last)
@@ -500,7 +500,7 @@ def test_exact_requests_take_one_path_from_the_first_on(monkeypatch: pytest.Monk
     """Compiled from the start, whether or not the draft's graphs are there."""
     monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
     target = tiny_llama(vocab=VOCAB, layers=1, dim=64).to(torch.bfloat16)
-    draft = PackedModel(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
+    draft = ModelRunner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
     llm = LLM((target, TOKENIZER), ModelDrafter(draft, VOCAB), exact=True)
     plain = LLM((target, TOKENIZER), "none", exact=True)
     assert llm.target.ready == plain.target.ready == {1, 8, 64}

@@ -20,7 +20,7 @@ from sakiyomi.evaluation.audit.audit import AuditConfig, AuditReport, audit
 from sakiyomi.evaluation.audit.hf_reference import Referee, coupled_scores, greedy_scores
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.kernels.build import native
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -118,7 +118,7 @@ needs_kernels = pytest.mark.skipif(native() is None, reason="no compiled kernels
 def test_rounded_weights_are_their_own_reference(models: Path, exact: bool) -> None:
     report = run(models, quantize="int8", exact=exact)
     assert report.reference == "own plain"
-    assert report.rounding is not None
+    assert report.quantization is not None
     assert report.noise > 0
     assert report.ok, report.to_dict()
     assert {check.against for check in report.checks} == {"own plain", "plain", "logits"}
@@ -129,9 +129,9 @@ def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, m
     """As torchao's on a GPU, of whose rounding there is no report."""
     pack = LLM._pack_target
 
-    def without_report(llm: LLM, *arguments: Any, **options: Any) -> PackedModel:
+    def without_report(llm: LLM, *arguments: Any, **options: Any) -> ModelRunner:
         target = pack(llm, *arguments, **options)
-        target.rounding = None
+        target.quantization = None
         return target
 
     monkeypatch.setattr(LLM, "_pack_target", without_report)

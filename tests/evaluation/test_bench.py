@@ -23,7 +23,7 @@ from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_t
 from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.engine_reference import OwnReferee
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
 from sakiyomi.evaluation.bench import compiling, llamacpp, suites
@@ -328,7 +328,7 @@ def test_figures_of_a_round_sum_up() -> None:
 
 def test_the_meter_counts_what_passes_hold_and_read(pair: BenchConfig) -> None:
     llm = LLM(pair.target, draft=pair.draft, compile=False)
-    plain = Undrafted(llm)
+    plain = EngineView(llm)
     with Meter(plain.engine) as meter:
         plain.generate([[5, 6, 7], [8, 9]], SamplingParams(max_new_tokens=4, ignore_eos=True))
     # The last pass is over the last but one new token: 3 + 3 and 2 + 3 pairs.
@@ -340,13 +340,13 @@ def test_the_meter_counts_what_passes_hold_and_read(pair: BenchConfig) -> None:
     assert both.figures()["kv_bytes"] > 6 * llm.target.cache.pair_bytes
     kept = {"cache": "streaming[local=4]", "kv_budget": 16, "chunk_size": 16}
     for options, held in ((kept, 16 + 8), (kept | {"cache": "streaming[local=4]+quant-8[residual=32]"}, None)):
-        bounded = Undrafted(LLM(pair.target, "none", compile=False, **options))  # type: ignore[arg-type]
+        bounded = EngineView(LLM(pair.target, "none", compile=False, **options))  # type: ignore[arg-type]
         with Meter(bounded.engine) as meter:
             bounded.generate([[5] * 48], SamplingParams(max_new_tokens=9, ignore_eos=True))
         last = bounded.engine.target.cache.pair_bytes
         most = 16 + 16  # what stays at a border, and the next chunk
         assert meter.figures()["kv_bytes"] == most * last if held else meter.figures()["kv_bytes"] < (48 + 8) * last
-    own = Undrafted(plain_llm := LLM(pair.target, "none", compile=False), EarlyExit(FirstLayers(plain_llm.target, 1)))
+    own = EngineView(plain_llm := LLM(pair.target, "none", compile=False), EarlyExit(FirstLayers(plain_llm.target, 1)))
     with Meter(own.engine) as shared:
         own.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, gamma=2, ignore_eos=True))
     assert own.engine.drafter.passes > 0  # type: ignore[union-attr]
@@ -396,7 +396,7 @@ def test_undrafted_is_the_engine_without_a_draft(pair: BenchConfig, params: Samp
     llm = LLM(pair.target, draft=pair.draft, compile=False)
     plain = LLM(pair.target, draft="none", compile=False)
     prompts = [[5, 6, 7], [8, 9]]
-    found = Undrafted(llm).generate(prompts, params)
+    found = EngineView(llm).generate(prompts, params)
     assert [done.token_ids for done in found] == [done.token_ids for done in plain.generate(prompts, params)]
     assert {entry.status for done in found for entry in done.trace} == {"plain"}
     assert all(done.stats.drafted == 0 for done in found)

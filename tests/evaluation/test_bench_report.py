@@ -21,7 +21,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.engine.llm import LLM
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.figures import run as running
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.page import Shown, page
@@ -110,7 +110,7 @@ def test_ranks_of_a_draft_that_is_the_target_are_all_the_first(toys: ReportConfi
     llm = LLM(toys.target, draft=f"model:{toys.target}", compile=False)
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
     params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    texts = [Undrafted(llm).generate([prompt], params)[0].token_ids for prompt in prompts]
+    texts = [EngineView(llm).generate([prompt], params)[0].token_ids for prompt in prompts]
     found = draft_ranks(llm.draft.model, prompts, texts)  # type: ignore[union-attr]
     assert found.places == 22
     assert found.accuracies()[0][0] == 1.0
@@ -222,7 +222,7 @@ def test_sample_and_compare_gives_the_targets_own_text(toys: ReportConfig) -> No
     """The text is that of no draft at all, and what it accepts is the target's chance of the draft's best guess."""
     llm = LLM(toys.target, draft="none", compile=False)
     drafter = llm.drafter(toys.draft)
-    rival, plain = Undrafted(llm, GreedyDraft(drafter), strict=True), Undrafted(llm)
+    rival, plain = EngineView(llm, GreedyDraft(drafter), strict=True), EngineView(llm)
     params = SamplingParams(max_new_tokens=400, temperature=1.0, seed=3, gamma=1, ignore_eos=True, acceptance="coupled")
     prompt = [[5, 6, 7]]
     (found,), (alone,) = rival.generate(prompt, params), plain.generate(prompt, params)

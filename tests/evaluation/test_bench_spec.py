@@ -18,7 +18,7 @@ from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.chat_template import Dialogue
 from sakiyomi.engine.llm import LLM
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.runner import Contender, Lap, race
 from sakiyomi.evaluation.bench.spec import run as run_module
 from sakiyomi.evaluation.bench.spec.config import SpecConfig
@@ -183,13 +183,13 @@ def test_every_drafter_has_a_row_and_the_plain_text(config: SpecConfig) -> None:
 def test_another_text_is_a_defect_and_has_no_speed(config: SpecConfig) -> None:
     llm = LLM(config.target, "none", compile=False, max_batch=2)
 
-    class Wrong(Undrafted):
+    class Wrong(EngineView):
         def generate(self, prompts: Any, params: SamplingParams) -> Any:
             (done,) = super().generate(prompts, params)
             return [replace(done, token_ids=[(token + 7) % 300 for token in done.token_ids])]
 
     talk = Talk(Dialogue(llm.tokenizer), 100, Question(1, "qa", ("Once upon a time",), "qa"))
-    ways = {PLAIN: Undrafted(llm), "wrong": Wrong(llm)}
+    ways = {PLAIN: EngineView(llm), "wrong": Wrong(llm)}
     found = run_module._ask(config, llm, talk, ways, lambda text: None)
     assert [(record.equal, record.explained) for record in found] == [(True, True), (False, False)]
     assert "no near-tie" in found[1].note

@@ -20,7 +20,7 @@ import sakiyomi.kernels.native
 from architectures import ALL, VOCAB, model_of, prompt
 from drafters import Branching, Fading, Noisy, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams, UnsupportedError
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 from toys import character_tokenizer, save_model
 
 NEW = 24
@@ -35,7 +35,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Which kernels the models of a test run on."""
     if request.param == "plain torch":
         monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
-    elif NativeModel.create() is None:
+    elif PackedWeights.create() is None:
         pytest.skip("the C++ kernels cannot be compiled here")
     return str(request.param)
 

@@ -21,15 +21,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
-from sakiyomi.cache.quantized import PackedPairs
+from sakiyomi.cache.quantized import QuantizedKV
 from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.model_executor.attention.torch import Dense
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.attention.torch import TorchBackend
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -136,9 +136,9 @@ def test_exact_numbers_do_not_depend_on_drafts() -> None:
 
 @pytest.mark.parametrize("spec", [f"h2o+quant-4{SMALL}", f"kvquant-3{SMALL}"])
 def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
-    monkeypatch.setattr(PackedModel, "_packable", lambda self: False)
+    monkeypatch.setattr(ModelRunner, "_packable", lambda self: False)
     llm = LLM((model_of("llama"), TOKENIZER), "none", **options(spec))
-    assert isinstance(llm.target.state, Dense)
+    assert isinstance(llm.target.state, TorchBackend)
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == plain("llama", spec)
 
 
@@ -156,15 +156,15 @@ def rounded(numbers: Tensor, bits: int, axis: int) -> Tensor:
     return torch.cat(found, axis)
 
 
-Rounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+Quantization = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Keys and values, (heads, n, dim), of a layer's first columns as they are after packing."""
 
 
-def evenly(bits: int) -> Rounding:
+def evenly(bits: int) -> Quantization:
     return lambda layer, keys, values: (rounded(keys, bits, 1), rounded(values, bits, 2))
 
 
-def at_levels(packed: PackedPairs) -> Rounding:
+def at_levels(packed: QuantizedKV) -> Quantization:
     """By what was fitted to the model; test_leveled_pairs.py has it number by number."""
 
     def rounding(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +174,7 @@ def at_levels(packed: PackedPairs) -> Rounding:
     return rounding
 
 
-def attention_of(rounding: Rounding, borders: list[int]) -> Any:
+def attention_of(rounding: Quantization, borders: list[int]) -> Any:
     """Attention for transformers: rows between two borders see rounded keys and values before the tail of the first."""
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
@@ -292,7 +292,7 @@ def test_conversations_continue() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", **options(f"quant-8{SMALL}"))
     with llm.conversation() as conversation:
         first = conversation.generate(PROMPTS[0], params(max_new_tokens=20))
-        places = llm.target.keeping.places(0)
+        places = llm.target.eviction.places(0)
         assert [len(layer) for layer in places] == [2] * 3
         assert all(torch.equal(own, torch.arange(len(PROMPTS[0]))) for layer in places for own in layer)
         longer = [*PROMPTS[0], *first.token_ids, *prompt(30, 9)]
@@ -319,6 +319,6 @@ def test_refusals() -> None:
         ):
             LLM((model_of(name), TOKENIZER), "none", cache="kvquant-4")
     with pytest.raises(InputError, match=r"levels are fitted on a text"):
-        PackedModel(model_of("llama"), keeping=Keeping(None, None, 64, packing=LeveledPacking(4)))
+        ModelRunner(model_of("llama"), eviction=EvictingCache(None, None, 64, packing=LeveledPacking(4)))
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")

@@ -21,7 +21,7 @@ import sakiyomi.engine.speculation
 from architectures import CONFIGS, VOCAB, greedy, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.cache.observations import Notes
+from sakiyomi.cache.observations import RowObservations
 from sakiyomi.cache.policies import POLICIES, View
 from sakiyomi.cache.policies.h2o import H2O
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
@@ -34,7 +34,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.evaluation.audit.audit import audit
 from sakiyomi.evaluation.audit.report import AuditConfig
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 WITHOUT_FILES = [name for name in POLICIES if name != "locret"]
@@ -118,7 +118,7 @@ def test_any_policy_may_have_a_pyramid(name: str) -> None:
     pyramid = spec("infllm", pyramid=4) if name == "infllm" else f"locret:{heads_of('llama')}[local=4,pyramid=4]"
     assert drafted("llama", pyramid, Branching, gamma=5) == plain("llama", pyramid)
     target = llm_of("llama", pyramid).target
-    last = len(PROMPTS[2]) + (NEW - 1) // target.keeping.every * target.keeping.every
+    last = len(PROMPTS[2]) + (NEW - 1) // target.eviction.every * target.eviction.every
     held = [last - int(gone) for gone in target.cache.dropped[0, :, 0]]
     assert held[0] > held[1] == BUDGET > held[2] and sum(held) == 3 * BUDGET
 
@@ -166,7 +166,7 @@ def test_scores_of_heads_are_those_of_the_module() -> None:
     with llm.conversation() as conversation:
         out = conversation.generate(PROMPTS[0], params(gamma=5))
         assert out.stats.accepted
-        found = llm.target.keeping._slots[0].scores
+        found = llm.target.eviction._slots[0].scores
         tokens = [*PROMPTS[0], *out.token_ids]
         with torch.no_grad(), Raw(model) as raw:
             model(torch.tensor([tokens]))
@@ -176,7 +176,7 @@ def test_scores_of_heads_are_those_of_the_module() -> None:
                 torch.testing.assert_close(torch.stack(of_layer), scores, atol=1e-4, rtol=1e-4)
 
 
-def _keep_the_pairs_alone(notes: Notes, slot: int, length: int, rows: Sequence[int]) -> None:
+def _keep_the_pairs_alone(notes: RowObservations, slot: int, length: int, rows: Sequence[int]) -> None:
     """Broken: what rows of refused tokens left behind is taken for that of the accepted ones."""
 
 
@@ -187,7 +187,7 @@ def _reach_beyond(request: Any) -> int:
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(Notes, "keep", _keep_the_pairs_alone), (sakiyomi.engine.speculation, "_room", _reach_beyond)],
+    [(RowObservations, "keep", _keep_the_pairs_alone), (sakiyomi.engine.speculation, "_room", _reach_beyond)],
     ids=["statistics of refused rows", "rounds beyond borders"],
 )
 def test_broken_rules_are_found(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,8 +299,8 @@ def test_expected_attention_is_a_mean_over_queries() -> None:
     """Against queries that are drawn: normal, before their rotation, then turned to each of the next positions."""
     torch.manual_seed(0)
     llm = llm_of("llama", "expected[local=4,ahead=8,floor=0.0]")
-    keeping: Any = llm.target.keeping
-    turn, dim, rows = keeping.policy._turn, 8, 40
+    eviction: Any = llm.target.eviction
+    turn, dim, rows = eviction.policy._turn, 8, 40
     raw = torch.randn(2, rows, dim) * 0.3 + torch.randn(2, 1, dim)  # two query heads of one key head
     positions = torch.arange(10, 10 + rows)
     queries = turn(0, raw, positions.expand(2, -1))
@@ -320,10 +320,10 @@ def test_expected_attention_is_a_mean_over_queries() -> None:
         keys=keys,
         values=values,
         notes=notes.flatten(1),
-        surprise=None,
+        neg_log_prob=None,
         former=torch.zeros(1, 10),
     )
-    found = keeping.policy.score(view)[0]
+    found = eviction.policy.score(view)[0]
     rotation = torch.stack([turn(0, torch.eye(dim)[None], torch.full((1, dim), p))[0] for p in range(50, 58)]).mean(0)
     away = raw - raw.mean(1, keepdim=True)
     total = torch.zeros(50)
@@ -341,7 +341,7 @@ def test_sums_of_attention_are_the_models_own() -> None:
     llm = LLM((model, TOKENIZER), "none", cache="h2o[local=4]", kv_budget=200, chunk_size=CHUNK, compile=False)
     with llm.conversation() as conversation:
         conversation.generate(tokens, params(max_new_tokens=2))
-        found = llm.target.keeping._slots[0].scores
+        found = llm.target.eviction._slots[0].scores
         with torch.no_grad():
             eager = model_of("llama")
             before = eager.config._attn_implementation
@@ -378,7 +378,7 @@ def test_positions_move(name: str) -> None:
     had begun there, as far as each layer's rows saw nothing that is gone.
     """
     llm = llm_of(name, "recency[local=4,positions=reassigned]")
-    assert llm.target.keeping._turn is not None  # proven on this model when it was made
+    assert llm.target.eviction._turn is not None  # proven on this model when it was made
     assert len(llm.generate([prompt(300, 2)], params())[0].token_ids) == NEW
 
 
@@ -390,9 +390,9 @@ def test_gpt2s_positions_do_not_move() -> None:
 def test_what_is_recalled_is_what_was_there() -> None:
     """InfLLM: pairs of the cache are, bit for bit, those of their places; and blocks come back that had gone."""
     llm = llm_of("llama", spec("infllm"))
-    keeping: Any = llm.target.keeping
+    eviction: Any = llm.target.eviction
     chosen: list[set[int]] = []
-    excerpt = keeping._cache.excerpt
+    excerpt = eviction._cache.excerpt
 
     def watched(slot: int, length: int, source: Any, other: int, columns: list[Tensor]) -> None:
         excerpt(slot, length, source, other, columns)
@@ -402,11 +402,11 @@ def test_what_is_recalled_is_what_was_there() -> None:
                 now = llm.target.cache.keys[layer][slot, head, : len(places)]
                 assert torch.equal(now, source.keys[layer][other, head, places])
 
-    keeping._cache.excerpt = watched
+    eviction._cache.excerpt = watched
     try:
         out = llm.generate([PROMPTS[0]], params())[0]
     finally:
-        del keeping._cache.excerpt
+        del eviction._cache.excerpt
     assert len(out.token_ids) == NEW and len(chosen) > 5
     assert any((later - sooner) & set(range(60)) for sooner, later in itertools.pairwise(chosen)), "none came back"
 
@@ -457,11 +457,11 @@ def test_heads_with_budgets_of_their_own(native: bool, monkeypatch: pytest.Monke
 
     wanted = make("none").generate([tokens], params())[0].token_ids
     if not native:
-        monkeypatch.setattr(NativeModel, "create", lambda: None)
+        monkeypatch.setattr(PackedWeights, "create", lambda: None)
     llm = make("none")
     with llm.conversation() as conversation:
         out = conversation.generate(tokens, params())
-        held = llm.target.keeping.places(0)
+        held = llm.target.eviction.places(0)
         assert [[len(head) for head in layer] for layer in held] == [[48, 72], [72, 48], [48, 72]]
     assert [store.ndim for store in llm.target.cache.keys] == [3] * 3, "the storage is even"
     rooms = [48 + 320, 72 + 320]

@@ -13,7 +13,7 @@ from architectures import ALL, VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.early_exit import FirstLayers
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, save_model, tiny_llama
 
 NEW = 24
@@ -225,7 +225,7 @@ def test_specs(spec: str, message: str) -> None:
 
 
 def test_layers_in_no_list_are_refused() -> None:
-    packed = PackedModel(model_of("llama"), compile=False)
+    packed = ModelRunner(model_of("llama"), compile=False)
     packed._model.more = nn.ModuleList(nn.Identity() for _ in range(3))
     with pytest.raises(UnsupportedError, match="2 lists of 3 layers"):
         FirstLayers(packed, 1)
@@ -247,7 +247,7 @@ def test_self_int8(dtype: str, tmp_path: Any) -> None:
         assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(PROMPTS, params())]
         assert sum(out.stats.accepted for out in done) > 0.4 * sum(out.stats.drafted for out in done)
         own = llm.draft.model  # type: ignore[union-attr]
-        assert own.rounding is not None and llm.target.rounding is None
+        assert own.quantization is not None and llm.target.quantization is None
         assert own.weight_bytes < (0.62 if dtype == "bfloat16" else 0.4) * llm.target.weight_bytes
         assert {entry.source for out in done for entry in out.trace} == {"self-int8", "target"}
 

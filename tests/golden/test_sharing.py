@@ -21,11 +21,11 @@ import sakiyomi.model_executor.runner
 import seq2seq_toys
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
-from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.prefix import alike
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.engine.request import Place, Request
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.engine.request import Request, RetainedSlot
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
 CHUNK = 16
@@ -64,7 +64,7 @@ def near(slots: int = 8) -> ModelDrafter:
     model = copy.deepcopy(model_of("llama"))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.05)
-    return ModelDrafter(PackedModel(model, compile=False, max_slots=slots), VOCAB)
+    return ModelDrafter(ModelRunner(model, compile=False, max_slots=slots), VOCAB)
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> list[Request]:
@@ -98,7 +98,7 @@ def shared(kind: str, exact: bool = True) -> LLM:
     return make(kind, near(4), exact=exact, max_batch=4, model=model)
 
 
-def counted(model: PackedModel) -> list[int]:
+def counted(model: ModelRunner) -> list[int]:
     """Rows of each pass over prompts, as they come."""
     rows: list[int] = []
     score = model.score
@@ -172,14 +172,14 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
     assert same()
     if kind == "h2o":
-        fork = Keeping.fork
+        fork = EvictingCache.fork
 
-        def forgetting(self: Keeping, slot: int, *where: int) -> None:
+        def forgetting(self: EvictingCache, slot: int, *where: int) -> None:
             fork(self, slot, *where)
             for heads in self._slots[slot].scores:
                 heads[:] = [torch.zeros_like(scores) for scores in heads]
 
-        monkeypatch.setattr(Keeping, "fork", forgetting)
+        monkeypatch.setattr(EvictingCache, "fork", forgetting)
     else:
         monkeypatch.setattr(llm.engine._places, "_exact", False)
     assert not same()
@@ -188,7 +188,7 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_conversation_lends_nothing_that_others_would_not_have() -> None:
     """Its first prompt ended where for others it goes on, and the policy has kept that end."""
     llm = shared("both ends")
-    place = Place()
+    place = RetainedSlot()
     llm.engine.submit(BEGINNING[:96], replace(GREEDY, max_new_tokens=4), place=place)
     finish(llm)
     second, other = llm.engine.submit(PROMPTS[0], GREEDY, place=place), llm.engine.submit(PROMPTS[0], GREEDY)
@@ -345,7 +345,9 @@ def test_the_draft_copies_too() -> None:
 
 def served(llm: LLM, tokens: list[int], new: int = 12) -> Request:
     """A request as the server's: what it leaves may be used by all."""
-    request = llm.engine.submit(tokens, SamplingParams(max_new_tokens=new, ignore_eos=True), place=Place(open=True))
+    request = llm.engine.submit(
+        tokens, SamplingParams(max_new_tokens=new, ignore_eos=True), place=RetainedSlot(open=True)
+    )
     finish(llm)
     return request
 
@@ -370,7 +372,7 @@ def test_a_longer_conversation_is_not_lost() -> None:
 def test_a_prompt_that_was_left_is_gone_on_with(kind: str) -> None:
     """A client goes away while its prompt is read, and asks again."""
     llm = make(kind)
-    left = llm.engine.submit(PROMPTS[0], GREEDY, place=Place(open=True))
+    left = llm.engine.submit(PROMPTS[0], GREEDY, place=RetainedSlot(open=True))
     llm.engine.step()
     llm.engine.step()
     llm.engine.remove(left.id)
@@ -406,7 +408,7 @@ OPERATIONS = st.lists(
 def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
     """Joins, rounds and cancellations in any order, places that are kept or not, more requests than slots."""
     llm = shared(kind, exact)
-    places: list[Place] = []
+    places: list[RetainedSlot] = []
     reused = 0
 
     @cache
@@ -414,7 +416,7 @@ def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
         return alone(llm, [PROMPTS[which]], params)[0].output
 
     def joined(which: int, params: SamplingParams, keeps: bool) -> tuple[Request, int, SamplingParams]:
-        places.append(Place(open=True))
+        places.append(RetainedSlot(open=True))
         place = places[-1] if keeps and kind == "full" else None  # others go on from what is dropped by then
         return llm.engine.submit(PROMPTS[which], params, place=place), which, params
 

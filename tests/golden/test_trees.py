@@ -23,7 +23,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
 NEW = 40
@@ -36,13 +36,13 @@ def wanted(name: str) -> list[list[int]]:
     return [greedy(model_of(name), tokens, NEW) for tokens in PROMPTS]
 
 
-def noisy(name: str, size: float = 0.08, seed: int = 0) -> PackedModel:
+def noisy(name: str, size: float = 0.08, seed: int = 0) -> ModelRunner:
     model = copy.deepcopy(model_of(name))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += size * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return PackedModel(model, max_slots=8, compile=False)
+    return ModelRunner(model, max_slots=8, compile=False)
 
 
 class Watched(ModelDrafter):

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.kernels import build
-from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.native import NativeModel, can_pack, pack_weight
-from sakiyomi.model_executor.attention.torch import Dense
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.native import PackedWeights, can_pack, pack_weight
+from sakiyomi.model_executor.attention.torch import TorchBackend
 
-native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
+native_only = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -36,9 +36,9 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 # ---------------------------------------------------------------- linear
 
 
-def begin(model: NativeModel, rows: int, filler: int = 0) -> None:
+def begin(model: PackedWeights, rows: int, filler: int = 0) -> None:
     """Say that a pass of so many rows comes."""
-    model.begin(Plan([Segment(0, 0, [0] * rows)]), rows + filler)
+    model.begin(BatchPlan([SequenceRows(0, 0, [0] * rows)]), rows + filler)
 
 
 @native_only
@@ -50,7 +50,7 @@ def begin(model: NativeModel, rows: int, filler: int = 0) -> None:
 )
 def test_linear_is_linear(inner: int, out: int, bias: bool, dtype: torch.dtype) -> None:
     """Output channels come in blocks of 16 and 64, rows in blocks of 6: every remainder has code of its own."""
-    model = NativeModel.create()
+    model = PackedWeights.create()
     assert model is not None
     weight, shift = random(out, inner, dtype=dtype), random(out, dtype=dtype, seed=9) if bias else None
     layer = model.add_linear(weight, shift)
@@ -70,7 +70,7 @@ def test_linear_is_linear(inner: int, out: int, bias: bool, dtype: torch.dtype) 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_matrix_unit_changes_nothing_but_time(bits: int) -> None:
     """The same whole sums with and without it; in bf16 sums of the same products, in another order."""
-    library, model = build.native(), NativeModel.create()
+    library, model = build.native(), PackedWeights.create()
     assert library is not None and model is not None
     if not library.sk_tiles(1):
         pytest.skip("this processor has no matrix unit (AMX), or the system does not grant it")
@@ -92,7 +92,7 @@ def test_linear_takes_any_layout() -> None:
     """Rows may come with strides, with more dimensions in front, and in another number than the pass has: experts get
     the rows that were routed to them, in any order, and some models apply a layer to each head.
     """
-    model = NativeModel.create()
+    model = PackedWeights.create()
     assert model is not None
     weight = random(20, 8)
     layer = model.add_linear(weight, None)
@@ -105,7 +105,7 @@ def test_linear_takes_any_layout() -> None:
 @native_only
 def test_linear_refuses_what_does_not_fit() -> None:
     """A wrong width or dtype would read foreign memory."""
-    model = NativeModel.create()
+    model = PackedWeights.create()
     assert model is not None
     layer = model.add_linear(random(4, 6), None)
     begin(model, 1)
@@ -124,7 +124,7 @@ def test_linear_computes_each_row_alone(inner: int, dtype: torch.dtype) -> None:
 
     Inputs in 64s may go through a matrix unit, in groups of 16 rows.
     """
-    model = NativeModel.create()
+    model = PackedWeights.create()
     assert model is not None
     layer = model.add_linear(random(150, inner, dtype=dtype), random(150, dtype=dtype))
     x = random(1, 64, inner, dtype=dtype)
@@ -157,7 +157,7 @@ class Case:
 
     shape: LayerShape
     group: int
-    segments: tuple[Segment, ...]
+    segments: tuple[SequenceRows, ...]
     scaling: float
     softcap: float
     window: int
@@ -190,10 +190,10 @@ def cases(draw: st.DrawFn, prompts: bool = False) -> Case:
     for slot in slots[: draw(st.integers(1, 3))]:
         length = draw(st.integers(0, 90))
         if prompts and draw(st.booleans()):
-            segments.append(Segment(slot, length, [0] * draw(st.integers(1, 40)), prompt=True))
+            segments.append(SequenceRows(slot, length, [0] * draw(st.integers(1, 40)), prompt=True))
         else:
             parents = draw(trees())
-            segments.append(Segment(slot, length, [0] * len(parents), parents))
+            segments.append(SequenceRows(slot, length, [0] * len(parents), parents))
     return Case(
         LayerShape(draw(st.integers(1, 3)), draw(dims), draw(dims)),
         draw(st.integers(1, 4)),
@@ -205,7 +205,7 @@ def cases(draw: st.DrawFn, prompts: bool = False) -> Case:
     )
 
 
-def cache_of(case: Case, dtype: torch.dtype, native: NativeModel | None) -> SlotCache:
+def cache_of(case: Case, dtype: torch.dtype, native: PackedWeights | None) -> SlotCache:
     """A cache filled with noise: columns that a row must not see would be seen in the result."""
     cache = SlotCache([case.shape], dtype=dtype, max_slots=4, on_move=native.attach if native else None)
     cache.reserve(3, 140)
@@ -216,17 +216,17 @@ def cache_of(case: Case, dtype: torch.dtype, native: NativeModel | None) -> Slot
 
 def run(case: Case, dtype: torch.dtype, how: str) -> tuple[Tensor, SlotCache]:
     """The operator's output (rows, heads, value dim), and the cache after it."""
-    native = NativeModel.create() if how == "native" else None
+    native = PackedWeights.create() if how == "native" else None
     cache = cache_of(case, dtype, native)
     q, k, v = case.inputs(dtype)
     arguments = (q, k, v, 0, case.scaling, case.softcap, case.window)
-    plan = Plan(case.segments)
+    plan = BatchPlan(case.segments)
     if native is not None:
         native.begin(plan, case.rows)
         out = torch.ops.sakiyomi_cpu.attend(*arguments)
         assert native.calls() == 1
     else:
-        dense = Dense(cache, by_row=how == "by row")
+        dense = TorchBackend(cache, by_row=how == "by row")
         dense.begin(plan, case.rows)
         out = torch.ops.sakiyomi.attend(*arguments)
         assert dense.calls() == 1
@@ -327,10 +327,10 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
         while node >= 0:
             path.insert(0, node)
             node = parents[node]
-        native = NativeModel.create() if how == "native" else None
+        native = PackedWeights.create() if how == "native" else None
         cache = cache_of(single, dtype, native)
-        state: Dense | NativeModel = native or Dense(cache, by_row=True)
-        state.begin(Plan([Segment(segment.slot, segment.length, [0] * len(path))]), len(path))
+        state: TorchBackend | PackedWeights = native or TorchBackend(cache, by_row=True)
+        state.begin(BatchPlan([SequenceRows(segment.slot, segment.length, [0] * len(path))]), len(path))
         name = torch.ops.sakiyomi_cpu if native else torch.ops.sakiyomi
         part = (q[:, :, path], k[:, :, path], v[:, :, path])
         alone = name.attend(*part, 0, case.scaling, case.softcap, case.window)[0, -1]
@@ -340,13 +340,13 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
 @native_only
 def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
     """A pass may have more rows than its plan; what stands there must not be garbage."""
-    case = Case(LayerShape(2, 8, 8), 2, (Segment(1, 5, [0, 0, 0]),), 1.0, 0.0, 0, 0)
-    native = NativeModel.create()
+    case = Case(LayerShape(2, 8, 8), 2, (SequenceRows(1, 5, [0, 0, 0]),), 1.0, 0.0, 0, 0)
+    native = PackedWeights.create()
     assert native is not None
     cache = cache_of(case, torch.float32, native)
-    wide = Case(case.shape, 2, (Segment(1, 5, [0] * 8),), 1.0, 0.0, 0, 0)
+    wide = Case(case.shape, 2, (SequenceRows(1, 5, [0] * 8),), 1.0, 0.0, 0, 0)
     q, k, v = wide.inputs(torch.float32)
-    native.begin(Plan(case.segments), 8)
+    native.begin(BatchPlan(case.segments), 8)
     out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)
     assert out[0, 3:].eq(0).all()
     assert out[0, :3].ne(0).all()
@@ -357,8 +357,8 @@ def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
 @native_only
 def test_attention_survives_extreme_scores() -> None:
     """Scores far apart underflow to exact zeros, equal ones share; never a NaN."""
-    case = Case(LayerShape(1, 4, 4), 1, (Segment(0, 40, [0, 0]),), 1.0, 0.0, 0, 0)
-    native = NativeModel.create()
+    case = Case(LayerShape(1, 4, 4), 1, (SequenceRows(0, 40, [0, 0]),), 1.0, 0.0, 0, 0)
+    native = PackedWeights.create()
     assert native is not None
     cache = cache_of(case, torch.float32, native)
     q, k, v = (x.clone() for x in case.inputs(torch.float32))
@@ -366,7 +366,7 @@ def test_attention_survives_extreme_scores() -> None:
     cache.keys[0][0, 0, 7] = torch.tensor([200.0, 0, 0, 0])
     q[0, 0, 0] = torch.tensor([10.0, 0, 0, 0])
     q[0, 0, 1] = 0
-    native.begin(Plan(case.segments), case.rows)
+    native.begin(BatchPlan(case.segments), case.rows)
     out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)[0, :, 0]
     torch.testing.assert_close(out[0], cache.values[0][0, 0, 7])
     torch.testing.assert_close(out[1], torch.cat([cache.values[0][0, 0, :40], v[0, 0]]).mean(0), atol=1e-5, rtol=1e-5)
@@ -378,7 +378,7 @@ def test_attention_survives_extreme_scores() -> None:
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_siblings_give_what_each_gives_alone(dtype: torch.dtype, order: tuple[int, ...], rows: int) -> None:
     """In whatever order they are called, twice or not at all; and on another input."""
-    joined, alone = NativeModel.create(), NativeModel.create()
+    joined, alone = PackedWeights.create(), PackedWeights.create()
     assert joined is not None and alone is not None
     weights = [(random(out, 96, dtype=dtype), random(out, dtype=dtype) if out == 70 else None) for out in (130, 70, 16)]
     together = [joined.add_linear(*weight) for weight in weights]
@@ -404,7 +404,7 @@ def test_siblings_give_what_each_gives_alone(dtype: torch.dtype, order: tuple[in
 @given(parents=trees(), length=st.integers(0, 30), window=st.integers(0, 40))
 def test_a_plan_shows_each_row_its_own_path(parents: tuple[int, ...], length: int, window: int) -> None:
     """Positions count depth, not columns; a window counts positions, not columns."""
-    plan = Plan([Segment(0, 4, [1, 2]), Segment(1, length, list(range(len(parents))), parents)])
+    plan = BatchPlan([SequenceRows(0, 4, [1, 2]), SequenceRows(1, length, list(range(len(parents))), parents)])
     depths = [0] * len(parents)
     for i, parent in enumerate(parents):
         depths[i] = 0 if parent < 0 else depths[parent] + 1
@@ -423,7 +423,7 @@ def test_a_plan_shows_each_row_its_own_path(parents: tuple[int, ...], length: in
 @native_only
 def test_filler_rows_are_not_computed() -> None:
     """A pass of eight rows of which five are real costs five: the others come back as zeros, and are nobody's."""
-    model = NativeModel.create()
+    model = PackedWeights.create()
     assert model is not None
     weight, x = random(20, 8), random(1, 8, 8)
     layer = model.add_linear(weight, None)

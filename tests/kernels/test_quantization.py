@@ -17,13 +17,13 @@ from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
 from sakiyomi.kernels import quantization as rounding
-from sakiyomi.kernels.batch import Plan, Segment
-from sakiyomi.kernels.native import NativeModel, PackedLinear
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
-from sakiyomi.kernels.quantization import ROUNDINGS, check_rounding, choose_bits, compare, layer_errors
+from sakiyomi.kernels.quantization import QUANTIZATIONS, check_quantization, choose_bits, compare, layer_errors
 from toys import tiny_llama, tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
+pytestmark = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 TOKENIZER = tiny_tokenizer(VOCAB)
 PROMPT = "Once upon a time, there was a little fox"
 ROWS = (*range(1, 14), 300)
@@ -41,12 +41,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 # --- the kernels ------------------------------------------------------------------------------------------------------
 
 
-def begin(model: NativeModel, rows: int) -> None:
-    model.begin(Plan([Segment(0, 0, [0] * rows)]), rows)
+def begin(model: PackedWeights, rows: int) -> None:
+    model.begin(BatchPlan([SequenceRows(0, 0, [0] * rows)]), rows)
 
 
-def tables() -> NativeModel:
-    model = NativeModel.create()
+def tables() -> PackedWeights:
+    model = PackedWeights.create()
     assert model is not None
     return model
 
@@ -206,12 +206,12 @@ def broken(kind: str) -> Any:
 
 
 def test_the_self_test_sees_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_rounding("this", torch.float32)
+    check_quantization("this", torch.float32)
     for kind in ("saturates", "upper half", "one step"):
         with monkeypatch.context() as patch:
             patch.setattr(PackedLinear, "forward", broken(kind))
             with pytest.raises(UnsupportedError, match="this: the compiled CPU kernels fail their self-test"):
-                check_rounding("this", torch.float32)
+                check_quantization("this", torch.float32)
 
 
 def test_what_saturating_would_do() -> None:
@@ -239,7 +239,7 @@ def tales(request: pytest.FixtureRequest) -> LLM:
 
 
 def test_what_changed_is_said(tales: LLM) -> None:
-    report = tales.target.rounding
+    report = tales.target.quantization
     assert report is not None
     assert report.layers + len(report.kept) == 12 * 7 + 1
     agreement, divergence = {"int8": (0.93, 0.02), "int4": (0.8, 0.2)}[report.kind]
@@ -252,8 +252,8 @@ def test_what_changed_is_said(tales: LLM) -> None:
 def test_exact_holds(tales: LLM, values: dict[str, float]) -> None:
     """Sums of whole numbers do not depend on their order, let alone on the other rows."""
     params = [SamplingParams(max_new_tokens=40, gamma=gamma, **values) for gamma in (1, 3, 7)]  # type: ignore[arg-type]
-    assert tales.target.rounding is not None
-    plain = LLM("tales", "none", quantize=tales.target.rounding.kind, compile=False, exact=True)
+    assert tales.target.quantization is not None
+    plain = LLM("tales", "none", quantize=tales.target.quantization.kind, compile=False, exact=True)
     wanted = plain.generate([PROMPT], params[0])[0].token_ids
     assert [tales.generate([PROMPT], each)[0].token_ids for each in params] == [wanted] * 3
     assert tales.generate([PROMPT, "The sea", PROMPT], params[1])[0].token_ids == wanted
@@ -267,11 +267,11 @@ def test_a_layer_with_outliers_keeps_its_weights() -> None:
         model.model.layers[0].mlp.down_proj.weight[:, 0] = 0.0
     errors, logits = layer_errors(model, torch.tensor([prompt(50)]))
     assert logits.shape == (50, VOCAB)
-    assert errors[id(model.model.layers[0].mlp.down_proj)]["int8"] > 4 * ROUNDINGS["int8"].most
+    assert errors[id(model.model.layers[0].mlp.down_proj)]["int8"] > 4 * QUANTIZATIONS["int8"].most
     llm = LLM((model, TOKENIZER), "none", quantize="int8", compile=False)
-    assert llm.target.rounding is not None
-    assert "model.layers.0.mlp.down_proj" in llm.target.rounding.kept
-    assert llm.target.rounding.agreement > 0.8
+    assert llm.target.quantization is not None
+    assert "model.layers.0.mlp.down_proj" in llm.target.quantization.kept
+    assert llm.target.quantization.agreement > 0.8
 
 
 def bits_of(llm: LLM) -> dict[str, int]:

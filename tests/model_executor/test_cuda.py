@@ -22,27 +22,27 @@ from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.engine import Engine
 from sakiyomi.kernels import native
-from sakiyomi.kernels.batch import Plan, Segment
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import cuda as device
-from sakiyomi.model_executor.attention.cuda import CudaGraphs, DevicePass
-from sakiyomi.model_executor.runner import SIZES, PackedModel
+from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs
+from sakiyomi.model_executor.runner import SIZES, ModelRunner
 from toys import tiny_llama, tiny_tokenizer
 
 SERVED = [name for name in ALL if not name.startswith("falcon")]
 
 
-def on_a_device(monkeypatch: pytest.MonkeyPatch, model: Any) -> PackedModel:
+def on_a_device(monkeypatch: pytest.MonkeyPatch, model: Any) -> ModelRunner:
     """Made as for an accelerator, without captures."""
     monkeypatch.setattr(native, "native", lambda: None)
-    made = PackedModel(model, max_slots=4, compile=False)
+    made = ModelRunner(model, max_slots=4, compile=False)
     made.cache.spare = 1
-    made.state = DevicePass(made.cache)
+    made.state = CudaBackend(made.cache)
     made._model.set_attn_implementation("sakiyomi_device")
     return made
 
 
 @pytest.fixture
-def packed(monkeypatch: pytest.MonkeyPatch) -> PackedModel:
+def packed(monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     return on_a_device(monkeypatch, tiny_llama())
 
 
@@ -54,8 +54,8 @@ class Replayed(CudaGraphs):
         pools: what each was given to share.
     """
 
-    def __init__(self, model: PackedModel) -> None:
-        assert isinstance(model.state, DevicePass)
+    def __init__(self, model: ModelRunner) -> None:
+        assert isinstance(model.state, CudaBackend)
         super().__init__(model._plain, model.state)
         self.made: list[tuple[int, ...]] = []
         self.pools: list[Any] = []
@@ -84,7 +84,7 @@ class Anything:
 
 
 @pytest.fixture
-def captured(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> PackedModel:
+def captured(packed: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     for name in ("device", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     for name in ("Stream", "current_stream", "CUDAGraph"):
@@ -93,7 +93,7 @@ def captured(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> PackedMode
     return packed
 
 
-def made(model: PackedModel) -> list[tuple[int, ...]]:
+def made(model: ModelRunner) -> list[tuple[int, ...]]:
     assert isinstance(model._captured, Replayed)
     return model._captured.made
 
@@ -101,25 +101,27 @@ def made(model: PackedModel) -> list[tuple[int, ...]]:
 # ---------------------------------------------------------------- attention
 
 
-def test_prompts_trees_and_ragged_batches_give_the_models_own_logits(packed: PackedModel) -> None:
+def test_prompts_trees_and_ragged_batches_give_the_models_own_logits(packed: ModelRunner) -> None:
     ids = torch.randint(0, 320, (1, 40), generator=torch.Generator().manual_seed(0))
     tokens = ids[0].tolist()
     with torch.no_grad():
         expected = tiny_llama()(ids).logits[0]
     first, second = packed.cache.take(), packed.cache.take()
     packed.cache.reserve(second, 300)
-    prompt = packed.score([Segment(second, 0, tokens[:20], prompt=True), Segment(first, 0, tokens[:7], prompt=True)])
+    prompt = packed.score(
+        [SequenceRows(second, 0, tokens[:20], prompt=True), SequenceRows(first, 0, tokens[:7], prompt=True)]
+    )
     torch.testing.assert_close(prompt, torch.cat([expected[:20], expected[:7]]), atol=2e-5, rtol=1e-4)
-    tree = Segment(first, 7, [tokens[7], 3, tokens[8], 5, tokens[9]], (-1, 0, 0, 2, 2))
-    logits = packed.score([tree, Segment(second, 20, tokens[20:24])])
+    tree = SequenceRows(first, 7, [tokens[7], 3, tokens[8], 5, tokens[9]], (-1, 0, 0, 2, 2))
+    logits = packed.score([tree, SequenceRows(second, 20, tokens[20:24])])
     torch.testing.assert_close(logits[[0, 2, 4]], expected[7:10], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(logits[5:], expected[20:24], atol=2e-5, rtol=1e-4)
     packed.cache.keep(first, 7, [0, 2, 4])
-    logits = packed.score([Segment(first, 10, tokens[10:12])])
+    logits = packed.score([SequenceRows(first, 10, tokens[10:12])])
     torch.testing.assert_close(logits, expected[10:12], atol=2e-5, rtol=1e-4)
 
 
-def test_a_tree_in_several_passes(packed: PackedModel) -> None:
+def test_a_tree_in_several_passes(packed: ModelRunner) -> None:
     """As a drafter reads it, level by level, beside another request."""
     tokens = list(range(20, 40))
     with torch.no_grad():
@@ -127,12 +129,12 @@ def test_a_tree_in_several_passes(packed: PackedModel) -> None:
     first, second = packed.cache.take(), packed.cache.take()
     for slot in (first, second):
         packed.cache.reserve(slot, 100)
-        packed.score([Segment(slot, 0, tokens[:6], prompt=True)], last=True)
+        packed.score([SequenceRows(slot, 0, tokens[:6], prompt=True)], last=True)
     parents = (-1, 0, 0, 2, 1)  # rows 0, 2 and 3 are the text
     rows = [tokens[6], 3, tokens[7], tokens[8], 4]
-    found = [packed.score([Segment(second, 6, [9]), Segment(first, 6, rows[:1], parents[:1])])[1]]
-    found += [packed.score([Segment(first, 7, rows[1:3], parents[:3], done=1)])[1]]
-    found += [packed.score([Segment(first, 9, rows[3:], parents, done=3), Segment(second, 7, [9])])[0]]
+    found = [packed.score([SequenceRows(second, 6, [9]), SequenceRows(first, 6, rows[:1], parents[:1])])[1]]
+    found += [packed.score([SequenceRows(first, 7, rows[1:3], parents[:3], done=1)])[1]]
+    found += [packed.score([SequenceRows(first, 9, rows[3:], parents, done=3), SequenceRows(second, 7, [9])])[0]]
     torch.testing.assert_close(torch.stack(found), expected[6:9], atol=2e-5, rtol=1e-4)
 
 
@@ -145,17 +147,17 @@ def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         expected = model(torch.tensor([tokens]), use_cache=False).logits[0]
     packed = on_a_device(monkeypatch, model)
     with packed.cache.lent(60) as other, packed.cache.lent(60) as slot:
-        packed.score([Segment(other, 0, prompt(11, 1), prompt=True)])
-        found = [packed.score([Segment(slot, 0, tokens[:9], prompt=True)])]
-        found += [packed.score([Segment(slot, 9, tokens[9:20], prompt=True)])]
-        tree = Segment(slot, 20, [tokens[20], 3, tokens[21], 5, tokens[22]], (-1, 0, 0, 2, 2))
-        found += [packed.score([Segment(other, 11, [4]), tree])[[1, 3, 5]]]
+        packed.score([SequenceRows(other, 0, prompt(11, 1), prompt=True)])
+        found = [packed.score([SequenceRows(slot, 0, tokens[:9], prompt=True)])]
+        found += [packed.score([SequenceRows(slot, 9, tokens[9:20], prompt=True)])]
+        tree = SequenceRows(slot, 20, [tokens[20], 3, tokens[21], 5, tokens[22]], (-1, 0, 0, 2, 2))
+        found += [packed.score([SequenceRows(other, 11, [4]), tree])[[1, 3, 5]]]
         packed.cache.keep(slot, 20, [0, 2, 4])
-        found += [packed.score([Segment(slot, i, tokens[i : i + 1])]) for i in range(23, 30)]
+        found += [packed.score([SequenceRows(slot, i, tokens[i : i + 1])]) for i in range(23, 30)]
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-3)
 
 
-def test_no_key_is_copied(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_copied(packed: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernels take no mask together with shared key heads, nor a mask of another dtype.
 
     They would fall back to copying the whole cache, in float32, in every layer.
@@ -170,8 +172,8 @@ def test_no_key_is_copied(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     slot = packed.cache.take()
     packed.cache.reserve(slot, 200)
-    packed.score([Segment(slot, 0, [5, 6, 7], prompt=True)])
-    packed.score([Segment(slot, 3, [8, 9, 10])])
+    packed.score([SequenceRows(slot, 0, [5, 6, 7], prompt=True)])
+    packed.score([SequenceRows(slot, 3, [8, 9, 10])])
     assert len(calls) == 4
     for q, k, mask, shared in calls:
         assert k.untyped_storage().data_ptr() in {keys.untyped_storage().data_ptr() for keys in packed.cache.keys}
@@ -179,21 +181,21 @@ def test_no_key_is_copied(packed: PackedModel, monkeypatch: pytest.MonkeyPatch) 
     assert [mask is None for _, _, mask, _ in calls] == [True, True, False, False]
 
 
-def test_a_prompt_is_not_padded_to_the_slots_below_its_own(packed: PackedModel) -> None:
+def test_a_prompt_is_not_padded_to_the_slots_below_its_own(packed: ModelRunner) -> None:
     for _ in range(4):
         slot = packed.cache.take()
     packed.cache.reserve(slot, 200)
-    packed.score([Segment(slot, 0, list(range(100)), prompt=True)], last=True)
-    assert isinstance(packed.state, DevicePass)
+    packed.score([SequenceRows(slot, 0, list(range(100)), prompt=True)], last=True)
+    assert isinstance(packed.state, CudaBackend)
     assert not packed.state.frames, "tensors for a length that never comes again"
 
 
-def test_filler_rows_leave_the_cache_alone(packed: PackedModel) -> None:
+def test_filler_rows_leave_the_cache_alone(packed: ModelRunner) -> None:
     slot = packed.cache.take()
     packed.cache.reserve(slot, 200)
-    packed.score([Segment(slot, 0, [5, 6, 7], prompt=True)])
+    packed.score([SequenceRows(slot, 0, [5, 6, 7], prompt=True)])
     before = packed.cache.keys[0][slot, :, :3].clone()
-    packed.score([Segment(slot, 3, [8, 9])])  # two rows in a pass of four
+    packed.score([SequenceRows(slot, 3, [8, 9])])  # two rows in a pass of four
     assert torch.equal(packed.cache.keys[0][slot, :, :3], before)
     assert packed.cache.keys[0][slot, :, 5 : packed.cache.room - 1].abs().sum() == 0
 
@@ -205,7 +207,7 @@ def test_what_a_row_sees(parents: tuple[int, ...] | None, window: int) -> None:
     count = 6 if parents is None else len(parents)
     links = range(-1, count - 1) if parents is None else parents
     for length in (0, 3, 8):
-        plan = Plan([Segment(0, length, list(range(count)), parents)])
+        plan = BatchPlan([SequenceRows(0, length, list(range(count)), parents)])
         expected = torch.zeros(count, length + count, dtype=torch.bool)
         for row in range(count):
             path = [row]
@@ -215,16 +217,16 @@ def test_what_a_row_sees(parents: tuple[int, ...] | None, window: int) -> None:
             expected[row, columns[:window] if window else columns] = True
         assert torch.equal(plan.visible(0, window), expected)
         for done in range(1, count if parents else 0):  # the same rows, some of them from passes before
-            plan = Plan([Segment(0, length + done, list(range(count - done)), parents, done=done)])
+            plan = BatchPlan([SequenceRows(0, length + done, list(range(count - done)), parents, done=done)])
             assert torch.equal(plan.visible(0, window), expected[done:])
 
 
 # ---------------------------------------------------------------- captures
 
 
-def test_one_capture_a_shape_and_the_same_text(captured: PackedModel) -> None:
+def test_one_capture_a_shape_and_the_same_text(captured: ModelRunner) -> None:
     engine = Engine(captured, None, tiny_tokenizer(), max_context=512)
-    plain = PackedModel(tiny_llama(), compile=False)
+    plain = ModelRunner(tiny_llama(), compile=False)
     other = Engine(plain, None, tiny_tokenizer(), max_context=512)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     texts = [
@@ -235,39 +237,39 @@ def test_one_capture_a_shape_and_the_same_text(captured: PackedModel) -> None:
     assert made(captured) == [(4, 4, 1, FIRST_ROOM)], "prompts have no capture, rounds have one"
 
 
-def test_growth_drops_what_was_captured(captured: PackedModel) -> None:
+def test_growth_drops_what_was_captured(captured: ModelRunner) -> None:
     """A replay would read and write the tensors that were freed; memory of graphs that are gone is not shared."""
     captured.cache._on_move = captured._moved
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
-    captured.score([Segment(slot, 0, [5, 6, 7], prompt=True)], last=True)
+    captured.score([SequenceRows(slot, 0, [5, 6, 7], prompt=True)], last=True)
     for row in (3, 4):
-        captured.score([Segment(slot, row, [8])])
-    captured.score([Segment(slot, 5, [8, 9])])
+        captured.score([SequenceRows(slot, row, [8])])
+    captured.score([SequenceRows(slot, 5, [8, 9])])
     assert made(captured) == [(1, 1, 1, FIRST_ROOM), (4, 1, 2, FIRST_ROOM)]
     captured.cache.reserve(slot, FIRST_ROOM)
-    captured.score([Segment(slot, 7, [8])])
+    captured.score([SequenceRows(slot, 7, [8])])
     assert made(captured)[2:] == [(1, 1, 1, FIRST_ROOM)]
     assert isinstance(captured._captured, Replayed)
     first, second, third = captured._captured.pools
     assert (first, third) == (None, None) and second is not None
 
 
-def test_the_longest_unused_shapes_go_first(captured: PackedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_unused_shapes_go_first(captured: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has logits of its own: all of them would fill the device."""
     monkeypatch.setattr(device, "KEPT", 2)
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
     for count in (1, 2, 3, 1, 3):
-        captured.score([Segment(slot, 0, [5] * count)])
+        captured.score([SequenceRows(slot, 0, [5] * count)])
     assert [key[2] for key in made(captured)] == [1, 2, 4, 1]
 
 
-def test_a_trial_pass_is_one_of_those_that_it_stands_for(captured: PackedModel) -> None:
+def test_a_trial_pass_is_one_of_those_that_it_stands_for(captured: ModelRunner) -> None:
     """And the time of a capture is no pass's: gamma would follow it for hundreds of rounds."""
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
-    captured.score([Segment(slot, 0, [5, 6, 7], prompt=True)], last=True)
+    captured.score([SequenceRows(slot, 0, [5, 6, 7], prompt=True)], last=True)
     held = [tensor.clone() for tensor in (*captured.cache.keys, *captured.cache.values)]
     assert captured.pass_seconds(5) > 0
     assert made(captured) == [(8, 1, 1, FIRST_ROOM)]
@@ -285,34 +287,34 @@ def test_a_trial_pass_is_one_of_those_that_it_stands_for(captured: PackedModel) 
         return capture(*arguments)
 
     captured._captured._capture = slowly.__get__(captured._captured)  # type: ignore[union-attr, method-assign]
-    captured.score([Segment(slot, 3, [8])])
+    captured.score([SequenceRows(slot, 3, [8])])
     assert slow and (1, True) not in captured._seconds
-    captured.score([Segment(slot, 4, [8])])
+    captured.score([SequenceRows(slot, 4, [8])])
     assert (1, True) in captured._seconds
 
 
-def test_before_the_first_request_a_trial_pass_works_too(captured: PackedModel) -> None:
+def test_before_the_first_request_a_trial_pass_works_too(captured: ModelRunner) -> None:
     captured.cache._on_move = captured._moved
     assert captured.pass_seconds(1) > 0
 
 
-def test_the_first_pass_of_all_may_be_captured(captured: PackedModel) -> None:
+def test_the_first_pass_of_all_may_be_captured(captured: ModelRunner) -> None:
     """Its layers are counted once, though the forward ran several times."""
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
-    assert captured.score([Segment(slot, 0, [5])]).shape == (1, 320)
+    assert captured.score([SequenceRows(slot, 0, [5])]).shape == (1, 320)
     assert captured._proven
 
 
-def test_prompts_with_all_their_logits_are_not_captured(captured: PackedModel) -> None:
+def test_prompts_with_all_their_logits_are_not_captured(captured: ModelRunner) -> None:
     """As a judge or a perplexity asks for them: each has another length."""
     with captured.cache.lent(200) as slot:
-        captured.score([Segment(slot, 0, list(range(150)), prompt=True)])
+        captured.score([SequenceRows(slot, 0, list(range(150)), prompt=True)])
     assert made(captured) == []
 
 
 def test_what_cannot_be_captured_runs_eagerly(
-    captured: PackedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    captured: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
@@ -323,7 +325,7 @@ def test_what_cannot_be_captured_runs_eagerly(
     captured.cache.reserve(slot, 100)
     with torch.no_grad():
         expected = tiny_llama()(torch.tensor([[5, 6, 7]])).logits[0]
-    rows = [captured.score([Segment(slot, i, [5 + i])], graphs=frozenset(SIZES)).clone() for i in range(3)]
+    rows = [captured.score([SequenceRows(slot, i, [5 + i])], graphs=frozenset(SIZES)).clone() for i in range(3)]
     torch.testing.assert_close(torch.cat(rows), expected, atol=2e-5, rtol=1e-4)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "run eagerly" in line and "not permitted when stream" in line
@@ -362,16 +364,16 @@ def test_captured_passes_equal_eager_ones() -> None:
     tokens = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     logits = []
     for compile_ in (False, True):
-        model = PackedModel(tiny_llama().cuda(), max_slots=2, compile=compile_)
+        model = ModelRunner(tiny_llama().cuda(), max_slots=2, compile=compile_)
         slot = model.cache.take()
         model.cache.reserve(slot, 100)
-        model.score([Segment(slot, 0, tokens[:20], prompt=True)], last=True)
+        model.score([SequenceRows(slot, 0, tokens[:20], prompt=True)], last=True)
         rows = []
         for start in range(20, 60, 4):  # several replays of one capture
-            rows.append(model.score([Segment(slot, start, tokens[start : start + 4])]).clone())
+            rows.append(model.score([SequenceRows(slot, start, tokens[start : start + 4])]).clone())
             model.cache.keep(slot, start, range(4))
         model.cache.reserve(slot, 1000)  # drops the captures, and their memory
-        rows.append(model.score([Segment(slot, 56, tokens[56:60])]).clone())
+        rows.append(model.score([SequenceRows(slot, 56, tokens[56:60])]).clone())
         logits.append(torch.cat(rows))
         assert model._captured is None or not model._captured.failed
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)

@@ -14,12 +14,12 @@ import torch
 from architectures import prompt
 from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
 from sakiyomi.evaluation.bench import llamacpp
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.loading import load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 gguf = pytest.importorskip("gguf")
-native_only = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
+native_only = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 TEXTS = ["The fox went", "むかし"]
 
 

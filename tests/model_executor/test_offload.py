@@ -23,7 +23,7 @@ from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParam
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST_NODES, AutoSize, Costs
 from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.loading import fit, load_model, offload
 from sakiyomi.model_executor.loading.stream import Extent, WeightStream
 from toys import character_tokenizer, save_model, tiny_llama
@@ -161,7 +161,7 @@ def test_weights_kept_in_memory_by_hooks_are_not_copied() -> None:
 def test_early_exit_runs_the_first_layers_alone(folder: Path) -> None:
     llm = LLM(os.fspath(folder), "early-exit:1", offload="disk")
     read, before = weights(llm), weights(llm).bytes_read
-    llm.draft.model.score([Segment(0, 0, [1])]) if llm.target.cache.room else None  # type: ignore[union-attr]
+    llm.draft.model.score([SequenceRows(0, 0, [1])]) if llm.target.cache.room else None  # type: ignore[union-attr]
     assert texts(llm, gamma=2) == wanted()
     assert read.bytes_read > before
 
@@ -201,7 +201,7 @@ def test_a_pass_reads_each_weight_once_and_of_the_embedding_a_few_rows(folder: P
     stream = weights(llm)
     texts(llm)
     before = stream.bytes_read
-    llm.target.score([Segment(0, 0, [5, 6])])
+    llm.target.score([SequenceRows(0, 0, [5, 6])])
     embedding = stream.extents["model.embed_tokens.weight"].nbytes
     others = sum(extent.nbytes for extent in stream.extents.values()) - embedding
     assert stream.bytes_read - before == others + 2 * embedding // VOCAB

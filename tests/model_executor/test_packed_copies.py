@@ -33,7 +33,7 @@ from sakiyomi.core.memory import readable
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.suites import ROWS
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import compare
 from sakiyomi.model_executor.loading import load_model, packed, read_checkpoint
 from sakiyomi.model_executor.loading import model as loading_model
@@ -42,7 +42,7 @@ from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.runner import structural_copy
 from toys import tiny_llama, tiny_tokenizer
 
-pytestmark = pytest.mark.skipif(NativeModel.create() is None, reason="the C++ kernels cannot be compiled here")
+pytestmark = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 TOKENIZER = tiny_tokenizer()
 SERVED = [name for name in ALL if not name.startswith("falcon")]
 COPY = "sakiyomi-int8-float32"
@@ -64,7 +64,7 @@ def tokens(llm: LLM, count: int = 8, **values: Any) -> list[list[int]]:
 
 
 def same(a: LLM, b: LLM) -> bool:
-    report = a.target.rounding == b.target.rounding is not None
+    report = a.target.quantization == b.target.quantization is not None
     return report and a.target.siblings == b.target.siblings and tokens(a) == tokens(b)
 
 
@@ -139,7 +139,7 @@ def test_every_architecture(name: str, tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_the_second_load_reads_the_copy_alone(good: Path, no_weights_read: None) -> None:
-    assert load(good, quantize="int8").target.rounding is not None
+    assert load(good, quantize="int8").target.quantization is not None
 
 
 def test_a_copy_for_each_kind_and_dtype(fresh: Path) -> None:
@@ -487,7 +487,7 @@ def test_what_may_still_be_written_stays(tmp_path: Path) -> None:
 
 
 def test_the_self_test_runs_once_a_load(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[NativeModel] = []
+    runs: list[PackedWeights] = []
     monkeypatch.setattr("sakiyomi.kernels.quantization._adds_up", lambda native: runs.append(native) or True)
     for count, target in enumerate((fresh, fresh, fresh / COPY, (tiny_llama(), TOKENIZER)), start=1):
         load(target, quantize=None if target == fresh / COPY else "int8")
@@ -588,7 +588,7 @@ def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_torchao_changed_is_reported(fresh: Path, by_torchao: None, options: dict[str, Any]) -> None:
     tiny_llama().save_pretrained(fresh, **options)
     llm = load(fresh, quantize="int8", dtype="bfloat16")
-    report = llm.target.rounding
+    report = llm.target.quantization
     assert report is not None
     assert (report.kind, report.layers, report.kept, report.tokens) == ("int8", 14, ("lm_head",), 512)
     ids = torch.tensor([TOKENIZER("\n".join(STORIES)).input_ids[:512]])
@@ -617,7 +617,7 @@ def test_weights_that_cannot_stay_on_disk(fresh: Path, by_torchao: None, monkeyp
     """Then main memory has to hold the model, which is asked before."""
     monkeypatch.setattr("sakiyomi.model_executor.loading.model.by_layer", lambda *_: False)
     monkeypatch.setattr(Reader, "read_later", lambda self: pytest.fail("left on disk"))
-    assert load(fresh, quantize="int8", dtype="bfloat16").target.rounding is not None
+    assert load(fresh, quantize="int8", dtype="bfloat16").target.quantization is not None
     monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 1000)
     refused(MemoryLimitError, "1.0 kB are available", target=fresh, quantize="int8", dtype="bfloat16")
 

@@ -1,4 +1,4 @@
-"""PackedModel against transformers' own logits: every architecture, in every shape of pass that the engine makes.
+"""ModelRunner against transformers' own logits: every architecture, in every shape of pass that the engine makes.
 
 The oracle is the user's own model, called as anybody would call it, on each row's whole path. A failure here means that
 the engine scores other text than it commits: its output would be neither the target's nor reproducible.
@@ -18,11 +18,11 @@ from transformers import Llama4TextConfig
 import sakiyomi.kernels.native
 from architectures import ALL, REFUSED, VOCAB, WINDOW, logits_after, make, model_of, prompt, refused_model
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.kernels.batch import Segment
-from sakiyomi.kernels.native import NativeModel, PackedLinear
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import Watch
 from sakiyomi.model_executor.loading.families import check_supported
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.runner import ModelRunner
 
 TREE = (-1, 0, 0, 1, 2, 2, 3, 0, 6)
 """Parents by row: row 0 is the last committed token, the others a tree with several branches."""
@@ -33,16 +33,16 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Which kernels the models of a test run on."""
     if request.param == "plain torch":
         monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
-    elif NativeModel.create() is None:
+    elif PackedWeights.create() is None:
         pytest.skip("the C++ kernels cannot be compiled here")
     return str(request.param)
 
 
-def packed(model: Any, **options: Any) -> PackedModel:
-    return PackedModel(model, compile=False, **options)
+def packed(model: Any, **options: Any) -> ModelRunner:
+    return ModelRunner(model, compile=False, **options)
 
 
-def fill(target: PackedModel, tokens: Sequence[int], chunks: Sequence[int] = ()) -> tuple[int, list[Tensor]]:
+def fill(target: ModelRunner, tokens: Sequence[int], chunks: Sequence[int] = ()) -> tuple[int, list[Tensor]]:
     """Take a slot and put the tokens into it, in chunks of these sizes and a rest; the slot and every row's logits."""
     slot = target.cache.take()
     target.cache.reserve(slot, len(tokens) + 16)
@@ -51,7 +51,7 @@ def fill(target: PackedModel, tokens: Sequence[int], chunks: Sequence[int] = ())
         start = len(rows)
         chunk = list(tokens[start : start + size])
         if chunk:
-            rows += list(target.score([Segment(slot, start, chunk, prompt=True)]))
+            rows += list(target.score([SequenceRows(slot, start, chunk, prompt=True)]))
             target.cache.keep(slot, start, range(len(chunk)))
     return slot, rows
 
@@ -105,7 +105,7 @@ def test_the_last_row_alone_of_several_prompts(name: str, path: str) -> None:
     for tokens in prompts:
         slot = target.cache.take()
         target.cache.reserve(slot, 32)
-        segments.append(Segment(slot, 0, tokens, prompt=True))
+        segments.append(SequenceRows(slot, 0, tokens, prompt=True))
     rows = target.score(segments, last=True)
     assert rows.shape == (3, VOCAB)
     for row, tokens in zip(rows, prompts, strict=True):
@@ -123,7 +123,7 @@ def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> Non
     parents = [TREE, (-1,), (-1, 0, 1, 2)]
     tokens = [prompt(len(tree), 10 + i) for i, tree in enumerate(parents)]
     segments = [
-        Segment(slot, len(prefix), row, None if tree == (-1, 0, 1, 2) else tree)
+        SequenceRows(slot, len(prefix), row, None if tree == (-1, 0, 1, 2) else tree)
         for slot, prefix, row, tree in zip(slots, prefixes, tokens, parents, strict=True)
     ]
     rows = target.score(segments)
@@ -143,13 +143,15 @@ def test_a_tree_level_by_level(name: str, path: str) -> None:
     tokens = prompt(len(TREE), 4)
     got = []
     for first, last in ((0, 1), (1, 4), (4, len(TREE))):
-        fresh = Segment(slot, len(prefix) + first, tokens[first:last], TREE[:last], done=first)
-        beside = Segment(other, len(company) + first, tokens[first:last], TREE[:last], done=first)
+        fresh = SequenceRows(slot, len(prefix) + first, tokens[first:last], TREE[:last], done=first)
+        beside = SequenceRows(other, len(company) + first, tokens[first:last], TREE[:last], done=first)
         got.append(target.score([beside, fresh])[last - first :])
     assert_rows(model, torch.cat(got), prefix, tokens, TREE)
     target.cache.keep(slot, len(prefix), (0, 1, 3, 6))
     committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
-    assert_rows(model, target.score([Segment(slot, len(committed), prompt(2, 3))]), committed, prompt(2, 3), (-1, 0))
+    assert_rows(
+        model, target.score([SequenceRows(slot, len(committed), prompt(2, 3))]), committed, prompt(2, 3), (-1, 0)
+    )
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -159,16 +161,16 @@ def test_keep_a_path_then_go_on(name: str, path: str) -> None:
     prefix = prompt(2 * WINDOW, 1)
     slot, _ = fill(target, prefix, (9,))
     tokens = prompt(len(TREE), 2)
-    target.score([Segment(slot, len(prefix), tokens, TREE)])
+    target.score([SequenceRows(slot, len(prefix), tokens, TREE)])
     target.cache.keep(slot, len(prefix), (0, 1, 3, 6))
     committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
     follow = prompt(3, 3)
-    rows = target.score([Segment(slot, len(committed), follow, (-1, 0, 0))])
+    rows = target.score([SequenceRows(slot, len(committed), follow, (-1, 0, 0))])
     assert_rows(model, rows, committed, follow, (-1, 0, 0))
     target.cache.keep(slot, len(committed), (0,))
     committed.append(follow[0])
     last = prompt(1, 4)
-    assert_rows(model, target.score([Segment(slot, len(committed), last)]), committed, last, (-1,))
+    assert_rows(model, target.score([SequenceRows(slot, len(committed), last)]), committed, last, (-1,))
 
 
 def test_a_prompt_chunk_and_a_tree_in_one_pass(path: str) -> None:
@@ -178,7 +180,9 @@ def test_a_prompt_chunk_and_a_tree_in_one_pass(path: str) -> None:
     first, _ = fill(target, prefix)
     second, _ = fill(target, late[:6])
     tokens = prompt(len(TREE), 3)
-    rows = target.score([Segment(second, 6, late[6:], prompt=True), Segment(first, len(prefix), tokens, TREE)])
+    rows = target.score(
+        [SequenceRows(second, 6, late[6:], prompt=True), SequenceRows(first, len(prefix), tokens, TREE)]
+    )
     for i in range(6, 15):
         assert_near(rows[i - 6], logits_after(model, late[: i + 1]), f"prompt token {i}")
     assert_rows(model, rows[9:], prefix, tokens, TREE)
@@ -192,7 +196,7 @@ def test_any_number_of_rows(rows: int, path: str) -> None:
     slot, _ = fill(target, prefix)
     target.cache.reserve(slot, 200)
     tokens = prompt(rows, 5)
-    got = target.score([Segment(slot, len(prefix), tokens)])
+    got = target.score([SequenceRows(slot, len(prefix), tokens)])
     assert got.shape == (rows, VOCAB)
     for row in {0, rows // 2, rows - 1}:
         assert_near(got[row], logits_after(model, prefix + tokens[: row + 1]), f"row {row}")
@@ -201,14 +205,14 @@ def test_any_number_of_rows(rows: int, path: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "llama-multi-query", "opt"])
 def test_compiled_kernels_and_plain_torch_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path without a compiler is the oracle of the fast one; a difference beyond rounding is a kernel's mistake."""
-    if NativeModel.create() is None:
+    if PackedWeights.create() is None:
         pytest.skip("the C++ kernels cannot be compiled here")
     prefix, tokens = prompt(40, 1), prompt(len(TREE), 2)
 
     def run() -> Tensor:
         target = packed(model_of(name))
         slot, _ = fill(target, prefix)
-        return target.score([Segment(slot, len(prefix), tokens, TREE)])
+        return target.score([SequenceRows(slot, len(prefix), tokens, TREE)])
 
     fast = run()
     monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
@@ -223,7 +227,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, path: str)
     prefix, tokens = prompt(20, 1), prompt(len(TREE), 2)
     target = packed(half)
     slot, _ = fill(target, prefix, (7,))
-    rows = target.score([Segment(slot, len(prefix), tokens, TREE)])
+    rows = target.score([SequenceRows(slot, len(prefix), tokens, TREE)])
     ours, theirs = [], []
     for row in range(len(TREE)):
         history = [*prefix, *row_path(tokens, TREE, row)]
@@ -256,7 +260,7 @@ def test_the_users_model_stays_as_it_was(name: str, path: str) -> None:
     model.train()
     target = packed(model)
     slot, _ = fill(target, prompt(20))
-    target.score([Segment(slot, 20, prompt(len(TREE)), TREE)])
+    target.score([SequenceRows(slot, 20, prompt(len(TREE)), TREE)])
     assert model.training
     assert model.config._attn_implementation == attention
     assert model.config.to_dict() == config
@@ -328,7 +332,7 @@ def test_a_layer_that_gets_the_rows_in_another_order(path: str) -> None:
     target = packed(model)
     slot, _ = fill(target, prompt(9))
     tokens = prompt(5, 2)  # three rows short of a size
-    rows = target.score([Segment(slot, 9, tokens)])
+    rows = target.score([SequenceRows(slot, 9, tokens)])
     assert_rows(model, rows, prompt(9), tokens, (-1, 0, 1, 2, 3))
 
 

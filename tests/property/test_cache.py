@@ -14,9 +14,9 @@ from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 
-NATIVE = NativeModel.create()
+NATIVE = PackedWeights.create()
 SHAPES = (LayerShape(2, 3, 3), LayerShape(1, 4, 2), LayerShape(2, 3, 3))
 SLOTS = 5
 

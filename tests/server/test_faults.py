@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error
@@ -323,11 +323,11 @@ def test_no_output_at_all_has_a_prompt_in_it(
 # ---------------------------------------------------------------- the engine
 
 
-def failing(llm: LLM, error: Exception, when: Callable[[Sequence[Segment]], bool], m: pytest.MonkeyPatch) -> None:
+def failing(llm: LLM, error: Exception, when: Callable[[Sequence[SequenceRows]], bool], m: pytest.MonkeyPatch) -> None:
     """Passes raise where this is true of their segments."""
     score = llm.target.score
 
-    def broken(segments: Sequence[Segment], **options: Any) -> torch.Tensor:
+    def broken(segments: Sequence[SequenceRows], **options: Any) -> torch.Tensor:
         if when(segments):
             raise error
         return score(segments, **options)
@@ -349,7 +349,7 @@ def test_out_of_memory_ends_who_needs_it_alone(
     llm = toy_llm(max_batch=4)
     limit = 120
 
-    def large(segments: Sequence[Segment]) -> bool:
+    def large(segments: Sequence[SequenceRows]) -> bool:
         return any(s.length + len(s.tokens) > limit for s in segments)
 
     failing(llm, error, large, monkeypatch)

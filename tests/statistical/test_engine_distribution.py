@@ -27,8 +27,8 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.kernels.batch import Segment
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 from statistical.harness import LEVEL, p_value
 from text_drafters import KINDS, Wide, text_drafter
@@ -98,7 +98,7 @@ class Ready(ModelDrafter):
             if self._first is None:
                 self._first = self.model.cache.take()
                 self.model.make_room(self._first, len(PROMPT), None)
-                self.model.score([Segment(self._first, 0, PROMPT, prompt=True)], last=True)
+                self.model.score([SequenceRows(self._first, 0, PROMPT, prompt=True)], last=True)
             self.model.make_room(seat.slot, len(PROMPT), None)
             self.model.cache.copy(seat.slot, 0, len(PROMPT), self.model.cache, self._first)
             seat.held = [*PROMPT]
@@ -106,7 +106,7 @@ class Ready(ModelDrafter):
 
 
 def drafter(kind: type[ModelDrafter] = Ready, seed: int = 1, name: str = "model") -> ModelDrafter:
-    return kind(PackedModel(model(seed), max_slots=51, compile=False), V, name)
+    return kind(ModelRunner(model(seed), max_slots=51, compile=False), V, name)
 
 
 WARPS: dict[str, dict[str, Any]] = {

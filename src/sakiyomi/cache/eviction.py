@@ -15,33 +15,33 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.observations import Notes
+from sakiyomi.cache.observations import RowObservations
 from sakiyomi.cache.policies import Policy, View, read_budget
 from sakiyomi.cache.policies.sparse import Sparse
-from sakiyomi.cache.quantized import GROUP, PackedPairs, Packing
+from sakiyomi.cache.quantized import GROUP, Packing, QuantizedKV
 from sakiyomi.cache.rotary import make_turn
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Everything", "Keeping", "Watched", "surprise"]
+__all__ = ["EvictingCache", "FullCache", "QueryTrackingCache", "neg_log_prob"]
 
 WIDEST = 256  # rows of a tree
 ENDLESS = 1 << 30
 
 
-class Everything:
+class FullCache:
     """Keeps all pairs: there are no borders.
 
     Args:
         cache: of the model.
     """
 
-    wants_surprise = False
-    notes: Notes | None = None
+    needs_log_probs = False
+    notes: RowObservations | None = None
     sparse: Sparse | None = None
     far_bytes = 0
     again = 0
@@ -98,14 +98,14 @@ class Everything:
         """Where reading goes on, a chunk of a prompt having been read up to `length`: there."""
         return length
 
-    def learn(self, slot: int, surprise: Sequence[float]) -> None:
+    def learn(self, slot: int, neg_log_prob: Sequence[float]) -> None:
         """Nobody asks."""
 
     def learn_prompt(self, slot: int, logits: Tensor, ids: Sequence[int], at: int, end: int) -> None:
         """Nobody asks."""
 
 
-class Watched(Everything):
+class QueryTrackingCache(FullCache):
     """Keeps all pairs, and the queries of every slot's last row, for who draws an excerpt of the cache by them.
 
     Args:
@@ -114,7 +114,7 @@ class Watched(Everything):
 
     def __init__(self, cache: SlotCache) -> None:
         self._cache = cache
-        self.notes = Notes(len(cache.shapes), cache.max_slots + cache.extra)
+        self.notes = RowObservations(len(cache.shapes), cache.max_slots + cache.extra)
         self._last: dict[int, list[Tensor]] = {}
 
     def begin(self, slot: int) -> None:
@@ -169,12 +169,12 @@ class _Held:
     places: list[list[Tensor]]
     scores: list[list[Tensor]]
     since: int = 0
-    surprise: list[float] = field(default_factory=list)
+    neg_log_prob: list[float] = field(default_factory=list)
     ahead: Tensor | None = None
     asked: int = 0
 
 
-class Keeping:
+class EvictingCache:
     """Keeps the cache of one model within a budget, or packs it, or both.
 
     What is packed are whole groups of tokens before a tail in full precision, at borders alone: no text is rolled back
@@ -190,7 +190,7 @@ class Keeping:
         sparse: says which of them rows of prompts look at; None: at all.
 
     Attributes:
-        wants_surprise: -log p of every token is wanted.
+        needs_log_probs: -log p of every token is wanted.
         noted: the policy, if rows of passes leave something behind for it.
         reassigned: whether positions move together.
         notes: what rows leave behind; None: nothing.
@@ -216,7 +216,7 @@ class Keeping:
         self.every, self.again = (policy or Policy).every, (policy or Policy).again
         self._asked = read_budget(budget) if budget is not None else (ENDLESS, False)
         self.budget = 0
-        self.wants_surprise = policy is not None and policy.surprise_wanted
+        self.needs_log_probs = policy is not None and policy.surprise_wanted
         self.noted = policy if policy is not None and policy.notes else None
         self.reassigned = policy is not None and policy.positions == "reassigned"
         self.chunked, self.tail = True, 1
@@ -302,7 +302,7 @@ class Keeping:
                 f"{max(0, int((there - pair * beside) / stays)):,} pairs of a head fit: give a smaller budget"
             )
 
-    def packed(self, shapes: Sequence[LayerShape], places: int) -> PackedPairs | None:
+    def packed(self, shapes: Sequence[LayerShape], places: int) -> QuantizedKV | None:
         """Where packed columns lie, after ``limits``; a layer's heads have room for the largest of its budgets.
 
         Args:
@@ -315,7 +315,7 @@ class Keeping:
         limits = None if endless else [max(layer) for layer in self._budgets]
         return self.packing.storage(shapes, places, limits)
 
-    def attach(self, model: PackedModel) -> None:
+    def attach(self, model: ModelRunner) -> None:
         """Serve this model, whose cache has the ``limits``.
 
         Raises:
@@ -332,7 +332,7 @@ class Keeping:
                 )
         cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
-        self.notes = Notes(self._layers, cache.max_slots + cache.extra) if self.noted is not None else None
+        self.notes = RowObservations(self._layers, cache.max_slots + cache.extra) if self.noted is not None else None
         self._all: SlotCache | None = None
         if self._recalls:
             shapes = [replace(shape, device=torch.device("cpu")) for shape in cache.shapes]
@@ -368,7 +368,7 @@ class Keeping:
         before it has said, which is not computed again.
         """
         held = self._slots[slot]
-        del held.surprise[max(0, length - held.since) + (length > 0) :]
+        del held.neg_log_prob[max(0, length - held.since) + (length > 0) :]
         return length >= held.since
 
     def lends(self, slot: int, length: int) -> bool:
@@ -376,7 +376,7 @@ class Keeping:
         return self._cache.dropped is None or self._slots[slot].since == length
 
     def fork(self, slot: int, other: int, first: int, length: int) -> None:
-        """See ``Everything.fork``. Where surprise is wanted, the token behind them must be the same, too: how likely
+        """See ``FullCache.fork``. Where surprise is wanted, the token behind them must be the same, too: how likely
         it was is known.
         """
         if self._all is not None:
@@ -384,7 +384,7 @@ class Keeping:
         self._cache.fork(slot, other, first, length)
         held = self._slots[other]
         places, scores = ([list(heads) for heads in what] for what in (held.places, held.scores))
-        self._slots[slot] = _Held(places, scores, length, list(held.surprise))
+        self._slots[slot] = _Held(places, scores, length, list(held.neg_log_prob))
         if self.notes is not None:
             self.notes.begin(slot, length)
 
@@ -449,9 +449,9 @@ class Keeping:
         self._settle(slot, prompt, length, end)
         return end
 
-    def learn(self, slot: int, surprise: Sequence[float]) -> None:
+    def learn(self, slot: int, neg_log_prob: Sequence[float]) -> None:
         """Take -log p of the next tokens, where the policy wants to know."""
-        self._slots[slot].surprise += surprise
+        self._slots[slot].neg_log_prob += neg_log_prob
 
     def learn_prompt(self, slot: int, logits: Tensor, ids: Sequence[int], at: int, end: int) -> None:
         """The same of the tokens that a chunk ids[at:end] of a prompt told about: ids[at + 1 : end + 1].
@@ -467,11 +467,13 @@ class Keeping:
         """
         held = self._slots[slot]
         following = ids[at + 1 : end + 1]
-        found = surprise(logits[: len(following)], following)
-        if len(held.surprise) == at - held.since:
+        found = neg_log_prob(logits[: len(following)], following)
+        if len(held.neg_log_prob) == at - held.since:
             told = held.ahead
-            held.surprise += [max(found, default=0.0)] if told is None else surprise(told[None], ids[at : at + 1])
-        held.surprise += found
+            held.neg_log_prob += (
+                [max(found, default=0.0)] if told is None else neg_log_prob(told[None], ids[at : at + 1])
+            )
+        held.neg_log_prob += found
         held.ahead = logits[-1].clone() if end == len(ids) else None
 
     def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
@@ -539,7 +541,7 @@ class Keeping:
         if dropping and self._turn is not None:
             self._move(slot, end, kept, old)
         held.since = end
-        del held.surprise[:fresh]
+        del held.neg_log_prob[:fresh]
         if self.notes is not None:
             self.notes.begin(slot, end)
 
@@ -563,7 +565,7 @@ class Keeping:
         held = self._slots[slot]
         notes = self.notes.read(layer, slot, length) if self.notes is not None else None
         fresh = length - held.since
-        surprise = torch.tensor(held.surprise[:fresh]) if self.policy.surprise_wanted else None
+        neg_log_prob = torch.tensor(held.neg_log_prob[:fresh]) if self.policy.surprise_wanted else None
         views = []
         read = self._all or self._cache
         for part in read.parts(layer, slot):
@@ -584,7 +586,7 @@ class Keeping:
                     keys=keys,
                     values=values,
                     notes=notes,
-                    surprise=surprise,
+                    neg_log_prob=neg_log_prob,
                     former=former,
                 )
             )
@@ -623,7 +625,7 @@ class Keeping:
                 part.keys[:, :n] = self._turn(layer, part.keys[:, :n], by)
 
 
-def surprise(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+def neg_log_prob(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     """-log p of each token in its row of logits, (rows, V)."""
     chosen = torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None]
     return torch.neg(logits.float().log_softmax(-1).gather(1, chosen)[:, 0]).tolist()

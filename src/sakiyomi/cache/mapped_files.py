@@ -23,7 +23,7 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import readable
 
-__all__ = ["Offloaded"]
+__all__ = ["MappedFiles"]
 
 logger = logging.getLogger("sakiyomi")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -31,7 +31,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True)
-class Offloaded:
+class MappedFiles:
     """Where the files lie.
 
     Attributes:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["Notes"]
+__all__ = ["RowObservations"]
 
 STEP = 64  # rows
 
 
-class Notes:
+class RowObservations:
     """Rows of numbers by layer and slot, (slots, rows, width) each.
 
     Args:
@@ -44,7 +44,7 @@ class Notes:
         """Nobody has this slot: what passes over it leave behind is nobody's."""
         self._since[slot] = None
 
-    def write(self, layer: int, plan: Plan, note: Tensor) -> None:
+    def write(self, layer: int, plan: BatchPlan, note: Tensor) -> None:
         """Take the rows of a pass, (rows, width); those that only fill it up are left."""
         for slot, first, count, length, _ in plan.table:
             since = self._since[slot]

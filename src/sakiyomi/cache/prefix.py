@@ -21,9 +21,9 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.eviction import Everything, Keeping
+    from sakiyomi.cache.eviction import EvictingCache, FullCache
     from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
 
@@ -111,7 +111,7 @@ class Prefix:
                     "load the model as it was"
                 )
 
-    def take(self, cache: SlotCache, keeping: Everything | Keeping, slot: int) -> None:
+    def take(self, cache: SlotCache, eviction: FullCache | EvictingCache, slot: int) -> None:
         """Put a copy into a slot that is empty."""
         dropped = []
         for layer, counts in enumerate(self.pairs):
@@ -132,10 +132,10 @@ class Prefix:
                     tensor = self.tensors[f"{kind}.{layer}.{head}"]
                     first = cache.starts[layer][head]
                     store[first : first + len(tensor)] = tensor.to(store.device)
-        keeping.restore(slot, len(self.tokens), self.tensors)
+        eviction.restore(slot, len(self.tokens), self.tensors)
 
     @classmethod
-    def of_slot(cls, tokens: list[int], text: str, recipe: dict[str, str], target: PackedModel, slot: int) -> Prefix:
+    def of_slot(cls, tokens: list[int], text: str, recipe: dict[str, str], target: ModelRunner, slot: int) -> Prefix:
         """A copy of what stays of these tokens in a slot."""
         cache = target.cache
         tensors = {}
@@ -148,7 +148,7 @@ class Prefix:
                     if cache.packed is not None:
                         for j, tensor in enumerate(cache.packed.get(layer, slot, head)):
                             tensors[f"packed.{j}.{layer}.{head}"] = tensor.to("cpu", copy=True)
-        return cls(tokens, text, recipe, tensors | target.keeping.snapshot(slot))
+        return cls(tokens, text, recipe, tensors | target.eviction.snapshot(slot))
 
 
 def read_about(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["BITS", "GROUP", "PackedPairs", "Packing", "Sizes", "pack", "pack_keys", "pack_values", "unpack"]
+__all__ = ["BITS", "GROUP", "Packing", "QuantizedKV", "Sizes", "pack", "pack_keys", "pack_values", "unpack"]
 
 BITS = (8, 4, 2)
 GROUP = 32  # numbers that share a scale
@@ -50,9 +50,9 @@ class Packing:
     with_policies: ClassVar[bool] = True
     fitted: ClassVar[bool] = False
 
-    def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> PackedPairs:
-        """Where columns are packed in this way, see ``PackedPairs``."""
-        return PackedPairs(shapes, self, places, limits)
+    def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> QuantizedKV:
+        """Where columns are packed in this way, see ``QuantizedKV``."""
+        return QuantizedKV(shapes, self, places, limits)
 
     def group_bytes(self, shapes: Sequence[LayerShape]) -> int:
         """Bytes of 32 packed columns of all these layers."""
@@ -167,7 +167,7 @@ def unpack_values(codes: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
     return torch.cat(found, 2)[..., :dim]
 
 
-class PackedPairs:
+class QuantizedKV:
     """The packed columns of every slot, by layer.
 
     Args:
@@ -203,7 +203,7 @@ class PackedPairs:
             ((*values, -(-shape.value_dim // GROUP), 2), torch.float16),
         ]
 
-    def fit(self, model: PackedModel) -> None:
+    def fit(self, model: ModelRunner) -> None:
         """Make ready for this model: nothing has to be known of it."""
 
     def encode(self, layer: int, heads: slice, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:

@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sakiyomi.cache.quantized import GROUP, LARGEST, PackedPairs, Packing, Sizes, pack_codes, unpack_codes, value_bytes
+from sakiyomi.cache.quantized import GROUP, LARGEST, Packing, QuantizedKV, Sizes, pack_codes, unpack_codes, value_bytes
 from sakiyomi.cache.rotary import Rotation, make_turn
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["LeveledPacking", "LeveledPairs", "fit_levels"]
+__all__ = ["KVQuantStore", "LeveledPacking", "fit_levels"]
 
 ASIDE = 0.01  # share of the numbers of 32 tokens
 EDGE = ASIDE / 2  # of a channel's numbers that lie beyond its range, on each side
@@ -43,9 +43,9 @@ class LeveledPacking(Packing):
     with_policies: ClassVar[bool] = False
     fitted: ClassVar[bool] = True
 
-    def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> PackedPairs:
+    def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> QuantizedKV:
         """Where columns are packed in this way."""
-        return LeveledPairs(shapes, self, places, limits)
+        return KVQuantStore(shapes, self, places, limits)
 
 
 def aside_of(dim: int) -> int:
@@ -67,7 +67,7 @@ def fit_levels(numbers: Tensor, bits: int) -> Tensor:
     return levels.float()
 
 
-class LeveledPairs(PackedPairs):
+class KVQuantStore(QuantizedKV):
     """The packed columns of every slot, by layer; a column's place in the text is its number.
 
     Attributes:
@@ -130,7 +130,7 @@ class LeveledPairs(PackedPairs):
 
     # ------------------------------------------------------------ what is fitted
 
-    def fit(self, model: PackedModel) -> None:
+    def fit(self, model: ModelRunner) -> None:
         """Learn ranges and levels from the model's own text, in pieces, of which each is read alone.
 
         Raises:
@@ -156,7 +156,7 @@ class LeveledPairs(PackedPairs):
             if not piece:
                 continue
             with cache.lent(len(piece)) as slot:
-                model.score([Segment(slot, 0, piece, prompt=True)], last=True)
+                model.score([SequenceRows(slot, 0, piece, prompt=True)], last=True)
                 for layer, (keys, values) in enumerate(seen):
                     parts = cache.parts(layer, slot)
                     read = torch.cat([part.keys[:, : len(piece)] for part in parts]).float()
@@ -184,7 +184,7 @@ class LeveledPairs(PackedPairs):
     # ------------------------------------------------------------ packing
 
     def encode(self, layer: int, heads: slice, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:
-        """Columns as they are stored, see ``PackedPairs``."""
+        """Columns as they are stored, see ``QuantizedKV``."""
         assert self.rotation is not None, "packed before it was fitted"
         keys, values = self.rotation(keys.float(), first, back=True), values.float()
         key_levels, value_levels = self._levels(layer, keys.device)
@@ -206,7 +206,7 @@ class LeveledPairs(PackedPairs):
         ]
 
     def decode(self, layer: int, heads: slice, held: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values of a text's first columns, see ``PackedPairs``."""
+        """Keys and values of a text's first columns, see ``QuantizedKV``."""
         key_codes, key_aside, value_codes, value_scales, value_aside, firsts = held
         shape = self.shapes[layer]
         key_levels, value_levels = self._levels(layer, key_codes.device)
@@ -253,7 +253,7 @@ def _largest(weights: Tensor, first: int) -> Tensor:
 
 
 def _held_aside(tiles: Tensor, places: Tensor) -> Tensor:
-    """As ``LeveledPairs.sizes`` says, int16 (heads, groups, n, 2)."""
+    """As ``KVQuantStore.sizes`` says, int16 (heads, groups, n, 2)."""
     numbers = tiles.flatten(2).gather(2, places).clamp(-LARGEST, LARGEST).half()
     return torch.stack([places.to(torch.int16), numbers.view(torch.int16)], -1)
 

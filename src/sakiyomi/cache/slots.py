@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.mapped_files import Offloaded
-from sakiyomi.cache.quantized import GROUP, PackedPairs
+from sakiyomi.cache.mapped_files import MappedFiles
+from sakiyomi.cache.quantized import GROUP, QuantizedKV
 from sakiyomi.core.errors import InputError, MemoryLimitError
 
 FIRST_ROOM = 256
@@ -96,8 +96,8 @@ class SlotCache:
         on_move: Callable[[SlotCache], None] | None = None,
         available: Callable[[], int] | None = None,
         limits: Sequence[Sequence[int]] | None = None,
-        packed: PackedPairs | None = None,
-        offloaded: Offloaded | None = None,
+        packed: QuantizedKV | None = None,
+        offloaded: MappedFiles | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
         self.dtype, self.max_slots, self.spare, self.extra = dtype, max_slots, spare, extra

@@ -117,8 +117,8 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
         "that",
         highlight=False,
     )
-    if report.rounding is not None:
-        console.out(f"{report.rounding}; the judge is the same rounded target, run plainly", highlight=False)
+    if report.quantization is not None:
+        console.out(f"{report.quantization}; the judge is the same rounded target, run plainly", highlight=False)
     table(
         [
             {

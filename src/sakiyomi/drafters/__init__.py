@@ -12,11 +12,11 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context, Drafter, Rule
 from sakiyomi.drafters.merged import MergedDrafter
 
-__all__ = ["DRAFTERS", "Context", "Drafter", "Rule", "Surroundings", "make_drafter", "parse_drafters"]
+__all__ = ["DRAFTERS", "Context", "Drafter", "DrafterContext", "Rule", "make_drafter", "parse_drafters"]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class DrafterContext:
     """What a drafter may be made from.
 
     Attributes:
@@ -24,7 +24,7 @@ class Surroundings:
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
         pack: makes what ``load`` gave ready to run beside the target.
-        packed: the target as it runs (``sakiyomi.model_executor.runner.PackedModel``).
+        packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
         rounded: makes the target once more, with weights of fewer bits, ready to run beside it.
         answer: what the target says to a request by itself (``drafters.oracle.Answer``).
         allow_pickle: weights may be stored as pickle.
@@ -40,7 +40,7 @@ class Surroundings:
     allow_pickle: bool = False
 
 
-def _model(argument: str, around: Surroundings) -> Drafter:
+def _model(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.model_executor.loading import check_cross_pair, check_pair, has_encoder, same_tokenizer, stop_tokens
@@ -57,7 +57,7 @@ def _model(argument: str, around: Surroundings) -> Drafter:
     return CrossDrafter(inner, draft.tokenizer, target.tokenizer, stop_tokens(draft.model, draft.tokenizer))
 
 
-def _oracle(argument: str, around: Surroundings) -> Drafter:
+def _oracle(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.oracle import Oracle
 
     try:
@@ -67,7 +67,7 @@ def _oracle(argument: str, around: Surroundings) -> Drafter:
     return Oracle(around.answer, around.vocab_size, rate)
 
 
-def _early_exit(argument: str, around: Surroundings) -> Drafter:
+def _early_exit(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.early_exit import EarlyExit
     from sakiyomi.model_executor.early_exit import FirstLayers
 
@@ -78,7 +78,7 @@ def _early_exit(argument: str, around: Surroundings) -> Drafter:
     return EarlyExit(FirstLayers(around.packed, count))
 
 
-def _self_evicted(argument: str, around: Surroundings) -> Drafter:
+def _self_evicted(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
 
     try:
@@ -88,12 +88,12 @@ def _self_evicted(argument: str, around: Surroundings) -> Drafter:
     return SelfEvicted(around.packed, budget)
 
 
-def _self_int8(argument: str, around: Surroundings) -> Drafter:
+def _self_int8(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.model import ModelDrafter
 
     if argument:
         raise InputError(f'draft "self-int8:{argument}"; self-int8 takes nothing behind a colon')
-    if around.packed.rounding is not None:
+    if around.packed.quantization is not None:
         raise InputError(
             "draft self-int8: the target's own weights are rounded, and a rounded copy would not be faster; leave out "
             "quantize, or choose another draft"
@@ -101,13 +101,13 @@ def _self_int8(argument: str, around: Surroundings) -> Drafter:
     return ModelDrafter(around.rounded("int8"), around.vocab_size, name="self-int8")
 
 
-def _lookup(argument: str, around: Surroundings) -> Drafter:
+def _lookup(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.lookup import MOST, PromptLookup
 
     return PromptLookup(argument or MOST)
 
 
-def _suffix(argument: str, around: Surroundings) -> Drafter:
+def _suffix(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.drafters.memory import MemoryFile
     from sakiyomi.drafters.suffix import SuffixDrafter
@@ -117,7 +117,7 @@ def _suffix(argument: str, around: Surroundings) -> Drafter:
     return SuffixDrafter(MemoryFile(argument, tokenizer_digest(around.target.tokenizer), around.vocab_size))
 
 
-def _ngram(argument: str, around: Surroundings) -> Drafter:
+def _ngram(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.drafters.ngram import NgramDrafter
     from sakiyomi.drafters.ngram_file import read_tables
@@ -128,7 +128,7 @@ def _ngram(argument: str, around: Surroundings) -> Drafter:
     return NgramDrafter(around.vocab_size, tables)
 
 
-def _medusa(argument: str, around: Surroundings) -> Drafter:
+def _medusa(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.medusa import MedusaDrafter
 
     if not argument:
@@ -136,7 +136,7 @@ def _medusa(argument: str, around: Surroundings) -> Drafter:
     return MedusaDrafter.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
 
-DRAFTERS: dict[str, Callable[[str, Surroundings], Drafter]] = {
+DRAFTERS: dict[str, Callable[[str, DrafterContext], Drafter]] = {
     "model": _model,
     "medusa": _medusa,
     "self-int8": _self_int8,
@@ -196,7 +196,7 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
     return [spec]
 
 
-def make_drafter(parts: Sequence[str | Drafter], around: Surroundings, *, strict: bool = False) -> Drafter | None:
+def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
     """The drafter that ``parse_drafters`` found, several of them merged; None for "none".
 
     "auto" takes the draft that belongs to an embedded target, and none otherwise. ``strict``: a fault of one of several
@@ -217,7 +217,7 @@ def make_drafter(parts: Sequence[str | Drafter], around: Surroundings, *, strict
     return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "passes")), strict=strict)
 
 
-def _one(spec: str | Drafter, around: Surroundings) -> Drafter | None:
+def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     if not isinstance(spec, str):
         return spec
     if spec == "auto":

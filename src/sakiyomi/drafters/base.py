@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Rule
-from sakiyomi.drafters.draft_length import Worth
+from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.sampling.rng import RequestNoise
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Context:
     noise: RequestNoise
     stop_ids: frozenset[int]
     nodes: int = 1
-    worth: Worth | None = None
+    worth: TokenValue | None = None
     slot: int = -1
     hidden: Tensor | None = None
     shares: bool = True

@@ -15,12 +15,12 @@ __all__ = [
     "NO_DRAFT",
     "AutoSize",
     "Costs",
+    "DraftLengthPolicy",
     "FixedSize",
-    "Gain",
     "Heuristic",
     "Size",
-    "SizePolicy",
-    "Worth",
+    "Throughput",
+    "TokenValue",
     "make_policy",
 ]
 
@@ -63,7 +63,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class TokenValue:
     """What a draft's tokens are worth against the time that they take.
 
     A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of reading ahead. Whatever is
@@ -116,10 +116,10 @@ class Size:
 
     depth: int
     nodes: int
-    worth: Worth | None = None
+    worth: TokenValue | None = None
 
 
-class SizePolicy(Protocol):
+class DraftLengthPolicy(Protocol):
     """Decides for one request."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
@@ -147,11 +147,11 @@ class NoDraft:
     """Nothing is read ahead."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """See ``SizePolicy.next``."""
+        """See ``DraftLengthPolicy.next``."""
         return Size(0, 0)
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """See ``SizePolicy.observe``."""
+        """See ``DraftLengthPolicy.observe``."""
 
 
 NO_DRAFT = NoDraft()
@@ -168,10 +168,10 @@ class FixedSize:
 
     def __init__(self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool) -> None:
         self.depth, self.nodes, self.chain = depth, nodes, chain
-        self._gain = Gain()
+        self._gain = Throughput()
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """See ``SizePolicy.next``."""
+        """See ``DraftLengthPolicy.next``."""
         if self.chain:
             depth = _number(self.depth, MOST)
             return Size(depth, depth)
@@ -180,10 +180,10 @@ class FixedSize:
             return Size(min(depth, nodes), nodes)
         now = costs()
         depth, nodes = _number(self.depth, now.depth), _number(self.nodes, now.nodes)
-        return Size(depth, nodes, Worth(self._gain.expected(now), now, depth))
+        return Size(depth, nodes, TokenValue(self._gain.expected(now), now, depth))
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """See ``SizePolicy.observe``."""
+        """See ``DraftLengthPolicy.observe``."""
         self._gain.add(accepted + 1, seconds)
         for dial in (self.depth, self.nodes):
             if isinstance(dial, Heuristic):
@@ -217,7 +217,7 @@ class AutoSize:
         self._trees, self._fixed, self._start, self._memory, self._weight = trees, depth, start, memory, weight
         self._kept: list[float] = []
         self._tried: list[float] = []
-        self._gain = Gain()
+        self._gain = Throughput()
         self._quiet, self._wait = 0, PROBE_EVERY
         self._asked, self._grace = False, 0
 
@@ -230,7 +230,7 @@ class AutoSize:
         return alphas or [self._start]
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """See ``SizePolicy.next``."""
+        """See ``DraftLengthPolicy.next``."""
         if self._quiet > 1:  # nothing is weighed meanwhile: that takes time too
             self._quiet -= 1
             return Size(0, 0)
@@ -264,7 +264,7 @@ class AutoSize:
         self._asked = True
         if not self._trees:
             return Size(depth, depth)
-        return Size(depth, now.nodes, Worth(self._gain.expected(now), now, now.depth))
+        return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
 
     def _depth(self, now: Costs) -> int:
         """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
@@ -281,7 +281,7 @@ class AutoSize:
         return max(depth, PROBE) if self._trees else depth
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """See ``SizePolicy.observe``."""
+        """See ``DraftLengthPolicy.observe``."""
         if self._asked:  # to no avail, perhaps: that takes time too
             self._gain.add(accepted + 1, seconds)
         places = min(drafted, accepted + 1)
@@ -293,7 +293,7 @@ class AutoSize:
             self._tried[i] = self._tried[i] * self._memory + 1.0
 
 
-class Gain:
+class Throughput:
     """Tokens per second of the rounds that read ahead, older ones counting less."""
 
     __slots__ = ("_seconds", "_tokens", "rounds")
@@ -337,7 +337,7 @@ def _dial(value: int | str) -> int | Heuristic | None:
     return Heuristic() if value == "heuristic" else None
 
 
-def make_policy(params: SamplingParams, depth: int | None = None) -> SizePolicy:
+def make_policy(params: SamplingParams, depth: int | None = None) -> DraftLengthPolicy:
     """The policy that ``gamma``, ``nodes`` and ``tree`` name; values were checked there. ``depth``: a tuned one."""
     if params.choices:
         return FixedSize(max(map(len, params.choices)), len(params.choices), chain=False)

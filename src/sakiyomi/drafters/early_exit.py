@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import Reading
+from sakiyomi.drafters.reading import DraftTreeState
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class _Request:
     """What is kept of a request: its sampler, and the tree that was read last, to learn from."""
 
     sampler: Sampler
-    reading: Reading | None = None
+    reading: DraftTreeState | None = None
 
 
 class EarlyExit(LevelDrafter):
@@ -46,7 +46,7 @@ class EarlyExit(LevelDrafter):
         """Forget the request."""
         context.memory.pop(self.name, None)
 
-    def _begin(self, context: Context, gamma: int) -> Reading | None:
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         request: _Request | None = context.memory.get(self.name)
         if request is None:
             request = context.memory[self.name] = _Request(Sampler(context.params, self.model.vocab_size))

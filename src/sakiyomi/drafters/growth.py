@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import TypeVar
 
 from sakiyomi.core.tree import Draft, Draw, TokenTree
-from sakiyomi.drafters.draft_length import Worth
+from sakiyomi.drafters.draft_length import TokenValue
 
 __all__ = ["Expand", "Growth", "grow"]
 
@@ -33,7 +33,7 @@ class Growth:
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
 
-    def best(self, worth: Worth) -> Growth:
+    def best(self, worth: TokenValue) -> Growth:
         """As many of the nodes as pay for their rows of the pass, the likeliest to be reached."""
         values: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):

@@ -17,7 +17,7 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
-from sakiyomi.drafters.reading import Reading
+from sakiyomi.drafters.reading import DraftTreeState
 from sakiyomi.drafters.trees import BUILDERS, Builder, Growth, Ranks
 from sakiyomi.sampling.sampler import Sampler
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.core.params import SamplingParams
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["LevelDrafter", "Levels", "begun", "is_drawn", "kind_of"]
+__all__ = ["LevelDrafter", "TreeReader", "begun", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {
     "chain": "chain",
@@ -67,7 +67,7 @@ def begun(context: Context, depth: int, nodes: int, ranks: Ranks) -> tuple[Growt
     return growth, builder
 
 
-class Levels:
+class TreeReader:
     """Grows trees, and chains, from a model's logits: candidates of a level, and of those what is read next.
 
     Under "greedy" candidates are the model's most probable tokens, under "coupled" the top of log q + the position's
@@ -84,14 +84,16 @@ class Levels:
         confidence: by rule, how often the model is right where it is so sure.
     """
 
-    def __init__(self, model: PackedModel, vocab_size: int) -> None:
+    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
         self.passes = 0
         self.confidence = {rule: Confidence(sharpness) for rule, sharpness in SHARPNESS.items()}
         self._vocab_size = vocab_size
         self._besides = 1e-4  # seconds of a level outside the model
 
-    def begin(self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int) -> Reading | None:
+    def begin(
+        self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
+    ) -> DraftTreeState | None:
         """A tree of which nothing was read yet; None: the model's context ends here, where the target's may go on.
 
         Args:
@@ -109,9 +111,9 @@ class Levels:
         depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
         confidence = self.confidence[context.rule]
         growth, builder = begun(context, depth, context.nodes, confidence.ranks)
-        return Reading(context, sampler, name, growth, builder, confidence, drawn, slot, held)
+        return DraftTreeState(context, sampler, name, growth, builder, confidence, drawn, slot, held)
 
-    def read(self, readings: Sequence[Reading]) -> None:
+    def read(self, readings: Sequence[DraftTreeState]) -> None:
         """Grow these trees to their ends; afterwards all committed tokens lie in the cache, and the rows behind them.
 
         A tree for which there is no more memory ends where it is.
@@ -132,14 +134,14 @@ class Levels:
             besides = time.perf_counter() - began - (self.model.forward_seconds - inside)
             self._besides = running_mean(self._besides, besides / (self.passes - passes))
 
-    def _has_room(self, reading: Reading) -> bool:
+    def _has_room(self, reading: DraftTreeState) -> bool:
         try:
             self.model.cache.reserve(reading.slot, reading.columns)
         except MemoryLimitError:
             return False
         return True
 
-    def _take(self, reading: Reading, logits: Tensor) -> None:
+    def _take(self, reading: DraftTreeState, logits: Tensor) -> None:
         """Candidates behind the rows of a pass, (rows, V of the model), and what to read next."""
         if not reading.growth.levels:
             places, logits = [-1], logits[-1:]
@@ -153,7 +155,7 @@ class Levels:
         if not self._pays(reading, reading.fresh):
             reading.fresh = []
 
-    def _pays(self, reading: Reading, places: list[int]) -> bool:
+    def _pays(self, reading: DraftTreeState, places: list[int]) -> bool:
         """Whether reading these places is worth its pass."""
         if reading.worth is None or not places:
             return True
@@ -173,9 +175,9 @@ class LevelDrafter:
     name: str
     kind: DraftKind = "chain"
 
-    def __init__(self, model: PackedModel, vocab_size: int) -> None:
+    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
-        self.levels = Levels(model, vocab_size)
+        self.levels = TreeReader(model, vocab_size)
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
         """See ``kind_of``."""
@@ -200,9 +202,9 @@ class LevelDrafter:
             self._done(reading)
         return [Draft.empty() if reading is None else reading.draft() for reading in readings]
 
-    def _begin(self, context: Context, gamma: int) -> Reading | None:
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         """The request's tree of which nothing was read yet; None: nothing can be drafted."""
         raise NotImplementedError
 
-    def _done(self, reading: Reading) -> None:
+    def _done(self, reading: DraftTreeState) -> None:
         """Take note of a tree whose rows are written, as it is not when reading it was interrupted."""

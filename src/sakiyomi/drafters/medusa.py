@@ -21,16 +21,16 @@ from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.levels import SHARPNESS, begun, is_drawn, kind_of
 from sakiyomi.drafters.medusa_heads.formats import read_heads
-from sakiyomi.drafters.medusa_heads.runner import Guesser
+from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
-from sakiyomi.drafters.reading import Reading
+from sakiyomi.drafters.reading import DraftTreeState
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.core.params import SamplingParams
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["MedusaDrafter"]
 
@@ -39,7 +39,7 @@ _Found = tuple[list[int], list[float | None], list[float]]
 
 
 @dataclass(eq=False)
-class _Guesses(Reading):
+class _Guesses(DraftTreeState):
     """A tree of guesses: the candidates of a place depend on its level, not on what leads to it."""
 
     def begin(self, levels: Sequence[Confidence], width: int) -> None:
@@ -48,11 +48,11 @@ class _Guesses(Reading):
         self._known: dict[int, _Found] = {}
 
     def sureness(self, level: int) -> Confidence:
-        """See ``Reading.sureness``."""
+        """See ``DraftTreeState.sureness``."""
         return self._levels[level]
 
     def wanted(self, place: int) -> int:
-        """See ``Reading.wanted``."""
+        """See ``DraftTreeState.wanted``."""
         count = super().wanted(place)
         return min(count, self._width) if self.builder.picks else count
 
@@ -101,7 +101,7 @@ class MedusaDrafter:
     name = "medusa"
     kind: DraftKind = "chain"
 
-    def __init__(self, guesser: Guesser, vocab_size: int, tuned: Tuned | None = None) -> None:
+    def __init__(self, guesser: MedusaRunner, vocab_size: int, tuned: Tuned | None = None) -> None:
         if tuned is not None and len(tuned.accuracies) != guesser.heads:
             logger.warning(
                 "tuned.json is that of %d heads, and there are %d: it is not used; have it made again: sakiyomi tune "
@@ -118,14 +118,14 @@ class MedusaDrafter:
         }
 
     @classmethod
-    def load(cls, name: str, target: PackedModel, *, allow_pickle: bool = False) -> MedusaDrafter:
+    def load(cls, name: str, target: ModelRunner, *, allow_pickle: bool = False) -> MedusaDrafter:
         """Heads of a folder, or embedded ones, at the size that was tuned for them, if any was.
 
         Raises:
             LoadError, UnsupportedError: they cannot be read, or belong to another model.
         """
         folder = folder_of(name)
-        guesser = Guesser(read_heads(folder, allow_pickle=allow_pickle).heads, target, name)
+        guesser = MedusaRunner(read_heads(folder, allow_pickle=allow_pickle).heads, target, name)
         return cls(guesser, target.vocab_size, read_tuned(folder))
 
     def kind_for(self, params: SamplingParams) -> DraftKind:

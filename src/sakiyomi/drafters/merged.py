@@ -16,7 +16,7 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context, Drafter, tell
 from sakiyomi.drafters.claims import Claims
-from sakiyomi.drafters.draft_length import Worth
+from sakiyomi.drafters.draft_length import TokenValue
 
 __all__ = ["MergedDrafter"]
 
@@ -191,7 +191,7 @@ class MergedDrafter:
 
     # ------------------------------------------------------------ merging
 
-    def _merge(self, drafts: Sequence[_Proposal], most: int, worth: Worth | None) -> Draft:
+    def _merge(self, drafts: Sequence[_Proposal], most: int, worth: TokenValue | None) -> Draft:
         found = [proposal for proposal in drafts if proposal.values]
         if not found:
             return Draft.empty()
@@ -215,7 +215,7 @@ class MergedDrafter:
         return _draft(nodes, self._kept(nodes, most, worth), [proposal.draft for proposal in found])
 
     @staticmethod
-    def _kept(nodes: Sequence[_Node], most: int, worth: Worth | None) -> list[int]:
+    def _kept(nodes: Sequence[_Node], most: int, worth: TokenValue | None) -> list[int]:
         """Nodes of the merged tree, ascending: all that were drawn, and of the others the most valuable."""
         drawn = {i for i, node in enumerate(nodes) if any(draw.row is not None for _, draw in node.draws)}
         for i in reversed(range(len(nodes))):  # what a drawn node hangs from stays too

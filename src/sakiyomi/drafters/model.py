@@ -12,13 +12,13 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import Reading
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.drafters.reading import DraftTreeState
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["ModelDrafter"]
 
@@ -42,13 +42,13 @@ class _Seat:
     held: list[int]
     sampler: Sampler
     sure: int = 0
-    reading: Reading | None = None
+    reading: DraftTreeState | None = None
     ready: bool = False
     source: Source | None = None
 
 
 class ModelDrafter(LevelDrafter):
-    """Drafts a tree, or a chain, with a small causal LM: a level a pass, all requests at once; see ``Levels``.
+    """Drafts a tree, or a chain, with a small causal LM: a level a pass, all requests at once; see ``TreeReader``.
 
     Args:
         model: the draft.
@@ -56,7 +56,7 @@ class ModelDrafter(LevelDrafter):
         name: names the source in traces.
     """
 
-    def __init__(self, model: PackedModel, vocab_size: int, name: str = "model") -> None:
+    def __init__(self, model: ModelRunner, vocab_size: int, name: str = "model") -> None:
         super().__init__(model, vocab_size)
         self.name = name
         self.prefill_seconds = 0.0
@@ -96,13 +96,13 @@ class ModelDrafter(LevelDrafter):
         self._follow([context for context in contexts if len(context.tokens) < self.model.max_context])
         return super().propose(contexts, gammas)
 
-    def _begin(self, context: Context, gamma: int) -> Reading | None:
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None or not seat.ready:
             return None
         return self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
 
-    def _done(self, reading: Reading) -> None:
+    def _done(self, reading: DraftTreeState) -> None:
         if reading.growth.levels:
             seat: _Seat = reading.context.memory[self.name]
             seat.held.extend(reading.context.tokens[len(seat.held) :])
@@ -134,7 +134,7 @@ class ModelDrafter(LevelDrafter):
         while behind:
             ends = itertools.accumulate(len(fresh) for _, fresh in behind)
             count = max(1, sum(end <= CHUNK for end in ends))
-            segments = [Segment(seat.slot, len(seat.held), fresh, prompt=True) for seat, fresh in behind[:count]]
+            segments = [SequenceRows(seat.slot, len(seat.held), fresh, prompt=True) for seat, fresh in behind[:count]]
             self.model.score(segments, last=True)
             for seat, fresh in behind[:count]:
                 seat.held.extend(fresh)
@@ -176,7 +176,7 @@ class ModelDrafter(LevelDrafter):
                 return
             seat.held, seat.sure = tokens[:count], count
 
-    def _keep(self, seat: _Seat, reading: Reading, tokens: Sequence[int]) -> None:
+    def _keep(self, seat: _Seat, reading: DraftTreeState, tokens: Sequence[int]) -> None:
         """Keep the rows of the path that was accepted, and learn from what the target chose at every place of it."""
         first = len(seat.held)
         path = reading.settle(tokens)

@@ -14,7 +14,7 @@ from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.trees import Builder, Growth
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.probs import best, best_token, leading
 from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
 from sakiyomi.sampling.sampler import Sampler
@@ -22,15 +22,15 @@ from sakiyomi.sampling.sampler import Sampler
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sakiyomi.drafters.draft_length import Worth
+    from sakiyomi.drafters.draft_length import TokenValue
 
-__all__ = ["Reading"]
+__all__ = ["DraftTreeState"]
 
 _Listed = tuple[list[int], list[float]]
 
 
 @dataclass(eq=False, slots=True)
-class Reading:
+class DraftTreeState:
     """The draft of one request while it grows.
 
     Attributes:
@@ -68,7 +68,7 @@ class Reading:
         self._first = len(self.context.tokens)
 
     @property
-    def worth(self) -> Worth | None:
+    def worth(self) -> TokenValue | None:
         """What a token is worth, where the size is a matter of that and of the candidates' own chances."""
         return None if self.drawn else self.context.worth
 
@@ -77,15 +77,15 @@ class Reading:
         """Columns of the slot that are taken after the next pass."""
         return self._first + len(self.rows) + len(self.fresh)
 
-    def segment(self) -> Segment:
+    def segment(self) -> SequenceRows:
         """The rows of the next pass: first the committed tokens that are missing, then a level a pass."""
         growth, done = self.growth, len(self.rows)
         if not growth.levels:
-            return Segment(self.slot, self.held, self.context.tokens[self.held :])
+            return SequenceRows(self.slot, self.held, self.context.tokens[self.held :])
         rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.fresh))}
         parents = tuple(rows.get(growth.parents[candidate], -1) for candidate in rows)
         tokens = [growth.tokens[candidate] for candidate in self.fresh]
-        return Segment(self.slot, self._first + done, tokens, parents, done=done)
+        return SequenceRows(self.slot, self._first + done, tokens, parents, done=done)
 
     def settle(self, tokens: Sequence[int]) -> list[int]:
         """Learn from what the target chose at every place that it came to.

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.eviction import Watched
+from sakiyomi.cache.eviction import QueryTrackingCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import Reading
+from sakiyomi.drafters.reading import DraftTreeState
 from sakiyomi.model_executor.sparse_view import Excerpt
 from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["SelfEvicted"]
 
@@ -55,7 +55,7 @@ class _Seat:
     held: int = 0
     rounds: int = 0
     pages: list[Tensor] = field(default_factory=list)
-    reading: Reading | None = None
+    reading: DraftTreeState | None = None
 
 
 class SelfEvicted(LevelDrafter):
@@ -72,15 +72,15 @@ class SelfEvicted(LevelDrafter):
 
     name = "self-evicted"
 
-    def __init__(self, target: PackedModel, budget: int = BUDGET) -> None:
-        if not isinstance(target.keeping, Watched) or not target.passes_here or target.sources is not None:
+    def __init__(self, target: ModelRunner, budget: int = BUDGET) -> None:
+        if not isinstance(target.eviction, QueryTrackingCache) or not target.passes_here or target.sources is not None:
             raise UnsupportedError(
                 f"draft self-evicted: it draws from all keys and values of {type(target.module).__name__}, and these "
                 "are not all there, or the model keeps them otherwise; use cache='full', or another draft"
             )
         if budget < 4 * PAGE:
             raise InputError(f"draft self-evicted:{budget}: an excerpt has {4 * PAGE} pairs or more")
-        self._target, self._keeping, self._budget = target, target.keeping, budget
+        self._target, self._eviction, self._budget = target, target.eviction, budget
         super().__init__(Excerpt(target, budget + ROOM), target.vocab_size)
 
     def end(self, context: Context) -> None:
@@ -91,7 +91,7 @@ class SelfEvicted(LevelDrafter):
 
     # ------------------------------------------------------------ excerpts
 
-    def _begin(self, context: Context, gamma: int) -> Reading | None:
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None:
             sampler = Sampler(context.params, self.model.vocab_size)
@@ -111,7 +111,7 @@ class SelfEvicted(LevelDrafter):
 
     def _bring_up(self, seat: _Seat, slot: int, length: int) -> bool:
         """Have the excerpt end with the target's own pairs of all tokens but the last."""
-        queries = self._keeping.queries(slot)
+        queries = self._eviction.queries(slot)
         if queries is None or length < 1:
             return False
         seat.rounds += 1

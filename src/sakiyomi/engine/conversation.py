@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.engine.engine import Engine
-from sakiyomi.engine.request import Place, Request
+from sakiyomi.engine.request import Request, RetainedSlot
 
 __all__ = ["Conversation"]
 
@@ -34,7 +34,7 @@ class Conversation:
     """
 
     def __init__(self, engine: Engine, prefix: Prefix | None = None, *, beginning: bool = False) -> None:
-        self._engine, self._place = engine, Place(prefix=prefix, beginning=beginning)
+        self._engine, self._place = engine, RetainedSlot(prefix=prefix, beginning=beginning)
         self._request: Request | None = None
 
     @property

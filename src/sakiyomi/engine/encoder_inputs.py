@@ -15,13 +15,13 @@ from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.encoder_defaults import default_processors
-from sakiyomi.engine.inputs import Asked, prompt_tokens, with_ids
+from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens, with_ids
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 
-__all__ = ["SourceIntake", "token_source"]
+__all__ = ["SourceInputProcessor", "token_source"]
 
 
-class SourceIntake:
+class SourceInputProcessor:
     """Sources from texts and token ids, or from sounds and their features, whichever the encoder takes.
 
     What transformers' ``generate`` does by the model's generation settings is done here too: the first tokens of the
@@ -53,7 +53,7 @@ class SourceIntake:
         self._last: tuple[Any, Source] | None = None
         self._begin = self._start_token()
 
-    def __call__(self, prompt: Any, params: SamplingParams) -> Asked:
+    def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """See ``intake.Intake``."""
         source = self._source(prompt)
         tokens = self._prompt(prompt, source)
@@ -67,7 +67,7 @@ class SourceIntake:
         processors = default_processors(self._settings, len(tokens), last, ids, no_end=params.ignore_eos)
         params = with_ids(params, self._tokenizer)
         params = replace(params, logits_processors=(*processors, *params.logits_processors))
-        return Asked(tokens, params, source)
+        return TokenizedPrompt(tokens, params, source)
 
     # ------------------------------------------------------------ sources
 

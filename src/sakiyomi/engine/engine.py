@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.eviction import surprise
+from sakiyomi.cache.eviction import neg_log_prob
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
 from sakiyomi.core.memory import no_memory
@@ -28,17 +28,17 @@ from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
-from sakiyomi.engine.inputs import Asked, Intake, TextIntake
-from sakiyomi.engine.request import Place, Request
-from sakiyomi.engine.slots import Places
-from sakiyomi.engine.speculation import Drafting
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
+from sakiyomi.engine.request import Request, RetainedSlot
+from sakiyomi.engine.slots import SlotManager
+from sakiyomi.engine.speculation import SpeculationController
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Engine"]
 
@@ -66,11 +66,11 @@ class Engine:
 
     def __init__(
         self,
-        target: PackedModel,
+        target: ModelRunner,
         drafter: Drafter | None,
         tokenizer: Any,
         *,
-        intake: Intake | None = None,
+        intake: InputProcessor | None = None,
         stop_ids: Sequence[int] = (),
         max_context: int,
         chunk_size: int = CHUNK,
@@ -82,14 +82,14 @@ class Engine:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
-        self._intake = intake or TextIntake(tokenizer, target.vocab_size, max_context)
+        self._intake = intake or TextInputProcessor(tokenizer, target.vocab_size, max_context)
         self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._places = Places(target.cache, target.keeping, drafter, chunk_size, exact)
+        self._places = SlotManager(target.cache, target.eviction, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
-        self._drafting = Drafting(target, drafter, exact=exact, strict=strict)
+        self._drafting = SpeculationController(target, drafter, exact=exact, strict=strict)
 
     @property
     def busy(self) -> bool:
@@ -120,7 +120,7 @@ class Engine:
         rounds_trace: bool = False,
         live: bool = True,
         outbox: deque[Step] | None = None,
-        place: Place | None = None,
+        place: RetainedSlot | None = None,
         shares: bool = True,
         drafted: bool = True,
         keep_logits: bool = False,
@@ -145,7 +145,7 @@ class Engine:
                 conversation has a request under way.
             MemoryLimitError: its keys and values would not fit.
         """
-        asked = prompt if isinstance(prompt, Asked) else self._intake(prompt, as_params(params))
+        asked = prompt if isinstance(prompt, TokenizedPrompt) else self._intake(prompt, as_params(params))
         tokens, params = asked.tokens, asked.params
         depth = self._depth if params.gamma == params.tree == params.nodes == "auto" else None
         if depth is not None:
@@ -238,14 +238,14 @@ class Engine:
                         return candidate
             return None
 
-    def release(self, place: Place) -> None:
+    def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; a request of it that is under way ends."""
         with self._lock:
             for request in [r for r in (*self._waiting, *self._running) if r.place is place]:
                 self.remove(request.id)
             self._places.release(place)
 
-    def snapshot(self, place: Place, text: str, recipe: dict[str, str]) -> Prefix:
+    def snapshot(self, place: RetainedSlot, text: str, recipe: dict[str, str]) -> Prefix:
         """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
         with self._lock:
             assert place.slot is not None, "the place holds nothing"
@@ -299,11 +299,11 @@ class Engine:
                 request.context.hidden = hidden[verdict.path[-1] + 1 if verdict.path else 0]
             if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
                 self._keep(request, verdict.path)
-            if self.target.keeping.wants_surprise:
+            if self.target.eviction.needs_log_probs:
                 assert request.slot is not None
                 nodes = [0, *(node + 1 for node in verdict.path)]
                 tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-                self.target.keeping.learn(request.slot, surprise(rows.raw[nodes], tokens))
+                self.target.eviction.learn(request.slot, neg_log_prob(rows.raw[nodes], tokens))
             step = request.commit(draft, verdict, rows)
             self._settle_cache(request)
             return [step]
@@ -338,9 +338,9 @@ class Engine:
             tree = draft.tree
             chain = all(parent == i - 1 for i, parent in enumerate(tree.parents))
             parents = None if chain else (-1, *(parent + 1 for parent in tree.parents))
-            segments.append(Segment(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
+            segments.append(SequenceRows(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
 
-        def score(some: Sequence[Request], parts: Sequence[Segment]) -> Tensor:
+        def score(some: Sequence[Request], parts: Sequence[SequenceRows]) -> Tensor:
             return self.target.score(parts, graphs=graphs)
 
         logits = self._shared(requests, segments, score, steps)
@@ -352,8 +352,8 @@ class Engine:
     def _shared(
         self,
         requests: Sequence[Request],
-        segments: Sequence[Segment],
-        score: Callable[[Sequence[Request], Sequence[Segment]], Tensor],
+        segments: Sequence[SequenceRows],
+        score: Callable[[Sequence[Request], Sequence[SequenceRows]], Tensor],
         steps: list[Step],
     ) -> Tensor:
         """A pass for all of them. Where there is no memory for it, one for each by itself; who has none alone ends, as
@@ -383,15 +383,15 @@ class Engine:
     def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
-        self.target.keeping.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
+        self.target.eviction.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
         request.cached += 1 + len(path)
 
     def _settle_cache(self, request: Request) -> None:
         """Where this is a border, drop what the cache is not to hold; say where the next one is."""
         assert request.slot is not None
-        keeping = self.target.keeping
-        keeping.settle(request.slot, request.prompt_tokens, request.cached)
-        request.border = keeping.border(request.slot, request.prompt_tokens)
+        eviction = self.target.eviction
+        eviction.settle(request.slot, request.prompt_tokens, request.cached)
+        request.border = eviction.border(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 
@@ -416,7 +416,7 @@ class Engine:
         """One chunk of prompts; the first token of every request whose prompt is complete after it. Who waits for what
         another one reads is left out.
         """
-        segments: list[Segment] = []
+        segments: list[SequenceRows] = []
         taken: list[Request] = []
         steps: list[Step] = []
         budget = self.chunk_size
@@ -434,14 +434,14 @@ class Engine:
                 steps.append(request.fail(error))
                 continue
             chunk = request.tokens[request.cached : request.cached + count]
-            segments.append(Segment(request.slot, request.cached, chunk, prompt=True))
+            segments.append(SequenceRows(request.slot, request.cached, chunk, prompt=True))
             taken.append(request)
             budget -= count
         if not taken:
             return steps
         graphs = frozenset.intersection(*(request.graphs for request in taken))
 
-        def score(some: Sequence[Request], parts: Sequence[Segment]) -> Tensor:
+        def score(some: Sequence[Request], parts: Sequence[SequenceRows]) -> Tensor:
             return self._score_prompts(some, parts, graphs)
 
         logits = self._shared(taken, segments, score, steps)
@@ -454,7 +454,7 @@ class Engine:
             assert request.slot is not None
             request.cached += len(segment.tokens)
             if request.place is None or not request.place.beginning:
-                request.cached = self.target.keeping.go_on(request.slot, request.prompt_tokens, request.cached)
+                request.cached = self.target.eviction.go_on(request.slot, request.prompt_tokens, request.cached)
             if not request.prefilled:
                 self._settle_cache(request)
                 self._running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
@@ -469,11 +469,11 @@ class Engine:
         return steps
 
     def _score_prompts(
-        self, requests: Sequence[Request], segments: Sequence[Segment], graphs: frozenset[int]
+        self, requests: Sequence[Request], segments: Sequence[SequenceRows], graphs: frozenset[int]
     ) -> Tensor:
         """One target pass over chunks of prompts: (requests, V) logits of their last rows."""
-        keeping = self.target.keeping
-        if not keeping.wants_surprise:
+        eviction = self.target.eviction
+        if not eviction.needs_log_probs:
             return self.target.score(segments, last=True, graphs=graphs)
         logits = self.target.score(segments, graphs=frozenset())
         ends, first = [], 0
@@ -481,7 +481,7 @@ class Engine:
             count = len(segment.tokens)
             assert request.slot is not None
             at = segment.length
-            keeping.learn_prompt(request.slot, logits[first : first + count], request.tokens, at, at + count)
+            eviction.learn_prompt(request.slot, logits[first : first + count], request.tokens, at, at + count)
             first += count
             ends.append(first - 1)
         if self.target.hidden is not None:

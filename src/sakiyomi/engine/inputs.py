@@ -14,11 +14,11 @@ from sakiyomi.core.params import SamplingParams
 if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
 
-__all__ = ["Asked", "Intake", "TextIntake", "prompt_tokens", "with_ids"]
+__all__ = ["InputProcessor", "TextInputProcessor", "TokenizedPrompt", "prompt_tokens", "with_ids"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class TokenizedPrompt:
     """What a request begins with.
 
     Attributes:
@@ -32,10 +32,10 @@ class Asked:
     source: Source | None = None
 
 
-class Intake(Protocol):
+class InputProcessor(Protocol):
     """Makes of what a user gives what a request begins with."""
 
-    def __call__(self, prompt: Any, params: SamplingParams) -> Asked:
+    def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """Check both.
 
         Raises:
@@ -44,7 +44,7 @@ class Intake(Protocol):
         ...
 
 
-class TextIntake:
+class TextInputProcessor:
     """For models that go on with their prompt.
 
     Args:
@@ -56,14 +56,14 @@ class TextIntake:
     def __init__(self, tokenizer: Any, vocab_size: int, max_context: int) -> None:
         self._tokenizer, self._vocab_size, self._max_context = tokenizer, vocab_size, max_context
 
-    def __call__(self, prompt: Any, params: SamplingParams) -> Asked:
-        """See ``Intake``."""
+    def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
+        """See ``InputProcessor``."""
         if isinstance(prompt, Audio):
             raise InputError(
                 f"the prompt is {prompt!r}, and the model goes on with text; load a speech model (whisper)"
             )
         tokens = prompt_tokens(prompt, self._tokenizer, self._vocab_size, self._max_context)
-        return Asked(tokens, with_ids(params, self._tokenizer))
+        return TokenizedPrompt(tokens, with_ids(params, self._tokenizer))
 
 
 def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, max_context: int) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sakiyomi.cache.eviction import Keeping
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
 from sakiyomi.cache.prefix import Prefix, read_prefix
 from sakiyomi.core.audio import Audio
@@ -22,15 +22,15 @@ from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.core.progress import progress
 from sakiyomi.core.prompts import judging_text
-from sakiyomi.drafters import Context, Drafter, Surroundings, make_drafter, parse_drafters
+from sakiyomi.drafters import Context, Drafter, DrafterContext, make_drafter, parse_drafters
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
-from sakiyomi.engine.inputs import Asked, Intake
-from sakiyomi.engine.request import Place
+from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
+from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
-from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
+from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
 
 __all__ = ["LLM"]
 
@@ -115,7 +115,7 @@ class LLM:
             kv_budget = f"{kv_memory}b" if str(kv_memory).isdigit() else kv_memory
         self._cache = cache, kv_budget
         said = read_cache(cache)
-        keeping = _keeping(cache, said, kv_budget, chunk_size or CHUNK)
+        eviction = _eviction(cache, said, kv_budget, chunk_size or CHUNK)
         if quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
         if compile != "auto" and not isinstance(compile, bool):
@@ -138,11 +138,11 @@ class LLM:
         )
         self._config = loaded.model.config
         self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        watched = keeping is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
-        self.target = self._pack_target(loaded, quantize, keeping=keeping, watched=watched, offloaded=said.offloaded)
+        watched = eviction is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
+        self.target = self._pack_target(loaded, quantize, eviction=eviction, watched=watched, offloaded=said.offloaded)
         self._models = [self.target]
         self.profile = find_profile(self.target, self.tokenizer) if drafters == ["auto"] else None
-        self._around = Surroundings(
+        self._around = DrafterContext(
             loaded,
             self.target.vocab_size,
             self._load_beside,
@@ -209,11 +209,11 @@ class LLM:
         if prefix is not None:
             prefix.check(self.recipe())
             prompts = [[*prefix.tokens, *self._ids(prompt)] for prompt in prompts]
-        places: list[Place] = []
+        places: list[RetainedSlot] = []
 
-        def place() -> Place | None:
+        def place() -> RetainedSlot | None:
             if prefix is not None:
-                places.append(Place(prefix=prefix))
+                places.append(RetainedSlot(prefix=prefix))
             return places[-1] if places else None
 
         try:
@@ -291,7 +291,7 @@ class LLM:
         """What must be equal where a prefix is used again: the model, and how its cache is kept."""
         from sakiyomi.cache.policies.retaining.formats import fingerprint
 
-        rounding = self.target.rounding
+        rounding = self.target.quantization
         return {
             **fingerprint(self.target.module, self.tokenizer),
             "dtype": str(self.target.dtype).removeprefix("torch."),
@@ -339,7 +339,7 @@ class LLM:
         """
         made = make_drafter(parse_drafters(draft), self._around, strict=self._strict)
         given = getattr(made, "model", None)  # a drafter that the caller made has its graphs waited for too
-        if isinstance(given, PackedModel) and given not in self._models:
+        if isinstance(given, ModelRunner) and given not in self._models:
             self._models.append(given)
         return made
 
@@ -370,14 +370,14 @@ class LLM:
                 model.graphs.wait(left(), every=batches)
         return self.compiled()
 
-    def _intake(self, loaded: Loaded) -> Intake | None:
+    def _intake(self, loaded: Loaded) -> InputProcessor | None:
         """Where the target has an encoder: what makes sources for it."""
         if not has_encoder(self._config):
             return None
-        from sakiyomi.engine.encoder_inputs import SourceIntake
+        from sakiyomi.engine.encoder_inputs import SourceInputProcessor
 
         model = self.target
-        return SourceIntake(
+        return SourceInputProcessor(
             loaded.model, loaded.tokenizer, loaded.extractor, model.vocab_size, self.max_context, model.first_logits
         )
 
@@ -385,14 +385,14 @@ class LLM:
         for model in self._models:
             model.settle()
 
-    def _pack_target(self, loaded: Loaded, quantize: str | None, **how: Any) -> PackedModel:
+    def _pack_target(self, loaded: Loaded, quantize: str | None, **how: Any) -> ModelRunner:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
             quantize = None
         size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
-        keeping: Keeping | None = how.get("keeping")
-        wants_text = quantize or (keeping is not None and keeping.packing is not None and keeping.packing.fitted)
+        eviction: EvictingCache | None = how.get("eviction")
+        wants_text = quantize or (eviction is not None and eviction.packing is not None and eviction.packing.fitted)
         with returned_when_freed(), progress(f"rounding {loaded.name} ({readable(size)}) to {quantize}", size=size):
-            packed = PackedModel(
+            packed = ModelRunner(
                 loaded.model,
                 owned=loaded.owned,
                 quantize=quantize,
@@ -404,7 +404,7 @@ class LLM:
                 loaded.save(packed)
         return packed
 
-    def _rounded(self, target: Any, kind: str) -> PackedModel:
+    def _rounded(self, target: Any, kind: str) -> ModelRunner:
         """The target once more, its weights rounded, to run beside itself."""
         loaded = load_model(target, quantize=kind, packed=True, encoder_decoder=True, **self._options)
         packed = self._pack_target(loaded, kind, first_sizes=DRAFT_SIZES, exact=False)
@@ -418,8 +418,8 @@ class LLM:
         own = self.engine
         limits: dict[str, Any] = {"max_context": own.max_context, "chunk_size": own.chunk_size, "exact": own.exact}
 
-        def intake(prompt: Any, params: SamplingParams) -> Asked:
-            return Asked(list(context.tokens), params, context.source)
+        def intake(prompt: Any, params: SamplingParams) -> TokenizedPrompt:
+            return TokenizedPrompt(list(context.tokens), params, context.source)
 
         plain = Engine(self.target, None, self.tokenizer, intake=intake, **limits)
         before = self.target.forward_seconds
@@ -437,8 +437,8 @@ class LLM:
 
         return load_model(name, packed=True, encoder_decoder=True, fits=fits, **self._options)
 
-    def _pack_beside(self, loaded: Loaded) -> PackedModel:
-        packed = PackedModel(
+    def _pack_beside(self, loaded: Loaded) -> ModelRunner:
+        packed = ModelRunner(
             loaded.model,
             owned=loaded.owned,
             first_sizes=DRAFT_SIZES,
@@ -449,7 +449,7 @@ class LLM:
         return packed
 
 
-def _keeping(cache: str, said: CacheSpec, budget: int | str | None, chunk_size: int) -> Keeping | None:
+def _eviction(cache: str, said: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictingCache | None:
     """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
     policy, packing, sparse, _ = said
     if policy is None:
@@ -458,7 +458,7 @@ def _keeping(cache: str, said: CacheSpec, budget: int | str | None, chunk_size: 
                 f"kv_budget={budget!r} with cache={cache!r}, which keeps everything; name a policy, or leave it out"
             )
         full = packing is None and sparse is None
-        return None if full else Keeping(None, None, chunk_size, packing=packing, sparse=sparse)
+        return None if full else EvictingCache(None, None, chunk_size, packing=packing, sparse=sparse)
     if budget is None:
         raise InputError(f"cache={cache!r} without a budget; give kv_budget, pairs of a head, or kv_memory as '2GiB'")
-    return Keeping(policy, budget, chunk_size, packing=packing, sparse=sparse)
+    return EvictingCache(policy, budget, chunk_size, packing=packing, sparse=sparse)

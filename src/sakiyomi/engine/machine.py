@@ -16,11 +16,11 @@ import torch
 
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.version import __version__
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds", "processor"]
 
@@ -138,17 +138,17 @@ def costs(llm: LLM, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
     }
 
 
-def pass_seconds(model: PackedModel, rows: Sequence[int], *, context: int = 128, repeats: int = 15) -> dict[int, float]:
+def pass_seconds(model: ModelRunner, rows: Sequence[int], *, context: int = 128, repeats: int = 15) -> dict[int, float]:
     """Median seconds of a pass over so many rows of one request, behind ``context`` tokens in the cache."""
     context = max(1, min(context, model.max_context - max(rows)))
     tokens = [(7 * i + 1) % model.vocab_size for i in range(context + max(rows))]
     with model.cache.lent(context + max(rows)) as slot:
-        model.score([Segment(slot, 0, tokens[:context], prompt=True)], last=True)
+        model.score([SequenceRows(slot, 0, tokens[:context], prompt=True)], last=True)
         model.cache.keep(slot, 0, range(context))
         times: dict[int, list[float]] = {count: [] for count in rows}
         for lap in range(repeats + 1):
             for count in rows:
-                segment = Segment(slot, context, tokens[context : context + count])
+                segment = SequenceRows(slot, context, tokens[context : context + count])
                 seconds = _timed(lambda s=segment: model.score([s]))  # type: ignore[misc]
                 if lap:
                     times[count].append(seconds)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Undrafted"]
+__all__ = ["EngineView"]
 
 
-class Undrafted:
+class EngineView:
     """Plain generation beside the drafted one, without a second copy of the model and without compiling again.
 
     Args:

@@ -17,18 +17,18 @@ from sakiyomi.core.outputs import FinishReason, Generation, RoundTrace, Stats, S
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.draft_length import SizePolicy
+from sakiyomi.drafters.draft_length import DraftLengthPolicy
 from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
 
-__all__ = ["Place", "Request"]
+__all__ = ["Request", "RetainedSlot"]
 
 _LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be no JSON
 
 
 @dataclass(eq=False)
-class Place:
+class RetainedSlot:
     """What a conversation keeps in the caches between two of its requests; empty while one of them runs.
 
     Attributes:
@@ -84,14 +84,14 @@ class Request:
     prompt_tokens: int
     sampler: Sampler
     verifier: Verifier
-    policy: SizePolicy
+    policy: DraftLengthPolicy
     text: TextStream
     last: int
     keep_rounds: bool = False
     keep_logits: bool = False
     live: bool = True
     outbox: deque[Step] | None = None
-    place: Place | None = None
+    place: RetainedSlot | None = None
     shares: bool = True
     slot: int | None = None
     cached: int = 0

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sakiyomi.cache.eviction import Everything, Keeping
+from sakiyomi.cache.eviction import EvictingCache, FullCache
 from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
 from sakiyomi.drafters.base import Drafter, tell
-from sakiyomi.engine.request import Place, Request
+from sakiyomi.engine.request import Request, RetainedSlot
 
-__all__ = ["Places"]
+__all__ = ["SlotManager"]
 
 RECENTLY = 0.5  # seconds for which it holds what the system said of its memory: asking takes longer than all the rest
 AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read in one pass by all who ask
@@ -25,7 +25,7 @@ Kin = list[tuple[Request, int]]
 """Requests that were seated before, and the tokens that they have in common with one."""
 
 
-class Places:
+class SlotManager:
     """Gives slots to requests and takes them back.
 
     A slot that a conversation keeps between its requests is taken from it, the longest unused one first, when another
@@ -44,12 +44,17 @@ class Places:
     """
 
     def __init__(
-        self, cache: SlotCache, keeping: Keeping | Everything, drafter: Drafter | None, chunk_size: int, exact: bool
+        self,
+        cache: SlotCache,
+        eviction: EvictingCache | FullCache,
+        drafter: Drafter | None,
+        chunk_size: int,
+        exact: bool,
     ) -> None:
-        self._cache, self._keeping = cache, keeping
+        self._cache, self._eviction = cache, eviction
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._seated: dict[Request, Kin] = {}
-        self._kept: list[Place] = []  # the longest unused first
+        self._kept: list[RetainedSlot] = []  # the longest unused first
         self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
 
     def seat(self, request: Request) -> None:
@@ -70,24 +75,24 @@ class Places:
             self._hand_over(place, request)
         else:
             request.slot = self._cache.take()
-            self._keeping.begin(request.slot)
+            self._eviction.begin(request.slot)
             self._go_on(request)
-        if lender is not None and lender.slot is not None and not self._keeping.chunked:
+        if lender is not None and lender.slot is not None and not self._eviction.chunked:
             self._copy(request, lender.slot, self._held(lender, request))
         self._share(request)
 
-    def _hand_over(self, place: Place, request: Request) -> None:
+    def _hand_over(self, place: RetainedSlot, request: Request) -> None:
         """The place's slot is the request's from now on, rolled back to what is used again."""
         assert place.slot is not None and place.context is not None
         same = request.context.source is None  # else what is held was made from another source
         shared = self._held(place, request) if same else 0
         self._kept.remove(place)
-        if not self._keeping.roll_back(place.slot, shared):
+        if not self._eviction.roll_back(place.slot, shared):
             shared = 0
-            self._keeping.begin(place.slot)
+            self._eviction.begin(place.slot)
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
-        request.fresh = not (shared and self._keeping.chunked)
+        request.fresh = not (shared and self._eviction.chunked)
         if same:
             tell(self._drafter, "inherit", request.context, place.context)
         tell(self._drafter, "end", place.context)
@@ -100,20 +105,20 @@ class Places:
         count = len(prefix.tokens)
         if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
             assert request.slot is not None
-            prefix.take(self._cache, self._keeping, request.slot)
+            prefix.take(self._cache, self._eviction, request.slot)
             request.cached = request.stats.reused = count
-            request.fresh = not self._keeping.chunked
+            request.fresh = not self._eviction.chunked
 
-    def _held(self, place: Place, request: Request) -> int:
+    def _held(self, place: RetainedSlot, request: Request) -> int:
         """Tokens of a request's prompt that a kept place has, as far as they may be used again."""
-        shared = place.shared(request.tokens) - self._keeping.wants_surprise  # of the token behind them
+        shared = place.shared(request.tokens) - self._eviction.needs_log_probs  # of the token behind them
         shared = min(max(shared, 0), request.prompt_tokens - 1)  # the last one is wanted
         if self._exact:
             # Rows of decoding passes, and of a chunk of another length, round otherwise than those of a fresh request.
             shared = min(shared, place.whole) // self._chunk_size * self._chunk_size
         return shared
 
-    def _lender(self, request: Request) -> Place | None:
+    def _lender(self, request: Request) -> RetainedSlot | None:
         """The open place that has most of a request's prompt."""
         if not request.shares or request.context.source is not None:
             return None
@@ -121,7 +126,7 @@ class Places:
         best = max(held, key=held.__getitem__, default=None)
         return best if best is not None and held[best] >= LEAST else None
 
-    def _taken_over(self, request: Request, lender: Place | None) -> Place | None:
+    def _taken_over(self, request: Request, lender: RetainedSlot | None) -> RetainedSlot | None:
         """The lender, if the request goes on where that one's ended, or if its slot is wanted; else a slot is free."""
         while True:
             full = not self._cache.free or len(self._seated) + len(self._kept) > self._fitted[0]
@@ -151,7 +156,7 @@ class Places:
         for other, count in self._seated[request]:
             if other.slot is not None and other.error is None and not self._coming(request, other, count):
                 lent = self._lent(request, other, count, other.cached)
-                if lent > best and self._keeping.lends(other.slot, lent):
+                if lent > best and self._eviction.lends(other.slot, lent):
                     best, slot = lent, other.slot
         self._copy(request, slot, best)
 
@@ -167,9 +172,9 @@ class Places:
 
     def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
         """Of `count` tokens in common those that may be used again when the other request has read so many."""
-        tail = self._keeping.tail
-        count = min(count - self._keeping.wants_surprise, read, request.prompt_tokens - tail)
-        if not self._exact and not self._keeping.chunked:
+        tail = self._eviction.tail
+        count = min(count - self._eviction.needs_log_probs, read, request.prompt_tokens - tail)
+        if not self._exact and not self._eviction.chunked:
             return count
         return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if other.fresh else 0
 
@@ -179,7 +184,7 @@ class Places:
             return
         assert request.slot is not None
         try:
-            self._keeping.fork(request.slot, slot, request.cached, count)
+            self._eviction.fork(request.slot, slot, request.cached, count)
         except MemoryLimitError:
             return  # its own next chunk finds none either, and ends it
         except BaseException:
@@ -187,7 +192,7 @@ class Places:
             raise
         request.stats.reused += count - request.cached
         request.cached = count
-        request.border = self._keeping.border(request.slot, request.prompt_tokens)
+        request.border = self._eviction.border(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ at the end
 
@@ -202,23 +207,23 @@ class Places:
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
-            read_once = max(0, request.prompt_tokens - self._keeping.again)
+            read_once = max(0, request.prompt_tokens - self._eviction.again)
             place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
             place.slot, place.context = slot, request.context
             self._kept.append(place)
             return
         if slot is not None:
-            self._keeping.end(slot)
+            self._eviction.end(slot)
             self._cache.release(slot)
         tell(self._drafter, "end", request.context)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; nothing if it keeps nothing."""
         if place.slot is None:
             return
         assert place.context is not None
         self._kept.remove(place)
-        self._keeping.end(place.slot)
+        self._eviction.end(place.slot)
         self._cache.release(place.slot)
         place.slot = None
         tell(self._drafter, "end", place.context)

@@ -18,21 +18,21 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
-from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Gain, Size
+from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Size, Throughput
 from sakiyomi.engine.request import Request
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Drafted", "Drafting"]
+__all__ = ["DraftBatch", "SpeculationController"]
 
 logger = logging.getLogger("sakiyomi")
 SETTLED = 16  # rounds that read ahead, after which other requests may take their speed for granted
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftBatch:
     """What a round drafted, and what that took.
 
     Attributes:
@@ -48,7 +48,7 @@ class Drafted:
     passes: int
 
 
-class Drafting:
+class SpeculationController:
     """The drafter of an engine, with the costs of reading ahead and the requests that do without.
 
     Args:
@@ -61,14 +61,14 @@ class Drafting:
         broken: requests that were left without the drafter, by its fault.
     """
 
-    def __init__(self, target: PackedModel, drafter: Drafter | None, *, exact: bool, strict: bool) -> None:
+    def __init__(self, target: ModelRunner, drafter: Drafter | None, *, exact: bool, strict: bool) -> None:
         self.target, self.drafter = target, drafter
         self.broken = 0
         self._exact, self._strict = exact, strict
         self._without: set[int] = set()
         self._faults: dict[int, DraftError] = {}
         # By graphs, and rows of a pass without drafts.
-        self._gains: defaultdict[tuple[frozenset[int], int], Gain] = defaultdict(Gain)
+        self._gains: defaultdict[tuple[frozenset[int], int], Throughput] = defaultdict(Throughput)
         self._timed: set[tuple[frozenset[int], int]] = set()
         self._overhead, self._step = 1e-4, 0.0
 
@@ -82,13 +82,13 @@ class Drafting:
         kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
         return choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
 
-    def propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> Drafted:
+    def propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> DraftBatch:
         """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end."""
         seconds, catching_up, passes = self._clock("forward_seconds"), self._clock("prefill_seconds"), self._passes()
         drafts = self._propose(requests, graphs) if self.drafter is not None else [Draft.empty()] * len(requests)
         catching_up = self._clock("prefill_seconds") - catching_up
         passes = self._passes() - passes or max((draft.tree.depth for draft in drafts), default=0)
-        return Drafted(drafts, self._clock("forward_seconds") - seconds - catching_up, catching_up, passes)
+        return DraftBatch(drafts, self._clock("forward_seconds") - seconds - catching_up, catching_up, passes)
 
     def check(self, request: Request) -> None:
         """Where drafts are strict, raise what the drafter did wrong for this request.
@@ -108,7 +108,7 @@ class Drafting:
     def observe(
         self,
         requests: Sequence[Request],
-        drafted: Drafted,
+        drafted: DraftBatch,
         kept: Sequence[int],
         seconds: float,
         scoring: float,
@@ -184,7 +184,7 @@ class Drafting:
         rate = gain.rate if gain.rounds >= SETTLED else 0.0
         return Costs(score, self._step, self._overhead, batch, rate, depth, nodes)
 
-    def _gain(self, batch: int, graphs: frozenset[int]) -> Gain:
+    def _gain(self, batch: int, graphs: frozenset[int]) -> Throughput:
         """Of rounds like this one: what one of many requests gets says nothing of what one alone does."""
         return self._gains[graphs, self.target.padded(batch)]
 

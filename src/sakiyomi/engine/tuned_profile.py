@@ -21,7 +21,7 @@ from sakiyomi.engine import machine
 from sakiyomi.kernels.build import cache_folder
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Profile", "find_profile", "lasting", "profile_path", "read_profile", "write_profile"]
 
@@ -52,7 +52,7 @@ class Profile:
         return self.gamma if isinstance(self.gamma, int) else None
 
 
-def profile_path(target: PackedModel, tokenizer: Any) -> Path:
+def profile_path(target: ModelRunner, tokenizer: Any) -> Path:
     """Where the profile of a target lies, as it runs here: another dtype or number of threads has another one.
 
     In the folder ``$SAKIYOMI_PROFILES``, else beside the compiled kernels.
@@ -65,7 +65,7 @@ def _folder() -> Path:
     return Path(own) if own else cache_folder() / "profiles"
 
 
-def _setting(target: PackedModel) -> str:
+def _setting(target: ModelRunner) -> str:
     """Of what is known of a target without looking at its weights and its vocabulary."""
     device = target.device
     return _digest(
@@ -73,7 +73,7 @@ def _setting(target: PackedModel) -> str:
             "processor": machine.processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
             "threads": torch.get_num_threads(),
             "dtype": str(target.dtype),
-            "quantize": None if target.rounding is None else target.rounding.kind,
+            "quantize": None if target.quantization is None else target.quantization.kind,
             "exact": target.exact,
             "offloaded": target.offloaded,
             "vocabulary": target.vocab_size,
@@ -103,7 +103,7 @@ def read_profile(path: Path) -> Profile | None:
     return found
 
 
-def find_profile(target: PackedModel, tokenizer: Any) -> Profile | None:
+def find_profile(target: ModelRunner, tokenizer: Any) -> Profile | None:
     """The profile of a target; None: there is none, or what it names is gone, which the log says."""
     if not any(_folder().glob(f"{_setting(target)}-*.json")):
         return None  # to tell a model from others takes a while: all of its vocabulary is read

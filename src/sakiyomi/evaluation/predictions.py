@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.probs import chance, leading
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Prediction", "predictions"]
 
@@ -36,7 +36,7 @@ class Prediction:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def predictions(model: PackedModel, tokens: Sequence[int], count: int) -> list[Prediction]:
+def predictions(model: ModelRunner, tokens: Sequence[int], count: int) -> list[Prediction]:
     """The model's predictions at every place of a text, and behind it.
 
     Args:
@@ -59,7 +59,7 @@ def predictions(model: PackedModel, tokens: Sequence[int], count: int) -> list[P
     with torch.no_grad(), model.cache.lent(len(tokens)) as slot:
         for first in range(0, len(tokens), _ROWS):
             chunk = tokens[first : first + _ROWS]
-            logits = model.score([Segment(slot, first, chunk, prompt=True)]).float().cpu()
+            logits = model.score([SequenceRows(slot, first, chunk, prompt=True)]).float().cpu()
             best = leading(logits, count)
             for row, token, listed in zip(logits, following[first : first + _ROWS], best, strict=True):
                 top = tuple((other, math.exp(score)) for other, score in zip(*listed, strict=True))

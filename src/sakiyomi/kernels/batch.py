@@ -1,6 +1,6 @@
 """What one pass of the model looks like: which rows belong to which request, and what each row may see.
 
-All requests' new tokens are the rows of one `[1, N]` input. A `Segment` is the stretch of rows of one request: row 0
+All requests' new tokens are the rows of one `[1, N]` input. `SequenceRows` are the rows of one request: row 0
 of a decoding segment is its last committed token, the others are the nodes of its token tree; the rows of a prefill
 segment are a chain. The plan knows no model and no tensors of the cache.
 """
@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SequenceRows:
     """The rows of one request in a pass.
 
     Attributes:
@@ -71,7 +71,7 @@ def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return own, torch.tensor([len(path) - 1 for path in paths])
 
 
-class Plan:
+class BatchPlan:
     """A pass: segments laid out one after the other.
 
     Args:
@@ -82,7 +82,7 @@ class Plan:
         positions: absolute position of each row.
     """
 
-    def __init__(self, parts: Sequence[Segment]) -> None:
+    def __init__(self, parts: Sequence[SequenceRows]) -> None:
         self.parts = parts
         self.tokens: list[int] = []
         self.positions: list[int] = []

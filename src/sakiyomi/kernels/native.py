@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -117,7 +117,7 @@ class PackedLinear(nn.Module):
             self.register_buffer(f"packed_{name}", tensor, persistent=False)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the kernel reads, by the names of `NativeModel.adopt`."""
+        """What the kernel reads, by the names of `PackedWeights.adopt`."""
         return {name.removeprefix("packed_"): tensor for name, tensor in self.named_buffers(recurse=False)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -129,10 +129,10 @@ class PackedLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, index={self.index}, bits={self.bits}"
 
 
-class NativeModel:
+class PackedWeights:
     """One model's tables in the compiled kernels: packed weights, cache pointers, the plan of the pass.
 
-    Use `NativeModel.create()`, which gives None where the kernels are not available. Tensors that the kernels point
+    Use `PackedWeights.create()`, which gives None where the kernels are not available. Tensors that the kernels point
     to are held here.
     """
 
@@ -148,7 +148,7 @@ class NativeModel:
         self._held: list[Tensor] = []
 
     @classmethod
-    def create(cls) -> NativeModel | None:
+    def create(cls) -> PackedWeights | None:
         """Tables for a new model; None where the kernels are not available."""
         library = native()
         return cls(library) if library is not None else None
@@ -232,7 +232,7 @@ class NativeModel:
         self._held.append(table)
         self._library.sk_distances(self.number, table.data_ptr(), table.shape[1])
 
-    def begin(self, plan: Plan, size: int) -> None:
+    def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass of this model looks like; `size` counts filler rows too."""
         self._library.sk_begin(self.number, len(plan.parts), size, plan.packed)
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from sakiyomi.cache.slots import LayerShape
-from sakiyomi.kernels.native import NativeModel, PackedLinear, can_pack
+from sakiyomi.kernels.native import PackedLinear, PackedWeights, can_pack
 
 if TYPE_CHECKING:
-    from sakiyomi.kernels.quantization import RoundingReport
+    from sakiyomi.kernels.quantization import QuantizationReport
 
 __all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
 
@@ -34,9 +34,9 @@ class Prepared:
         siblings: names of layers that are computed together.
     """
 
-    native: NativeModel | None
+    native: PackedWeights | None
     shapes: list[LayerShape] | None
-    report: RoundingReport | None
+    report: QuantizationReport | None
     siblings: list[list[str]]
 
 
@@ -97,7 +97,7 @@ def weight_of(layer: nn.Module) -> Tensor:
 
 def pack_linears(
     model: nn.Module,
-    native: NativeModel,
+    native: PackedWeights,
     siblings: Sequence[Sequence[nn.Module]] = (),
     *,
     free: bool = False,
@@ -113,7 +113,7 @@ def pack_linears(
         native: tables for the weights.
         siblings: layers that are computed together.
         free: the weights are not used by anybody else: each is freed when it is packed, or read from the disk for it.
-        bits: of the weights of each layer by its id, where they are to be rounded (see ``NativeModel.add_linear``).
+        bits: of the weights of each layer by its id, where they are to be rounded (see ``PackedWeights.add_linear``).
     """
     done: dict[int, PackedLinear] = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -141,13 +141,15 @@ def pack_linears(
     return len(done)
 
 
-def linear_beside(tables: NativeModel | None, weight: Tensor, bias: Tensor | None = None, bits: int = 16) -> nn.Module:
+def linear_beside(
+    tables: PackedWeights | None, weight: Tensor, bias: Tensor | None = None, bits: int = 16
+) -> nn.Module:
     """A linear layer of its own, (out, in), that runs in a model's passes or beside them: by its kernels where it can.
 
     Args:
         tables: of the model; None: it has none.
         weight, bias: of the layer.
-        bits: see ``NativeModel.add_linear``.
+        bits: see ``PackedWeights.add_linear``.
     """
     if tables is not None and can_pack(weight.shape, weight.dtype, bits):
         return tables.add_linear(weight, bias, bits=bits)
@@ -158,7 +160,7 @@ def linear_beside(tables: NativeModel | None, weight: Tensor, bias: Tensor | Non
     return layer
 
 
-def join_siblings(native: NativeModel, layers: Sequence[PackedLinear]) -> None:
+def join_siblings(native: PackedWeights, layers: Sequence[PackedLinear]) -> None:
     """Have layers that read the same input computed together, if their rows are of one kind."""
     if len(layers) > 1 and len({(layer.in_features, layer.weight.dtype) for layer in layers}) == 1:
         native.join(layers)

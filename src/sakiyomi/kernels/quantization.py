@@ -17,18 +17,26 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.kernels.batch import Plan, Segment
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.build import library_path
-from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, NativeModel, can_pack, to_halves
+from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, PackedWeights, can_pack, to_halves
 from sakiyomi.kernels.pack import PACKED, present, weight_of
 
-__all__ = ["ROUNDINGS", "Rounding", "RoundingReport", "check_rounding", "choose_bits", "compare", "layer_errors"]
+__all__ = [
+    "QUANTIZATIONS",
+    "Quantization",
+    "QuantizationReport",
+    "check_quantization",
+    "choose_bits",
+    "compare",
+    "layer_errors",
+]
 
 EVERY = 4  # of so many rows of the text one is looked at, layer by layer
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
+class Quantization:
     """A way of rounding a model's linear layers.
 
     Attributes:
@@ -44,7 +52,7 @@ class Rounding:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundingReport:
+class QuantizationReport:
     """What the rounding changed, on ``tokens`` tokens.
 
     Attributes:
@@ -86,10 +94,10 @@ def _to_halves(weight: Tensor) -> Tensor:
     return back
 
 
-ROUNDINGS = {"int8": Rounding(8, 0.05, _to_bytes), "int4": Rounding(4, 0.2, _to_halves)}
+QUANTIZATIONS = {"int8": Quantization(8, 0.05, _to_bytes), "int4": Quantization(4, 0.2, _to_halves)}
 
 
-def check_rounding(what: str, dtype: torch.dtype) -> None:
+def check_quantization(what: str, dtype: torch.dtype) -> None:
     """Refuse rounded weights where nothing can compute with them.
 
     Args:
@@ -103,7 +111,7 @@ def check_rounding(what: str, dtype: torch.dtype) -> None:
         raise UnsupportedError(
             f"{what} needs rows in float32 or bfloat16, and the model is in {dtype}; use it with dtype='bfloat16'"
         )
-    native = NativeModel.create()
+    native = PackedWeights.create()
     if native is None:
         raise UnsupportedError(
             f"{what} needs the compiled CPU kernels, which are not available here (sakiyomi info says what is "
@@ -116,7 +124,7 @@ def check_rounding(what: str, dtype: torch.dtype) -> None:
         )
 
 
-def _adds_up(native: NativeModel) -> bool:
+def _adds_up(native: PackedWeights) -> bool:
     """Whether sums of the largest bytes are what they should be: a build that keeps them in 16 bits cuts them off."""
     signs = torch.ones(BLOCK, 2 * GROUP)
     signs[8:] = -1.0
@@ -124,7 +132,7 @@ def _adds_up(native: NativeModel) -> bool:
     rows = torch.stack([signs[0], signs[8], signs[16]])[None]
     for bits, weight in ((8, signs), (4, torch.where(signs > 0, 7.0, -8.0))):  # kept exactly by either rounding
         layer = native.add_linear(weight, None, bits=bits)
-        native.begin(Plan([Segment(0, 0, [0] * rows.shape[1])]), rows.shape[1])
+        native.begin(BatchPlan([SequenceRows(0, 0, [0] * rows.shape[1])]), rows.shape[1])
         if not torch.allclose(layer(rows), rows @ weight.T, rtol=1e-5, atol=1e-3):
             return False
     return True
@@ -138,7 +146,7 @@ def layer_errors(
     Args:
         model: not packed yet, with an attention of transformers' own; its weights may be on disk (see ``present``).
         ids: (1, T) token ids.
-        kinds: of ``ROUNDINGS``.
+        kinds: of ``QUANTIZATIONS``.
     """
     errors: dict[int, dict[str, float]] = {}
 
@@ -150,10 +158,10 @@ def layer_errors(
             rows = _to_bytes(inputs[0].flatten(0, -2)[::EVERY].float())
             found = errors.setdefault(id(layer), {})
             for kind in kinds:
-                if can_pack(weight.shape, weight.dtype, ROUNDINGS[kind].bits):
+                if can_pack(weight.shape, weight.dtype, QUANTIZATIONS[kind].bits):
                     pieces = zip(weight.split(PIECE), own.split(PIECE, 1), strict=True)
                     wrong = sum(
-                        (rows @ ROUNDINGS[kind].round(piece.float()).T - right).square().sum()
+                        (rows @ QUANTIZATIONS[kind].round(piece.float()).T - right).square().sum()
                         for piece, right in pieces
                     )
                     error = float(wrong / own.square().sum().clamp_min(1e-24)) ** 0.5
@@ -182,7 +190,7 @@ def choose_bits(kind: str, errors: dict[int, dict[str, float]], head: nn.Module)
     bits: dict[int, int] = {}
     for layer, found in errors.items():
         kinds = ("int8",) if kind == "int8" or layer == id(head) else (kind, "int8")
-        borne = [ROUNDINGS[each].bits for each in kinds if found.get(each, torch.inf) <= ROUNDINGS[each].most]
+        borne = [QUANTIZATIONS[each].bits for each in kinds if found.get(each, torch.inf) <= QUANTIZATIONS[each].most]
         bits[layer] = borne[0] if borne else 16
     return bits
 

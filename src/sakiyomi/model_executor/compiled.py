@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.process import TORCH_STATE
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import cache_folder, compiler
-from sakiyomi.model_executor.features import Tap
+from sakiyomi.model_executor.features import HiddenStateCapture
 
 logger = logging.getLogger("sakiyomi")
 Graph = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -37,7 +37,7 @@ class State(Protocol):
 
     attention: str
 
-    def begin(self, plan: Plan, size: int) -> None:
+    def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too."""
         ...
 
@@ -62,7 +62,7 @@ def _keep_on_disk() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
 
 
-def _compiled(model: Any, tap: Tap, ids: Tensor, positions: Tensor) -> Graph:
+def _compiled(model: Any, tap: HiddenStateCapture, ids: Tensor, positions: Tensor) -> Graph:
     """Compile a forward pass for inputs of these shapes, and run it once.
 
     What inductor made is called directly from then on. Dynamo would look at every module again before each call (0.4 ms
@@ -150,7 +150,13 @@ class Graphs:
     """
 
     def __init__(
-        self, model: Any, tap: Tap, state: State, device: torch.device, sizes: Sequence[int], first: Sequence[int] = ()
+        self,
+        model: Any,
+        tap: HiddenStateCapture,
+        state: State,
+        device: torch.device,
+        sizes: Sequence[int],
+        first: Sequence[int] = (),
     ) -> None:
         self._model, self._tap, self._state, self._device = model, tap, state, device
         self._sizes, self._first = tuple(sizes), tuple(first)
@@ -221,7 +227,7 @@ class Graphs:
         try:
             with TORCH_STATE, torch.no_grad():
                 ids = torch.zeros(1, size, dtype=torch.int64, device=self._device)
-                self._state.begin(Plan([]), size)
+                self._state.begin(BatchPlan([]), size)
                 self._ready[size] = _compiled(self._model, self._tap, ids, torch.zeros_like(ids))
         except Exception as error:  # whatever the compiler throws, the eager path is there
             self.failed = True

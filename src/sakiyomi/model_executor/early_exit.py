@@ -9,12 +9,12 @@ from torch import nn
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.compiled import Graphs
-from sakiyomi.model_executor.runner import DRAFT_SIZES, SIZES, PackedModel
+from sakiyomi.model_executor.runner import DRAFT_SIZES, SIZES, ModelRunner
 
 __all__ = ["FirstLayers"]
 
 
-class FirstLayers(PackedModel):
+class FirstLayers(ModelRunner):
     """The logits that a model would give if it ended after some of its layers: its final norm and head follow them.
 
     Nothing is copied but the modules that hold the list of layers. A pass writes keys and values of these layers into
@@ -30,7 +30,7 @@ class FirstLayers(PackedModel):
         UnsupportedError: the model's layers are not one list of modules.
     """
 
-    def __init__(self, whole: PackedModel, count: int) -> None:
+    def __init__(self, whole: ModelRunner, count: int) -> None:
         layers = int(whole.config.num_hidden_layers)
         if not 1 <= count < layers:
             raise InputError(f"early exit after layer {count}; the model has {layers}: give one of 1 to {layers - 1}")

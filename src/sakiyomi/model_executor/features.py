@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Tap"]
+__all__ = ["HiddenStateCapture"]
 
 
-class Tap:
+class HiddenStateCapture:
     """Notes the input of a head at each of its calls, in compiled graphs too, where it becomes an output.
 
     Attributes:

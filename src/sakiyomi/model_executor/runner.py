@@ -1,6 +1,6 @@
 """A Hugging Face causal language model as the engine runs it: packed rows, our cache, our attention, its own weights.
 
-`PackedModel` works on a structural copy of the user's model which shares its parameters: the user's object keeps its
+`ModelRunner` works on a structural copy of the user's model which shares its parameters: the user's object keeps its
 attention setting and its modules. Target and draft model are both one of these. It knows rows, slots and logits; it
 knows no drafts and no sampling.
 """
@@ -23,26 +23,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source, SourceCache
-from sakiyomi.cache.eviction import ENDLESS, Everything, Keeping, Watched
-from sakiyomi.cache.mapped_files import Offloaded
+from sakiyomi.cache.eviction import ENDLESS, EvictingCache, FullCache, QueryTrackingCache
+from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.policies.looking import note_queries
 from sakiyomi.cache.slots import LayerShape, SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.core.running_mean import running_mean
-from sakiyomi.kernels.batch import Plan, Segment
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.build import native_at_hand
-from sakiyomi.kernels.native import NativeModel, PackedLinear
+from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
-from sakiyomi.kernels.quantization import RoundingReport, check_rounding, choose_bits, compare, layer_errors
+from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention import op as attention
-from sakiyomi.model_executor.attention.cuda import CudaGraphs, DevicePass
-from sakiyomi.model_executor.attention.hf_cache import OwnAttention
-from sakiyomi.model_executor.attention.torch import Dense, take_over
+from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs
+from sakiyomi.model_executor.attention.hf_cache import HFCacheBackend
+from sakiyomi.model_executor.attention.torch import TorchBackend, take_over
 from sakiyomi.model_executor.compiled import Graphs, State
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
-from sakiyomi.model_executor.features import Tap
+from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.row_invariance import listening
@@ -94,7 +94,7 @@ def _rope_limit(config: Any) -> int:
     return limit or 1 << 30
 
 
-class PackedModel:
+class ModelRunner:
     """Scores packed rows of several requests in one pass.
 
     Of an encoder-decoder model the decoder is what runs; `make_room` has the encoder read a request's source, and its
@@ -117,7 +117,7 @@ class PackedModel:
 
     Attributes:
         keeping: what stays of the cache, for the engine.
-        rounding: what the rounding changed; None where nothing was rounded.
+        quantization: what the rounding changed; None where nothing was rounded.
         siblings: names of linear layers that are computed together.
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
             same whatever the number of rows.
@@ -143,12 +143,12 @@ class PackedModel:
         quantize: str | None = None,
         text: Sequence[int] = (),
         prepared: Prepared | None = None,
-        keeping: Keeping | None = None,
+        eviction: EvictingCache | None = None,
         watched: bool = False,
-        offloaded: Offloaded | None = None,
+        offloaded: MappedFiles | None = None,
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
-            check_rounding(f"quantize={quantize!r}", model.dtype)
+            check_quantization(f"quantize={quantize!r}", model.dtype)
         self._model = structural_copy(model).eval()
         self._encoder: Encoder | None = None
         if getattr(model.config, "is_encoder_decoder", False):
@@ -169,15 +169,15 @@ class PackedModel:
         self.max_context = min(self.max_context, _rope_limit(self.config))
         self.exact, self.first_sizes = exact, tuple(first_sizes)
         self._prepared, self._quantize = prepared, quantize
-        self.rounding: RoundingReport | None = prepared.report if prepared is not None else None
+        self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
         self.text = list(text)
         self.lock = threading.RLock()
-        self._reassigned = keeping is not None and keeping.reassigned
+        self._reassigned = eviction is not None and eviction.reassigned
         self.forward_seconds = 0.0
-        self.watchers: list[Callable[[Plan, float], None]] = []
+        self.watchers: list[Callable[[BatchPlan, float], None]] = []
         self.hidden: Tensor | None = None
-        self.tap = Tap()
+        self.tap = HiddenStateCapture()
         self._small_head = _weights(head) < SMALL_HEAD * sum(map(_weights, model.modules()))
         self._seconds: dict[tuple[int, bool], float] = {}
         self._warm: set[tuple[int, bool]] = set()
@@ -200,9 +200,9 @@ class PackedModel:
         self._owned, self._compile = owned, compile
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
-        accelerated = accelerated and self._encoder is None and keeping is None and not watched
-        if keeping is not None:  # what is tried out below is read at once
-            keeping.slack = max(keeping.slack, len(self.text) if quantize else 0, TRIAL if exact else 0)
+        accelerated = accelerated and self._encoder is None and eviction is None and not watched
+        if eviction is not None:  # what is tried out below is read at once
+            eviction.slack = max(eviction.slack, len(self.text) if quantize else 0, TRIAL if exact else 0)
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
@@ -211,13 +211,15 @@ class PackedModel:
             extra=int(self._encoder is not None),
             on_move=self._moved,
             available=self._memory_left if offloaded is None else offloaded.available,
-            limits=keeping.limits(shapes, self.dtype.itemsize) if keeping is not None else None,
-            packed=keeping.packed(shapes, max_slots + int(self._encoder is not None)) if keeping is not None else None,
+            limits=eviction.limits(shapes, self.dtype.itemsize) if eviction is not None else None,
+            packed=eviction.packed(shapes, max_slots + int(self._encoder is not None))
+            if eviction is not None
+            else None,
             offloaded=offloaded,
         )
         self.sources = self._source_cache(max_slots)
-        self.keeping: Keeping | Everything = Watched(self.cache) if watched else Everything(self.cache)
-        self._noted = keeping.noted if keeping is not None else None
+        self.eviction: EvictingCache | FullCache = QueryTrackingCache(self.cache) if watched else FullCache(self.cache)
+        self._noted = eviction.noted if eviction is not None else None
         self._note = note_queries if watched else self._noted.note if self._noted is not None else None
         self.state: State
         self.graphs: Graphs | None = None
@@ -230,24 +232,24 @@ class PackedModel:
         many = max_slots * ROWS_EACH > SIZES[-1] and not exact
         self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else (*SIZES, 128) if many else SIZES
         if not self.passes_here:
-            self._take(OwnAttention(self.cache))
+            self._take(HFCacheBackend(self.cache))
         elif accelerated:
-            state = DevicePass(self.cache)
+            state = CudaBackend(self.cache)
             self._take(state)
             self._captured = CudaGraphs(self._plain, state) if compile else None
         else:
             self._take((None if self.unsettled else self._native()) or self._dense())
         self._proven = False
-        self._prompts: Dense | None = None  # what is tried out below sees everything
+        self._prompts: TorchBackend | None = None  # what is tried out below sees everything
         if quantize:
             self._judge_rounding()
         if exact:
             self._make_exact()
-        if keeping is not None:
-            keeping.attach(self)
-            self.keeping = keeping
-            self._prompts = Dense(self.cache, sparse=keeping.sparse) if keeping.sparse is not None else None
-            if keeping.reassigned:
+        if eviction is not None:
+            eviction.attach(self)
+            self.eviction = eviction
+            self._prompts = TorchBackend(self.cache, sparse=eviction.sparse) if eviction.sparse is not None else None
+            if eviction.reassigned:
                 self.max_context = ENDLESS
 
     @property
@@ -320,7 +322,7 @@ class PackedModel:
             for module in self._model.modules():
                 if hasattr(module, "layer_idx"):
                     setattr(module, attention.NOTE, self._note)
-        if isinstance(state, NativeModel):
+        if isinstance(state, PackedWeights):
             state.set_distances(self._distances)
             if self.cache.room:
                 state.attach(self.cache)
@@ -336,8 +338,8 @@ class PackedModel:
         if self._noted is not None:
             self._noted.leave()
 
-    def _dense(self) -> Dense:
-        return Dense(self.cache, by_row=self.exact, sources=self.sources, distances=self._distances)
+    def _dense(self) -> TorchBackend:
+        return TorchBackend(self.cache, by_row=self.exact, sources=self.sources, distances=self._distances)
 
     @property
     def _distances(self) -> Tensor | None:
@@ -358,12 +360,12 @@ class PackedModel:
         )
 
     def _sources_moved(self, _: SlotCache) -> None:
-        if isinstance(self.state, NativeModel) and self.sources is not None:
+        if isinstance(self.state, PackedWeights) and self.sources is not None:
             self.state.attach_sources(self.sources)
 
     def _moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""
-        if isinstance(self.state, NativeModel):
+        if isinstance(self.state, PackedWeights):
             self.state.attach(cache)
         if self._captured is not None:
             self._captured.clear()
@@ -423,9 +425,9 @@ class PackedModel:
         ]
         trial = SlotCache(shapes, dtype=self.dtype, max_slots=1)
         trial.reserve(0, 2)
-        state, rows = OwnAttention(trial), []
+        state, rows = HFCacheBackend(trial), []
         for i in range(2):  # one token after the other through our cache must give what one pass gave
-            state.begin(Plan([Segment(0, i, [int(ids[0, i])])]), 1)
+            state.begin(BatchPlan([SequenceRows(0, i, [int(ids[0, i])])]), 1)
             rows.append(self._call_own(state, ids[:, i : i + 1], torch.tensor([[i]], device=self.device))[0])
         difference = (torch.stack(rows) - done.logits[0].float()).abs().max()
         scale = done.logits.float().abs().max()
@@ -459,11 +461,11 @@ class PackedModel:
         here = self._one_place and {p.device.type for p in self._model.parameters()} <= places
         return self.passes_here and here and self.dtype in (torch.float32, torch.bfloat16)
 
-    def _native(self) -> NativeModel | None:
+    def _native(self) -> PackedWeights | None:
         """The compiled kernels' side of this model, its linear layers packed; None where they do not serve it."""
         if self._prepared is not None:
             return self._prepared.native
-        native = NativeModel.create() if self._packable() else None
+        native = PackedWeights.create() if self._packable() else None
         if native is None:
             return None
         if not self._owned:  # the user's own weights stay beside the packed ones
@@ -489,17 +491,17 @@ class PackedModel:
         return choose_bits(kind, errors, self._model.get_output_embeddings())
 
     def _judge_rounding(self) -> None:
-        if not isinstance(self.state, NativeModel):
+        if not isinstance(self.state, PackedWeights):
             raise UnsupportedError(
                 f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self._model).__name__}, "
                 "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
             )
         with self.cache.lent(len(self.text)) as slot:
-            after = self.score([Segment(slot, 0, self.text, prompt=True)])
+            after = self.score([SequenceRows(slot, 0, self.text, prompt=True)])
         agreement, divergence = compare(self._before, after)
         layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, PackedLinear)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
-        self.rounding = RoundingReport(
+        self.quantization = QuantizationReport(
             str(self._quantize), len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         )
         del self._before
@@ -540,13 +542,13 @@ class PackedModel:
         heard = listening(self._model) if self.graphs is None else nullcontext({})
         with self.cache.lent(TRIAL) as slot, heard as made:
             self._pretend_source(slot)
-            self.score([Segment(slot, 0, ids[:16], prompt=True)])
+            self.score([SequenceRows(slot, 0, ids[:16], prompt=True)])
 
             def rows(start: int, end: int, size: int) -> dict[str, Tensor]:
                 """What a pass of this size makes of some tokens behind the first 16."""
                 made.clear()
-                segment = Segment(slot, 16 + start, ids[16 + start : 16 + end])
-                found = {"logits": self._run(Plan([segment]), size)[0, : end - start].clone()}
+                segment = SequenceRows(slot, 16 + start, ids[16 + start : 16 + end])
+                found = {"logits": self._run(BatchPlan([segment]), size)[0, : end - start].clone()}
                 found |= {name: out[: end - start] for name, out in made.items() if len(out) == size}
                 return found | self._written(slot, 16 + start, 16 + end)
 
@@ -603,7 +605,7 @@ class PackedModel:
             began = time.perf_counter()
             self.sources.reserve(slot, source.length)
             hidden = self._encoder.read(source)
-            self.state.begin(Plan([]), hidden.shape[1])
+            self.state.begin(BatchPlan([]), hidden.shape[1])
             self.sources.fill(slot, source, self._encoder.pairs(hidden))
             self.forward_seconds += time.perf_counter() - began
 
@@ -611,16 +613,16 @@ class PackedModel:
         """Logits (V,) of what follows these tokens where nothing was written yet."""
         with self.lock, self.cache.lent(len(tokens)) as slot:
             self.make_room(slot, len(tokens), source)
-            return self.score([Segment(slot, 0, tokens, prompt=True)], last=True)[0]
+            return self.score([SequenceRows(slot, 0, tokens, prompt=True)], last=True)[0]
 
     def read_alone(self, slot: int, token: int, position: int) -> None:
         """Read one token in an empty slot as if it stood at this position."""
-        plan = Plan([Segment(slot, 0, [token])])
+        plan = BatchPlan([SequenceRows(slot, 0, [token])])
         plan.positions = [position]
         self._run(plan, self._size(1))
 
     def score(
-        self, segments: Sequence[Segment], *, last: bool = False, graphs: Collection[int] | None = None
+        self, segments: Sequence[SequenceRows], *, last: bool = False, graphs: Collection[int] | None = None
     ) -> Tensor:
         """One pass over the rows of these segments.
 
@@ -642,7 +644,7 @@ class PackedModel:
             scored = [(self.score(part, last=last, graphs=graphs), self.hidden) for part in parts]
             self.hidden = torch.cat([read for _, read in scored]) if self.hidden is not None else None  # type: ignore[misc]
             return torch.cat([logits for logits, _ in scored])
-        plan = Plan(segments)
+        plan = BatchPlan(segments)
         rows = plan.rows
         if last and any(segment.prompt for segment in segments):
             ends = torch.tensor([first + count - 1 for _, first, count, _, _ in plan.table], device=self.device)
@@ -680,7 +682,7 @@ class PackedModel:
             # What reads all weights is not tried out: rows come next to free, until a round has shown otherwise.
             return self.pass_seconds(self.sizes[bisect_left(self.sizes, min(size, self.sizes[-1] + 1)) - 1], graphs)
         if key not in self._seconds:
-            empty = Plan([])
+            empty = BatchPlan([])
             if self._captured is not None:
                 self.cache.reserve(0, 1)  # else there is nothing to capture
             for _ in range(4):  # the first one warms up; without requests nothing is written
@@ -710,7 +712,7 @@ class PackedModel:
         return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most
 
     def _run(
-        self, plan: Plan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
+        self, plan: BatchPlan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
     ) -> Tensor:
         if torch.is_grad_enabled():  # the engine has switched it off for the whole round
             with torch.no_grad():
@@ -720,7 +722,7 @@ class PackedModel:
             self.state.begin(plan, size)
             prompts = self._prompts if plan.prompts else None
             take_over(prompts, plan, size)
-            observe.listen(self.keeping.notes, plan)
+            observe.listen(self.eviction.notes, plan)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             on_graph = keep is None and prompts is None
             graph = self.graphs.get(size) if self.graphs is not None and on_graph else None
@@ -731,7 +733,7 @@ class PackedModel:
                 logits, hidden = graph(ids, positions)
             elif captured is not None:
                 logits, hidden = captured.run(ids, positions)
-            elif isinstance(self.state, OwnAttention):
+            elif isinstance(self.state, HFCacheBackend):
                 logits, hidden = self._call_own(self.state, ids, positions)[None], self.tap.read
                 logits = logits if keep is None else logits[:, keep]
             else:
@@ -755,11 +757,11 @@ class PackedModel:
                 self._prove(prompts or self.state)
             return logits
 
-    def _capturable(self, plan: Plan, size: int) -> bool:
+    def _capturable(self, plan: BatchPlan, size: int) -> bool:
         """Whether a pass has one of few shapes, which come again."""
         return not plan.prompts and size <= self.sizes[-1] and bool(self.cache.room)
 
-    def _inputs(self, plan: Plan, size: int) -> tuple[Tensor, Tensor]:
+    def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:
         """Token ids and positions of a pass, (1, size) each; rows that only fill it up are zeros."""
         buffer = self._buffers.get(size)
         if buffer is None:
@@ -785,7 +787,7 @@ class PackedModel:
         ).logits
         return logits if keep is None or self._keeps else logits[:, keep], self.tap.read
 
-    def _call_own(self, state: OwnAttention, ids: Tensor, positions: Tensor) -> Tensor:
+    def _call_own(self, state: HFCacheBackend, ids: Tensor, positions: Tensor) -> Tensor:
         mask = state.mask(self.dtype, ids.shape[1])
         self.tap.read = None
         logits: Tensor = self._model(

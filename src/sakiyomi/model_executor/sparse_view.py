@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sakiyomi.cache.eviction import Everything
+from sakiyomi.cache.eviction import FullCache
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.kernels.native import NativeModel
-from sakiyomi.model_executor.attention.torch import Dense
-from sakiyomi.model_executor.runner import DRAFT_SIZES, SIZES, PackedModel
+from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.model_executor.attention.torch import TorchBackend
+from sakiyomi.model_executor.runner import DRAFT_SIZES, SIZES, ModelRunner
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sakiyomi.kernels.batch import Plan
+    from sakiyomi.kernels.batch import BatchPlan
 
 __all__ = ["Excerpt"]
 
 
-class Excerpt(PackedModel):
+class Excerpt(ModelRunner):
     """The logits that a model gives where it sees part of what it has read.
 
     Its own cache is filled by whoever makes excerpts (``SlotCache.excerpt``); passes write behind that, as always.
@@ -32,7 +32,7 @@ class Excerpt(PackedModel):
         pairs: of a head, of an excerpt with what is written behind it.
     """
 
-    def __init__(self, whole: PackedModel, pairs: int) -> None:
+    def __init__(self, whole: ModelRunner, pairs: int) -> None:
         self._whole = whole
         shapes = whole.cache.shapes
         self._excerpts = SlotCache(
@@ -53,7 +53,7 @@ class Excerpt(PackedModel):
     def _share(self) -> None:
         own = {"_whole": self._whole, "_excerpts": self._excerpts}
         self.__dict__.update({**self._whole.__dict__, **own})
-        self.cache, self.keeping = self._excerpts, Everything(self._excerpts)
+        self.cache, self.eviction = self._excerpts, FullCache(self._excerpts)
         self._layers, self._proven = len(self.cache.shapes), True
         self.forward_seconds, self.watchers = 0.0, []
         self._seconds, self._warm, self._buffers = {}, set(), {}
@@ -61,7 +61,7 @@ class Excerpt(PackedModel):
         self._captured = None
 
     def _run(
-        self, plan: Plan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
+        self, plan: BatchPlan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
     ) -> Tensor:
         with self.lock, torch.no_grad():
             self._look_at(self.cache)
@@ -72,9 +72,9 @@ class Excerpt(PackedModel):
 
     def _look_at(self, cache: SlotCache) -> None:
         """Have the operators read and write this cache."""
-        if isinstance(self.state, NativeModel):
+        if isinstance(self.state, PackedWeights):
             if cache.room:
                 self.state.attach(cache)
             self._excerpts.gather = None  # it would move rows of the cache that is looked at then
-        elif isinstance(self.state, Dense):
+        elif isinstance(self.state, TorchBackend):
             self.state.cache = cache

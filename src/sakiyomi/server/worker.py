@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from sakiyomi.core.outputs import RoundTrace, Stats, Step
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.process import release_workers
-from sakiyomi.engine.request import Place, Request
+from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class Worker:
                 *(job.prompt, job.params),
                 key=job.key,
                 rounds_trace=job.traced,
-                place=Place(open=True) if self._reuse else None,
+                place=RetainedSlot(open=True) if self._reuse else None,
                 shares=self._reuse,
                 drafted=job.drafted,
             )

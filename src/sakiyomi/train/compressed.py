@@ -1,6 +1,6 @@
 """Passes of a frozen target over a text whose keys and values are kept within a budget, with gradients.
 
-A policy and a merger do at the borders of a prompt's chunks what they do in a cache (``keeping.py``), on tensors that
+A policy and a merger do at the borders of a prompt's chunks what they do in a cache (``eviction.py``), on tensors that
 autograd follows: the loss of what comes behind a border tells the merger what its mixtures should have held.
 """
 
@@ -185,7 +185,7 @@ class Compressed:
                 keys=held.keys,
                 values=held.values,
                 notes=held.notes,
-                surprise=None,
+                neg_log_prob=None,
                 former=held.scores,
             )
             held.scores = self._policy.score(view).float()

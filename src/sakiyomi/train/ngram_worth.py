@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sakiyomi import theory
 from sakiyomi.drafters.ngram import SIBLINGS, NgramReader, Tables
 from sakiyomi.engine import machine
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.train.data import Ids
 from sakiyomi.train.report import Reporter
 
@@ -116,6 +116,6 @@ def worth(
 def _rows(llm: Any, tokens: Sequence[int]) -> NDArray[np.float64]:
     """The target's distributions behind each token, (n, V), in one pass."""
     with llm.target.cache.lent(len(tokens)) as slot:
-        logits = llm.target.score([Segment(slot, 0, list(tokens))])
+        logits = llm.target.score([SequenceRows(slot, 0, list(tokens))])
     rows: NDArray[np.float64] = logits.double().softmax(-1).cpu().numpy()
     return rows

@@ -1,7 +1,7 @@
 """What decides which keys and values stay: a score for every pair, and pairs that stay whatever their score.
 
 A policy says what is worth keeping and nothing else. Where pairs lie, when they are dropped and how the memory is
-freed is the same for all (``keeping.py``): only at borders, which depend on the request alone, and from what rows of
+freed is the same for all (``eviction.py``): only at borders, which depend on the request alone, and from what rows of
 committed tokens left behind. So a text that is read ahead keeps the same pairs as one that is not.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sakiyomi.cache.policies.lococo import LoCoCo
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Policy", "View"]
 
@@ -53,7 +53,7 @@ class View:
     keys: Tensor
     values: Tensor
     notes: Tensor | None
-    surprise: Tensor | None
+    neg_log_prob: Tensor | None
     former: Tensor
 
     @property
@@ -108,7 +108,7 @@ class Policy:
         end = int(self.ends / 2 * budget)
         return max(self.sinks, end) + self.last_of(budget) + end
 
-    def listen(self, model: PackedModel) -> None:
+    def listen(self, model: ModelRunner) -> None:
         """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
         use. Called where ``notes`` is on, before the model's first pass.
 
@@ -116,7 +116,7 @@ class Policy:
             LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
         """
 
-    def prepare(self, model: PackedModel) -> None:
+    def prepare(self, model: ModelRunner) -> None:
         """Look at the model when it can run, before its first request.
 
         Raises:

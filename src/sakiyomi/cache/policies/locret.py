@@ -16,13 +16,13 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 from sakiyomi.core.errors import InputError
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 
 if TYPE_CHECKING:
     from sakiyomi.cache.policies.retaining.heads import RetainingHeads
     from sakiyomi.cache.policies.retaining.raw import Raw
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Locret"]
 
@@ -55,7 +55,7 @@ class Locret(Policy):
         """The stabilizers too."""
         return super().least_of(budget) + max(0, int(self.stabilizers * budget) - self.local)
 
-    def listen(self, model: PackedModel) -> None:
+    def listen(self, model: ModelRunner) -> None:
         """Read the heads, and hear what the layers project."""
         from sakiyomi.cache.policies.retaining.formats import fingerprint, read_heads
         from sakiyomi.cache.policies.retaining.raw import Raw
@@ -69,7 +69,7 @@ class Locret(Policy):
                 *(self.file, found.base or "another model"),
             )
         heads = found.heads.to(model.device, model.dtype).requires_grad_(False)
-        tables = model.state if isinstance(model.state, NativeModel) else None
+        tables = model.state if isinstance(model.state, PackedWeights) else None
         for layers in (heads.first, heads.second):
             for i, layer in enumerate(layers):
                 layers[i] = linear_beside(tables, layer.get_parameter("weight"))

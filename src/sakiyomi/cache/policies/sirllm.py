@@ -26,5 +26,5 @@ class SirLLM(Policy):
 
     def score(self, view: View) -> Tensor:
         """What it was when the token came."""
-        assert view.surprise is not None
-        return torch.cat([view.former, view.surprise.to(view.former).expand(view.keys.shape[0], -1)], 1)
+        assert view.neg_log_prob is not None
+        return torch.cat([view.former, view.neg_log_prob.to(view.former).expand(view.keys.shape[0], -1)], 1)

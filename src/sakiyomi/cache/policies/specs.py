@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from sakiyomi.cache.mapped_files import Offloaded
+from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.policies.base import Policy
 from sakiyomi.cache.policies.chance import Random
 from sakiyomi.cache.policies.expected import Expected
@@ -45,7 +45,7 @@ MERGERS: dict[str, Callable[..., LoCoCo]] = {"lococo": LoCoCo}
 """What becomes of pairs that go, likewise."""
 PACKINGS: dict[str, type[Packing]] = {"quant": Packing, "kvquant": LeveledPacking}
 """How pairs are packed, likewise, before the bits."""
-PLACES: dict[str, Callable[..., Offloaded]] = {"offload": Offloaded}
+PLACES: dict[str, Callable[..., MappedFiles]] = {"offload": MappedFiles}
 """Where all pairs lie, likewise."""
 
 _KINDS: dict[str, Mapping[str, Callable[..., Any]]] = {
@@ -69,7 +69,7 @@ class CacheSpec(NamedTuple):
     policy: Policy | None = None
     packing: Packing | None = None
     sparse: Sparse | None = None
-    offloaded: Offloaded | None = None
+    offloaded: MappedFiles | None = None
 
 
 def read_cache(spec: str) -> CacheSpec:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["CrossDrafter"]
 
@@ -155,7 +155,7 @@ class CrossDrafter:
         self._translator = Translator(self._own, self._target, self._stop_ids, self._end)
 
     @property
-    def model(self) -> PackedModel:
+    def model(self) -> ModelRunner:
         """The draft."""
         return self._inner.model
 

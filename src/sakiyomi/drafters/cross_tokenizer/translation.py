@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, continuation
-from sakiyomi.drafters.draft_length import Worth
+from sakiyomi.drafters.draft_length import TokenValue
 
 __all__ = ["Said", "Translator"]
 
@@ -114,7 +114,7 @@ class Translator:
         nodes: int,
         *,
         ends: bool,
-        worth: Worth | None = None,
+        worth: TokenValue | None = None,
     ) -> Said:
         """All paths, merged by shared beginnings, and of their nodes the likeliest.
 

@@ -12,18 +12,18 @@ from torch.nn import functional as F
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
-from sakiyomi.kernels.batch import Plan
-from sakiyomi.kernels.native import NativeModel
+from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.compiled import State
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Guesser"]
+__all__ = ["MedusaRunner"]
 
 
-class Guesser:
+class MedusaRunner:
     """Logits of the guesses, with the target's own kernels where these serve.
 
     The first block of all heads reads the same hidden state, so that it is one multiplication for all of them, as is
@@ -45,7 +45,7 @@ class Guesser:
         UnsupportedError: they belong to another model, or the target has an encoder.
     """
 
-    def __init__(self, heads: MedusaHeads, target: PackedModel, name: str) -> None:
+    def __init__(self, heads: MedusaHeads, target: ModelRunner, name: str) -> None:
         if target.sources is not None:
             raise UnsupportedError(
                 f"draft medusa:{name}: heads read beside the head of a decoder, and the target has an encoder"
@@ -69,8 +69,8 @@ class Guesser:
     def _pack(self) -> None:
         """Put the weights where the target's kernels find them; again when it has taken others into use."""
         state = self._state = self._target.state
-        tables = state if isinstance(state, NativeModel) else None
-        bits = 16 if self._target.rounding is None else 8
+        tables = state if isinstance(state, PackedWeights) else None
+        bits = 16 if self._target.quantization is None else 8
         bias = None if self._biases is None else self._biases[0].flatten()
         self._first = linear_beside(tables, self._weights[0].flatten(0, 1), bias, bits)
         self._further = [
@@ -91,8 +91,8 @@ class Guesser:
         with torch.no_grad(), target.lock:
             if self._state is not target.state:
                 self._pack()
-            if isinstance(target.state, NativeModel):  # its tables; other models may have had a pass meanwhile
-                target.state.begin(Plan([]), len(hidden))
+            if isinstance(target.state, PackedWeights):  # its tables; other models may have had a pass meanwhile
+                target.state.begin(BatchPlan([]), len(hidden))
             logits = self._logits(hidden.to(self._weights.dtype))
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.drafters import DRAFTERS, Drafter, Surroundings, make_drafter, parse_drafters
+from sakiyomi.drafters import DRAFTERS, Drafter, DrafterContext, make_drafter, parse_drafters
 from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
 from sakiyomi.drafters.lookup import MOST, PromptLookup
 from sakiyomi.drafters.model import ModelDrafter
@@ -25,7 +25,7 @@ from sakiyomi.model_executor.loading import (
     same_tokenizer,
     stop_tokens,
 )
-from sakiyomi.model_executor.runner import DRAFT_SIZES, TARGET_SIZES, PackedModel
+from sakiyomi.model_executor.runner import DRAFT_SIZES, TARGET_SIZES, ModelRunner
 
 __all__ = ["NO_TEXT", "Assistance", "Engines", "Ready"]
 
@@ -79,7 +79,7 @@ class Assistance:
 class _Packed:
     """A model as it was when it was packed."""
 
-    model: PackedModel
+    model: ModelRunner
     state: ModelState
 
 
@@ -88,8 +88,8 @@ class Ready:
     """An engine and the packed models that it runs."""
 
     engine: Engine
-    target: PackedModel
-    draft: PackedModel | None
+    target: ModelRunner
+    draft: ModelRunner | None
 
     def wait(self) -> None:
         """Wait for kernels and graphs that are made in the background."""
@@ -147,7 +147,7 @@ class Engines:
             for partners in self._ready.values():
                 partners.pop(model, None)
 
-    def _pack(self, model: Any, compile: str | bool, exact: bool = False, *, draft: bool = False) -> PackedModel:
+    def _pack(self, model: Any, compile: str | bool, exact: bool = False, *, draft: bool = False) -> ModelRunner:
         kept = self._packed.setdefault(model, {})
         key = (draft, compile, exact)
         found = kept.get(key)
@@ -159,7 +159,7 @@ class Engines:
             kept.clear()
         loaded = _loaded(model)
         sizes = DRAFT_SIZES if draft else TARGET_SIZES
-        packed = PackedModel(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
+        packed = ModelRunner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
         kept[key] = _Packed(packed, ModelState(model))
         return packed
 
@@ -168,7 +168,7 @@ def _loaded(model: Any, tokenizer: Any = None) -> Loaded:
     return load_model((model, NO_TEXT if tokenizer is None else tokenizer), packed=True, encoder_decoder=True)
 
 
-def _make(model: Any, assistance: Assistance, target: PackedModel, draft: PackedModel | None) -> Ready:
+def _make(model: Any, assistance: Assistance, target: ModelRunner, draft: ModelRunner | None) -> Ready:
     loaded = _loaded(model, assistance.tokenizers[0])
     parts: list[str | Drafter] = []
     if draft is not None:
@@ -179,7 +179,7 @@ def _make(model: Any, assistance: Assistance, target: PackedModel, draft: Packed
         parts.append(f"early-exit:{assistance.early_exit}")
     parts += parse_drafters(assistance.draft)
     _check(parts, assistance)
-    around = Surroundings(loaded, target.vocab_size, _refuse, _refuse, target, _refuse, _refuse)
+    around = DrafterContext(loaded, target.vocab_size, _refuse, _refuse, target, _refuse, _refuse)
     drafter = make_drafter([part for part in parts if part != "auto"], around)
     models = [target] if draft is None else [target, draft]
 
@@ -191,7 +191,7 @@ def _make(model: Any, assistance: Assistance, target: PackedModel, draft: Packed
     return Ready(engine, target, draft)
 
 
-def _model_drafter(loaded: Loaded, assistance: Assistance, target: PackedModel, draft: PackedModel) -> Drafter:
+def _model_drafter(loaded: Loaded, assistance: Assistance, target: ModelRunner, draft: ModelRunner) -> Drafter:
     """A draft model on the same tokens, or, where two tokenizers were given that differ, on the text."""
     name = type(assistance.model).__name__
     check_family(loaded.model.config, assistance.model.config, name)

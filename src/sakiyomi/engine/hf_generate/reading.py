@@ -15,7 +15,7 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.encoder_inputs import token_source
 from sakiyomi.engine.hf_generate.engines import NO_TEXT
-from sakiyomi.engine.inputs import Asked, prompt_tokens
+from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 
 __all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "requests", "sampling"]
@@ -239,7 +239,7 @@ class _OfRow:
 
 def requests(
     ids: Tensor, rows: Sequence[list[int]], params: SamplingParams, processors: Sequence[Any], sources: Sequence[Any]
-) -> list[Asked]:
+) -> list[TokenizedPrompt]:
     """A request for each row.
 
     Args:
@@ -255,7 +255,7 @@ def requests(
         own = list(processors)
         if len(rows) > 1 or padding.shape[1]:
             own = [_OfRow(processor, i, len(rows), padding) for processor in own]
-        asked.append(Asked(tokens, replace(params, logits_processors=own), source))
+        asked.append(TokenizedPrompt(tokens, replace(params, logits_processors=own), source))
     return asked
 
 

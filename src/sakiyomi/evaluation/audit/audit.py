@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.distribution import SampledTests, drafted_kind
 from sakiyomi.evaluation.audit.engine_reference import OwnReferee
 from sakiyomi.evaluation.audit.hf_reference import Divergence, Referee, Scores, coupled_scores, greedy_scores
@@ -74,11 +74,11 @@ def audit(
         )
     referee: Referee
     # torchao, on a GPU, reports nothing
-    rounded = engine.target.rounding is not None or options.get("quantize")
+    rounded = engine.target.quantization is not None or options.get("quantize")
     if rounded or options.get("cache", "full") != "full":
         reference, referee = "own plain", OwnReferee(engine.target)
         note("writing plainly")
-        plainly = Undrafted(engine)
+        plainly = EngineView(engine)
         expected = [list(plainly.generate([prompt], config.greedy())[0].token_ids) for prompt in ids]
     else:
         note("loading the model with transformers")
@@ -99,20 +99,20 @@ def audit(
         None,
         ids,
         reference=reference,
-        rounding=engine.target.rounding,
+        quantization=engine.target.quantization,
         tokenizer=engine.tokenizer,
     )
     auditor = _Auditor(report, referee, config, note)
     note("checking plain text")
-    plain = auditor.plain(Undrafted(engine), expected)
+    plain = auditor.plain(EngineView(engine), expected)
     report.drafter = ", ".join(drafter.name for drafter in drafters) or None
     strict = bool(options.get("strict"))
     for drafter in drafters:
-        auditor.drafted(Undrafted(engine, drafter, strict=strict), drafter, expected, plain)
+        auditor.drafted(EngineView(engine, drafter, strict=strict), drafter, expected, plain)
     if config.sampled or config.verifiers:
 
-        def beside(drafter: Drafter | None) -> Undrafted:
-            return Undrafted(engine, drafter, strict=strict)
+        def beside(drafter: Drafter | None) -> EngineView:
+            return EngineView(engine, drafter, strict=strict)
 
         tests = SampledTests(beside, drafters, auditor.tested, ids, referee, config, note)
         report.untested = tests.untested

@@ -29,7 +29,7 @@ from sakiyomi.sampling.verifiers import VERIFIERS
 if TYPE_CHECKING:
     from sakiyomi.core.tree import DraftKind
     from sakiyomi.drafters import Drafter
-    from sakiyomi.engine.plain import Undrafted
+    from sakiyomi.engine.plain import EngineView
     from sakiyomi.engine.request import Request
     from sakiyomi.evaluation.audit.hf_reference import Referee
 
@@ -94,7 +94,7 @@ class SampledTests:
 
     def __init__(
         self,
-        make: Callable[[Drafter | None], Undrafted],
+        make: Callable[[Drafter | None], EngineView],
         drafters: Sequence[Drafter],
         rules: Sequence[str],
         prompts: Texts,
@@ -140,7 +140,7 @@ class SampledTests:
 
     # ------------------------------------------------------------ the pair itself
 
-    def _run_whole(self, test: _Test, llm: Undrafted) -> SampledCheck:
+    def _run_whole(self, test: _Test, llm: EngineView) -> SampledCheck:
         what = f"{test.rule}, {test.name or 'no draft'}, {shape_name(test.shape)}"
         counted, params = Frequencies(len(WHOLE) + 1, len(WHOLE) + 1), self._params(test.rule, test.shape)
         sampler = Sampler(params, llm.engine.target.vocab_size)
@@ -156,7 +156,7 @@ class SampledTests:
         shape = shape_name(test.shape)
         return SampledCheck("whole", test.rule, test.name, shape, self._config.texts, drafted, accepted, fit)
 
-    def _write(self, llm: Undrafted, params: SamplingParams, most: int) -> list[Request]:
+    def _write(self, llm: EngineView, params: SamplingParams, most: int) -> list[Request]:
         """Some texts that are written side by side."""
         some = itertools.islice(itertools.cycle(self._prompts), min(SIDE_BY_SIDE, most))
         requests = [llm.engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(some)]

@@ -2,7 +2,7 @@
 other shapes than the text's.
 
 It cannot tell whether the rounded weights are good ones, nor find an error that all passes share: perplexity and
-``PackedModel.rounding`` are for that. It tells whether a drafted text is the one that the same weights write plainly.
+``ModelRunner.rounding`` are for that. It tells whether a drafted text is the one that the same weights write plainly.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from sakiyomi.evaluation.audit.hf_reference import Referee
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["OwnReferee"]
 
@@ -29,9 +29,9 @@ class OwnReferee(Referee):
         model: its cache lends a slot: no request may hold all of them.
     """
 
-    model: PackedModel
+    model: ModelRunner
 
-    def __init__(self, model: PackedModel) -> None:
+    def __init__(self, model: ModelRunner) -> None:
         super().__init__(model)
 
     @torch.no_grad()
@@ -44,22 +44,22 @@ class OwnReferee(Referee):
 
     def _walk(self, prompt: Sequence[int], tokens: Sequence[int], step: int | None = None) -> Tensor:
         """Logits by passes of so many tokens behind the prompt; the cache drops what it drops of a text."""
-        ids, keeping = [*prompt, *tokens[:-1]], self.model.keeping
+        ids, eviction = [*prompt, *tokens[:-1]], self.model.eviction
         rows: list[Tensor] = []
         with self.model.cache.lent(len(ids)) as slot:
-            keeping.begin(slot)
+            eviction.begin(slot)
             at = 0
             while at < len(ids):
                 behind = step is not None and at >= len(prompt)
                 far = len(ids) if step is None else at + step if behind else len(prompt)
-                end = min(len(ids), far, keeping.border(slot, len(prompt)))
+                end = min(len(ids), far, eviction.border(slot, len(prompt)))
                 # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
-                prompt_rows = at < len(prompt) or (not behind and keeping.sparse is None)
-                rows.append(self.model.score([Segment(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
-                if keeping.wants_surprise:
-                    keeping.learn_prompt(slot, rows[-1], ids, at, end)
-                at = end if behind else keeping.go_on(slot, len(prompt), end)
+                prompt_rows = at < len(prompt) or (not behind and eviction.sparse is None)
+                rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
+                if eviction.needs_log_probs:
+                    eviction.learn_prompt(slot, rows[-1], ids, at, end)
+                at = end if behind else eviction.go_on(slot, len(prompt), end)
                 rows[-1] = rows[-1][: len(rows[-1]) - (end - at)]
-                keeping.settle(slot, len(prompt), at)
-            keeping.end(slot)
+                eviction.settle(slot, len(prompt), at)
+            eviction.end(slot)
         return torch.cat(rows)[len(prompt) - 1 :].float()

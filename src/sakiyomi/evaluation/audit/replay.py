@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.eviction import Everything
+from sakiyomi.cache.eviction import FullCache
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 
 __all__ = ["STATES", "WIDTH", "Listener", "Narrow", "Recording", "TableModel", "narrow", "telling"]
 
@@ -188,7 +188,7 @@ class _Columns:
 
 
 class TableModel:
-    """Rows of a table in the place of a packed model's passes: what ``PackedModel`` is to engine and drafters.
+    """Rows of a table in the place of a packed model's passes: what ``ModelRunner`` is to engine and drafters.
 
     Args:
         probs: (states, v) distribution of each state.
@@ -206,7 +206,7 @@ class TableModel:
         self.vocab_size = probs.shape[1]
         self.forward_seconds = 0.0
         self.cache = _Columns(slots)
-        self.keeping = Everything(self.cache)  # type: ignore[arg-type]
+        self.eviction = FullCache(self.cache)  # type: ignore[arg-type]
         self._logits, self._step = probs.log(), step
 
     def make_room(self, slot: int, columns: int, source: object = None) -> None:
@@ -223,8 +223,8 @@ class TableModel:
         """Passes come in every size."""
         return rows
 
-    def score(self, segments: Sequence[Segment], *, last: bool = False, graphs: object = None) -> Tensor:
-        """See ``PackedModel.score``."""
+    def score(self, segments: Sequence[SequenceRows], *, last: bool = False, graphs: object = None) -> Tensor:
+        """See ``ModelRunner.score``."""
         found: list[int] = []
         for segment in segments:
             states = self.cache.states[segment.slot]

@@ -11,7 +11,7 @@ from sakiyomi.evaluation.audit.hf_reference import Divergence
 
 if TYPE_CHECKING:
     from sakiyomi.evaluation.audit.chi_square import Fit
-    from sakiyomi.kernels.quantization import RoundingReport
+    from sakiyomi.kernels.quantization import QuantizationReport
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "Texts", "shape_name"]
 
@@ -174,7 +174,7 @@ class AuditReport:
         prompts: token ids.
         reference: whose greedy texts and logits are right: "transformers", or "own plain" where the weights were
             rounded and only our own engine computes with them.
-        rounding: what the rounding changed; None where nobody knows, or nothing was rounded.
+        quantization: what the rounding changed; None where nobody knows, or nothing was rounded.
         tokenizer: of the target.
         checks: comparisons of texts.
         sampled: tests of sampled text; their odds of a false alarm are ``ODDS`` all together.
@@ -187,7 +187,7 @@ class AuditReport:
     drafter: str | None
     prompts: Texts
     reference: str = "transformers"
-    rounding: RoundingReport | None = None
+    quantization: QuantizationReport | None = None
     tokenizer: Any = field(default=None, repr=False)
     checks: list[Check] = field(default_factory=list)
     sampled: list[SampledCheck] = field(default_factory=list)
@@ -213,7 +213,7 @@ class AuditReport:
             "exact": self.exact,
             "drafter": self.drafter,
             "reference": self.reference,
-            "rounding": asdict(self.rounding) if self.rounding is not None else None,
+            "rounding": asdict(self.quantization) if self.quantization is not None else None,
             "checks": [check.to_dict() for check in self.checks],
             "sampled": [check.to_dict() for check in self.sampled],
             "untested": self.untested,

@@ -111,13 +111,13 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     """In the new process: seconds of each graph, in the order in which a request asks for them."""
     from sakiyomi.kernels.build import native
     from sakiyomi.model_executor.loading import load_model
-    from sakiyomi.model_executor.runner import TARGET_SIZES, PackedModel
+    from sakiyomi.model_executor.runner import TARGET_SIZES, ModelRunner
 
     native()  # built at a machine's first use, which is no graph's time
     began = time.perf_counter()
     loaded = load_model(target, dtype=dtype, device="cpu")
     load_seconds = time.perf_counter() - began
-    model = PackedModel(loaded.model, compile="auto")
+    model = ModelRunner(loaded.model, compile="auto")
     began = time.perf_counter()
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401

@@ -18,7 +18,7 @@ from sakiyomi.evaluation.bench.quality import CHUNK, Logits
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, Lap, race, timed
 from sakiyomi.evaluation.bench.speed import everybody, pair_conditions
-from sakiyomi.kernels.quantization import ROUNDINGS
+from sakiyomi.kernels.quantization import QUANTIZATIONS
 
 __all__ = ["peers"]
 
@@ -41,7 +41,7 @@ def peers(config: BenchConfig, note: Note) -> Row:
         kinds = () if absent else (KINDS[pair.dtypes["dtype"]], *ROUNDED)
         left_out += [f"llama.cpp is left out: {absent}"] if absent else []
         more |= {f"llama.cpp {kind.lower()}": partial(_llamacpp, kind) for kind in kinds}
-    more |= {kind: partial(_rounded, kind) for kind in ROUNDINGS}
+    more |= {kind: partial(_rounded, kind) for kind in QUANTIZATIONS}
     for name, make in more.items():
         try:
             contenders += make(pair, note)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
@@ -54,7 +54,7 @@ def cross(config: BenchConfig, note: Note) -> Row:
 
     one = next(iter(engines.values()))
     ours = other.judge(one)
-    plain = Undrafted(one)
+    plain = EngineView(one)
     contenders = [contender("sakiyomi plain", lambda: our_lap(plain, other.prompts, params), ours)]
     for same, llm in sorted(engines.items()):
         name = f"sakiyomi, draft of {'its own' if same else 'another'} tokenizer"
@@ -65,7 +65,7 @@ def cross(config: BenchConfig, note: Note) -> Row:
     steps = _steps(other, config.gamma)
     sizes = {loaded.model.config.get_text_config().vocab_size for loaded in (other.target, other.draft)}
     # With vocabularies of one size transformers takes the tokenizers for the same, and refuses two.
-    if config.peers and one.target.rounding is None and len(sizes) == 2:
+    if config.peers and one.target.quantization is None and len(sizes) == 2:
         alone = Transformers(other.target.model, None, stop=other.stop)
         tokenizers = (other.target.tokenizer, other.draft.tokenizer)
         assisted = Transformers(other.target.model, other.draft.model, steps, other.stop, tokenizers=tokenizers)

@@ -11,7 +11,7 @@ from typing import Any
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import NearTies, Pair
@@ -41,11 +41,11 @@ def evicted(config: BenchConfig, note: Note) -> Row:
         prompt = text[:length]
         with ExitStack() as open_ones:
             ways = [
-                ("plain", open_ones.enter_context(Conversation(Undrafted(llm).engine)), fixed),
+                ("plain", open_ones.enter_context(Conversation(EngineView(llm).engine)), fixed),
                 ("self-evicted", open_ones.enter_context(llm.conversation()), fixed),
                 ("self-evicted, gamma auto", open_ones.enter_context(llm.conversation()), replace(fixed, gamma="auto")),
             ]
-            judge = NearTies(llm.target if llm.target.rounding is not None else pair.target.model, [prompt])
+            judge = NearTies(llm.target if llm.target.quantization is not None else pair.target.model, [prompt])
             contenders = [Contender(name, partial(_lap, talk, prompt, params), judge) for name, talk, params in ways]
             standings = race(contenders, repeats=config.repeats, note=partial(_at, note, length))
         lines.append(_line(length, standings))

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.random_trees import RandomTrees
@@ -107,14 +107,14 @@ def _line(
 
 def _word_kept(pair: Pair, bound: Any, way: Way) -> tuple[int, list[str]]:
     """How many runs gave the plain texts to the last token, and which did not."""
-    plain = Undrafted(bound)
+    plain = EngineView(bound)
     equal, different = 0, []
     for rule, options in (("greedy", {}), ("coupled", {"temperature": 1.0, "seed": 3, "acceptance": "coupled"})):
         params = SamplingParams(max_new_tokens=pair.config.max_new_tokens, **options)  # type: ignore[arg-type]
         # One list: request i draws from (seed, i) however the requests are run.
         expected = _texts(plain, pair.prompts, params)
         runs = {f"{rule}, no draft, one at a time": _one_by_one(plain, pair.prompts, params)}
-        trees = Undrafted(bound, _oracle(pair, expected))
+        trees = EngineView(bound, _oracle(pair, expected))
         for gamma in COMPARED if way.drafted else ():
             shape = dataclasses.replace(params, gamma=gamma)
             runs[f"{rule}, draft model, gamma {gamma}"] = _texts(bound, pair.prompts, shape)

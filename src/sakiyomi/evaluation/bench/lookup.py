@@ -21,8 +21,8 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.drafters import Surroundings, make_drafter
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.drafters import DrafterContext, make_drafter
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import Pair
@@ -96,7 +96,7 @@ def lookup(config: BenchConfig, note: Note) -> Row:
     lines = [dict(line) | {"name": f"{kind}: {line['name']}"} for kind, row in named for line in row.lines]
     notes = [f"{kind}: {text}" for kind, row in named for text in row.notes]
     conditions = {"target": config.target, "dtype": str(llm.target.dtype).removeprefix("torch."), "gamma": config.gamma}
-    conditions |= {"rounding": llm.target.rounding and str(llm.target.rounding)}
+    conditions |= {"rounding": llm.target.quantization and str(llm.target.quantization)}
     conditions |= {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
     for kind, row in named:
         conditions[kind] = ", ".join(f"{name} {value}" for name, value in row.conditions.items() if name != "laps")
@@ -107,12 +107,12 @@ def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> li
     contenders = []
     if pair.config.peers:
         contenders.append(Contender("transformers prompt lookup", _theirs(pair.peer("prompt lookup"), tasks), judge))
-    contenders.append(Contender("sakiyomi plain", our_lap_of(Undrafted(llm), tasks), judge))
-    around = Surroundings(llm, llm.vocab_size, _nothing, _nothing, llm.target, _nothing, _nothing)
+    contenders.append(Contender("sakiyomi plain", our_lap_of(EngineView(llm), tasks), judge))
+    around = DrafterContext(llm, llm.vocab_size, _nothing, _nothing, llm.target, _nothing, _nothing)
     for spec in DRAFTERS:
-        run = Undrafted(llm, make_drafter([spec], around))
+        run = EngineView(llm, make_drafter([spec], around))
         contenders.append(Contender(f"sakiyomi {spec}", our_lap_of(run, tasks), judge))
-    if llm.target.rounding is not None and pair.config.peers:
+    if llm.target.quantization is not None and pair.config.peers:
         contenders = [replace(c, against=contenders[min(i, 1)].name) for i, c in enumerate(contenders)]
     return contenders
 
@@ -121,7 +121,7 @@ def _nothing(name: Any) -> Any:
     raise InputError("a draft from text alone loads no model")
 
 
-def our_lap_of(run: Undrafted, tasks: Sequence[Task]) -> Callable[[], Lap]:
+def our_lap_of(run: EngineView, tasks: Sequence[Task]) -> Callable[[], Lap]:
     """A lap of our engine over these tasks, one after the other."""
 
     def lap() -> Lap:

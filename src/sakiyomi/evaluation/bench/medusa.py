@@ -15,19 +15,19 @@ from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, Lap, race
 from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["medusa", "typical"]
 
@@ -42,13 +42,13 @@ def medusa(config: BenchConfig, note: Note) -> Row:
     note("medusa: compiling")
     llm = pair.llm()
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
-    model: PackedModel = llm.draft.model  # type: ignore[union-attr]
+    model: ModelRunner = llm.draft.model  # type: ignore[union-attr]
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
     ways = {
-        "plain": (Undrafted(llm), 0),
+        "plain": (EngineView(llm), 0),
         "draft model": (llm, model.weight_bytes or 0),
-        "medusa": (Undrafted(llm, drafter), drafter.guesser.bytes),
-        "medusa+suffix+ngram": (Undrafted(llm, merged), drafter.guesser.bytes),
+        "medusa": (EngineView(llm, drafter), drafter.guesser.bytes),
+        "medusa+suffix+ngram": (EngineView(llm, merged), drafter.guesser.bytes),
     }
     lines: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -78,9 +78,9 @@ def typical(config: BenchConfig, note: Note) -> Row:
     note("typical: compiling")
     llm = pair.llm("none")
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
-    way = Undrafted(llm, drafter)
+    way = EngineView(llm, drafter)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=WARM, seed=7)
-    ways = {"plain": (Undrafted(llm), params), "coupled, lossless": (way, params)}
+    ways = {"plain": (EngineView(llm), params), "coupled, lossless": (way, params)}
     for epsilon in EPSILONS:
         # The paper ties the two: delta is the root of epsilon.
         lossy = replace(params, acceptance="typical", epsilon=epsilon, delta=math.sqrt(epsilon))
@@ -144,7 +144,7 @@ def _distance(llm: LLM, prompt: Sequence[int], done: Generation, params: Samplin
     sampler = Sampler(params, llm.vocab_size)
     ids = [*prompt, *done.token_ids[:-1]]
     with llm.target.cache.lent(len(ids)) as slot:
-        logits = llm.target.score([Segment(slot, 0, ids, prompt=True)])[len(prompt) - 1 :]
+        logits = llm.target.score([SequenceRows(slot, 0, ids, prompt=True)])[len(prompt) - 1 :]
     total = 0.0
     for entry, probs in zip(done.trace, sampler.probs(logits).numpy(), strict=True):
         if entry.status == "accepted":

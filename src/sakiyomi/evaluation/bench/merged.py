@@ -18,7 +18,7 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.lookup import Task, given, given_tasks, our_lap_of, own_tasks, task_conditions
 from sakiyomi.evaluation.bench.models import Pair
@@ -51,7 +51,7 @@ def merged(config: BenchConfig, note: Note) -> Row:
     kinds |= {kind: (given_tasks(pair, llm, kind), same_tokens) for kind in ("summary", "edit")}
     for kind, taken in MIXED.items():
         note(f"merged: writing the texts of {kind}")
-        kinds[kind] = (_mixed(pair, Undrafted(llm), taken), same_tokens)
+        kinds[kind] = (_mixed(pair, EngineView(llm), taken), same_tokens)
     lines: list[dict[str, Any]] = []
     notes: list[str] = []
     conditions: dict[str, Any] = {"target": config.target, "draft": config.draft_model, "sizes": "auto"}
@@ -59,10 +59,10 @@ def merged(config: BenchConfig, note: Note) -> Row:
         free = [Task(task.prompt, replace(task.params, gamma="auto")) for task in tasks]
         model = Unaided(llm.draft.model, llm.vocab_size)  # type: ignore[union-attr]
         ways = {
-            "plain": Undrafted(llm),
-            "model": Undrafted(llm, model),
-            "suffix": Undrafted(llm, SuffixDrafter()),
-            "suffix+model": Undrafted(llm, MergedDrafter([SuffixDrafter(), model])),
+            "plain": EngineView(llm),
+            "model": EngineView(llm, model),
+            "suffix": EngineView(llm, SuffixDrafter()),
+            "suffix+model": EngineView(llm, MergedDrafter([SuffixDrafter(), model])),
         }
         contenders = [Contender(name, our_lap_of(way, free), judge) for name, way in ways.items()]
         standings = race(contenders, repeats=config.repeats, note=lambda text, kind=kind: note(f"{kind}: {text}"))  # type: ignore[misc]
@@ -74,7 +74,7 @@ def merged(config: BenchConfig, note: Note) -> Row:
     return Row("merged", "greedy, one prompt at a time, tokens/s", lines, conditions, notes)
 
 
-def _mixed(pair: Pair, target: Undrafted, taken: int) -> list[Task]:
+def _mixed(pair: Pair, target: EngineView, taken: int) -> list[Task]:
     """Passages, each told again with sentences that the target writes in their place in the text."""
     config, tokenizer = pair.config, pair.target.tokenizer
     ends = SamplingParams(max_new_tokens=OWN, stop=[".", "!", "?"], ignore_eos=True)

@@ -12,7 +12,7 @@ from sakiyomi.engine.machine import bandwidth
 if TYPE_CHECKING:
     from sakiyomi.cache.slots import SlotCache
     from sakiyomi.engine.engine import Engine
-    from sakiyomi.kernels.batch import Plan
+    from sakiyomi.kernels.batch import BatchPlan
 
 __all__ = ["Meter", "round_figures"]
 
@@ -80,7 +80,7 @@ class _Passes:
         self.count = self.read = self.most = 0
         self.seconds = 0.0
 
-    def add(self, plan: Plan, seconds: float) -> None:
+    def add(self, plan: BatchPlan, seconds: float) -> None:
         # What a budget has dropped is not there, and what is packed is small: the cache knows.
         held = sum(self._cache.held_bytes(part.slot, part.length + len(part.tokens)) for part in plan.parts)
         self.most = max(self.most, held)

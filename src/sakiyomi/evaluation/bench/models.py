@@ -18,7 +18,7 @@ from sakiyomi.evaluation.bench.quality import Quality
 from sakiyomi.evaluation.bench.runner import Agreement
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.loading.model import parse_device
-from sakiyomi.model_executor.runner import PackedModel
+from sakiyomi.model_executor.runner import ModelRunner
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -158,7 +158,7 @@ class Pair:
             llm: the engine; None: outputs are transformers'.
             prompts: others than the pair's.
         """
-        rounded = llm is not None and llm.target.rounding is not None
+        rounded = llm is not None and llm.target.quantization is not None
         model = llm.target if llm is not None and rounded else self.target.model
         return NearTies(model, self.prompts if prompts is None else prompts)
 
@@ -179,7 +179,7 @@ class Pair:
         return {
             "target": self.config.target,
             "dtype": str(llm.target.dtype).removeprefix("torch."),
-            "rounding": llm.target.rounding and str(llm.target.rounding),
+            "rounding": llm.target.quantization and str(llm.target.quantization),
             "gamma": self.config.gamma,
             "max_new_tokens": self.config.max_new_tokens,
         }
@@ -194,7 +194,7 @@ class NearTies:
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
-        self._referee = OwnReferee(model) if isinstance(model, PackedModel) else Referee(model)
+        self._referee = OwnReferee(model) if isinstance(model, ModelRunner) else Referee(model)
         self._prompts = prompts
         self._measured = 0
 

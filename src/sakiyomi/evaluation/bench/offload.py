@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -51,7 +51,7 @@ def offload(config: BenchConfig, note: Note) -> Row:
     speed = _disk_speed(_stream(drafted).files)
     params = partial(SamplingParams, max_new_tokens=config.max_new_tokens, ignore_eos=True)
     judge, prompts = pair.judge(drafted), pair.prompts
-    ways: dict[str, tuple[Any, LLM, SamplingParams]] = {"plain": (Undrafted(drafted), drafted, params(gamma=1))}
+    ways: dict[str, tuple[Any, LLM, SamplingParams]] = {"plain": (EngineView(drafted), drafted, params(gamma=1))}
     for depth, nodes in TREES:
         ways[f"{nodes} nodes, {depth} levels"] = (drafted, drafted, params(gamma=depth, nodes=nodes))
     ways["auto"] = (drafted, drafted, params(gamma="auto"))

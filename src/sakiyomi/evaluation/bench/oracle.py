@@ -9,7 +9,7 @@ from typing import Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.oracle import Oracle
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row
@@ -43,7 +43,7 @@ def oracle(config: BenchConfig, note: Note) -> Row:
         return our_lap(llm, pair.prompts, _params(config, gamma))
 
     judge = pair.judge(llm)
-    plain = Contender("plain", partial(our_lap, Undrafted(llm), pair.prompts, _params(config, config.gamma)), judge)
+    plain = Contender("plain", partial(our_lap, EngineView(llm), pair.prompts, _params(config, config.gamma)), judge)
     drafted = [Contender(f"{rate:g}, gamma {gamma}", partial(lap, rate, gamma), judge) for rate, gamma in points]
     standings = race([plain, *drafted], repeats=config.repeats, note=note)
     texts = len(pair.prompts)

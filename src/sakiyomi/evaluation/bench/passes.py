@@ -14,10 +14,10 @@ from sakiyomi.engine.machine import bandwidth
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["passes"]
 
@@ -36,7 +36,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
     """
     note("passes: making the random model")
     model = random_llama(*MEDIUM, torch.bfloat16, positions=ROOM, device=config.device)
-    targets: dict[str, PackedModel] = {}
+    targets: dict[str, ModelRunner] = {}
     notes = []
     for name, quantize in WEIGHTS.items():
         note(f"passes: {name}, packing and compiling")
@@ -55,7 +55,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
         note(f"passes: lap {lap} of {config.repeats}")
         speed = max(speed, bandwidth(device=str(model.device)))
         for (name, cached, rows), found in seconds.items():
-            segment = Segment(slots[name], cached, [5] * rows)
+            segment = SequenceRows(slots[name], cached, [5] * rows)
             times = [_seconds(targets[name], segment) for _ in range(IN_A_LAP)]
             if lap:
                 found += times
@@ -77,7 +77,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
     return Row("passes", title, lines, conditions, notes)
 
 
-def _target(model: Any, quantize: str | None, compile: bool) -> PackedModel:
+def _target(model: Any, quantize: str | None, compile: bool) -> ModelRunner:
     from sakiyomi.engine.llm import LLM
 
     llm = LLM((model, Numbers()), draft="none", quantize=quantize, compile="auto" if compile else False)
@@ -88,14 +88,14 @@ def _target(model: Any, quantize: str | None, compile: bool) -> PackedModel:
     return llm.target
 
 
-def _seconds(target: PackedModel, segment: Segment) -> float:
+def _seconds(target: ModelRunner, segment: SequenceRows) -> float:
     began = time.perf_counter()
     target.score([segment])
     return time.perf_counter() - began
 
 
 def _line(
-    name: str, slot: int, cached: int, seconds: dict[int, Sequence[float]], target: PackedModel, speed: float
+    name: str, slot: int, cached: int, seconds: dict[int, Sequence[float]], target: ModelRunner, speed: float
 ) -> dict[str, Any]:
     """Medians and lowest by row count; bytes that a pass reads, and what they take at so many bytes a second."""
     line: dict[str, Any] = {"name": name, "cached": cached}

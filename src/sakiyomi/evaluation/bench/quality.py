@@ -17,10 +17,10 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.prompts import read_text
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.runner import Contender
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Logits", "Quality", "own_logits", "perplexity", "their_logits"]
 
@@ -34,12 +34,12 @@ Logits = Callable[[Sequence[int]], Tensor]
 """From T token ids to (T, V): row i predicts what follows token i."""
 
 
-def own_logits(model: PackedModel) -> Logits:
+def own_logits(model: ModelRunner) -> Logits:
     """By passes of our own engine, as it runs the weights."""
 
     def logits(tokens: Sequence[int]) -> Tensor:
         with model.cache.lent(len(tokens)) as slot:
-            return model.score([Segment(slot, 0, tokens, prompt=True)])
+            return model.score([SequenceRows(slot, 0, tokens, prompt=True)])
 
     return logits
 

@@ -12,11 +12,11 @@ import torch
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import MEDIUM, Numbers, described, random_llama
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.theory import best_tree
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["scoring"]
 
@@ -40,14 +40,14 @@ def scoring(config: BenchConfig, note: Note) -> Row:
     target = _target(model, config, most)
     slots = [target.cache.take() for _ in range(most)]
     target.cache.reserve(slots[-1], ROOM)
-    passes: dict[tuple[int, int, str], Sequence[Segment]] = {}
+    passes: dict[tuple[int, int, str], Sequence[SequenceRows]] = {}
     for prefix in PREFIXES:
         for count, shape in shapes.items():
             parents = tuple(shape.index(path[:-1]) if len(path) > 1 else -1 for path in shape)
-            passes[prefix, count, "chain"] = [Segment(slots[0], prefix, [5] * count)]
-            passes[prefix, count, "tree"] = [Segment(slots[0], prefix, [5] * count, parents)]
+            passes[prefix, count, "chain"] = [SequenceRows(slots[0], prefix, [5] * count)]
+            passes[prefix, count, "tree"] = [SequenceRows(slots[0], prefix, [5] * count, parents)]
             leaves = zip(slots, _leaves(shape), strict=False)
-            passes[prefix, count, "batch"] = [Segment(slot, prefix, [5] * len(leaf)) for slot, leaf in leaves]
+            passes[prefix, count, "batch"] = [SequenceRows(slot, prefix, [5] * len(leaf)) for slot, leaf in leaves]
     seconds: dict[tuple[int, int, str], list[float]] = {key: [] for key in passes}
     for lap in range(config.repeats + 1):
         note(f"scoring: lap {lap} of {config.repeats}")
@@ -89,7 +89,7 @@ def _leaves(shape: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [path for path in shape if path not in inner]
 
 
-def _target(model: Any, config: BenchConfig, slots: int) -> PackedModel:
+def _target(model: Any, config: BenchConfig, slots: int) -> ModelRunner:
     from sakiyomi.engine.llm import LLM
 
     llm = LLM((model, Numbers()), draft="none", compile="auto" if config.compile else False, max_batch=slots)
@@ -100,7 +100,7 @@ def _target(model: Any, config: BenchConfig, slots: int) -> PackedModel:
     return llm.target
 
 
-def _seconds(target: PackedModel, segments: Sequence[Segment]) -> float:
+def _seconds(target: ModelRunner, segments: Sequence[SequenceRows]) -> float:
     began = time.perf_counter()
     target.score(segments)
     return time.perf_counter() - began

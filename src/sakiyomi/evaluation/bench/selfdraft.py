@@ -8,7 +8,7 @@ from typing import Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.early_exit import EarlyExit
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row, of_race
@@ -30,9 +30,9 @@ def selfdraft(config: BenchConfig, note: Note) -> Row:
     llm = pair.llm("none" if rounded else "self-int8")
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
     layers = int(llm.target.config.num_hidden_layers)
-    ways: dict[str, Any] = {"plain": Undrafted(llm)} | ({} if rounded else {"self-int8": llm})
+    ways: dict[str, Any] = {"plain": EngineView(llm)} | ({} if rounded else {"self-int8": llm})
     for count in sorted({min(max(1, round(share * layers)), layers - 1) for share in SHARES} - {0}):
-        ways[f"early-exit:{count}"] = Undrafted(llm, EarlyExit(FirstLayers(llm.target, count)))
+        ways[f"early-exit:{count}"] = EngineView(llm, EarlyExit(FirstLayers(llm.target, count)))
     judge = pair.judge(llm)
     contenders = [Contender(name, partial(_lap, way, pair, params), judge) for name, way in ways.items()]
     standings = race(contenders, repeats=config.repeats, note=note)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row
@@ -30,7 +30,7 @@ def sweep(config: BenchConfig, note: Note) -> Row:
     pair, sizes = Pair(config), sorted(set(config.batch_sizes))
     note("sweep: compiling")
     llm = pair.llm(max_batch=sizes[-1])
-    ways = {"plain": Undrafted(llm), "speculative": llm}
+    ways = {"plain": EngineView(llm), "speculative": llm}
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
     everyone = list(islice(cycle(pair.prompts), sizes[-1]))
     judge = pair.judge(llm, everyone)

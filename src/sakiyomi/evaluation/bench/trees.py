@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row, of_race
@@ -39,7 +39,7 @@ def trees(config: BenchConfig, note: Note) -> Row:
         Contender(name, partial(our_lap, llm, pair.prompts, replace(params, **more)), judge)
         for name, more in ways.items()
     ]
-    contenders.append(Contender("plain", partial(our_lap, Undrafted(llm), pair.prompts, params), judge))
+    contenders.append(Contender("plain", partial(our_lap, EngineView(llm), pair.prompts, params), judge))
     for name, more in ways.items():  # graphs of all sizes that they meet
         note(f"trees: warming up, {name}")
         llm.generate(pair.prompts[:1], replace(params, **more))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row, of_race
@@ -30,7 +30,7 @@ def useless(config: BenchConfig, note: Note) -> Row:
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
     judge = pair.judge(llm)
     ways: dict[str, tuple[Any, SamplingParams]] = {
-        "plain": (Undrafted(llm), params),
+        "plain": (EngineView(llm), params),
         "auto": (llm, replace(params, gamma="auto")),
         "chain, gamma auto": (llm, replace(params, gamma="auto", tree="chain")),
         f"chain of {config.gamma}": (llm, params),
@@ -47,11 +47,11 @@ def useless(config: BenchConfig, note: Note) -> Row:
 def _wrong(pair: Pair, config: BenchConfig) -> ModelDrafter:
     """The pair's draft model, each of whose tokens is called by the next one's number."""
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.model_executor.runner import DRAFT_SIZES, PackedModel
+    from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
 
     model = pair.draft.model
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().roll(1, 0).clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
-    packed = PackedModel(model, max_slots=8, compile="auto" if config.compile else False, first_sizes=DRAFT_SIZES)
+    packed = ModelRunner(model, max_slots=8, compile="auto" if config.compile else False, first_sizes=DRAFT_SIZES)
     return ModelDrafter(packed, int(pair.target.model.get_output_embeddings().out_features))

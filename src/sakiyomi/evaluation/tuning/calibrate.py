@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import DraftError, InputError
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.tuning.predict import (
     Chains,
     Expected,
@@ -56,8 +56,8 @@ class Candidate:
 
     spec: str
     heard: Heard
-    fixed: Undrafted
-    weighing: Undrafted
+    fixed: EngineView
+    weighing: EngineView
     alone: dict[Gamma, list[Sequence[Round]]] = field(default_factory=dict)
     many: dict[int, list[Sequence[Round]]] = field(default_factory=dict)
     plain: list[Round] = field(default_factory=list)
@@ -73,9 +73,9 @@ class Candidate:
         if drafter is None:
             return None
         heard = Heard(drafter)
-        return cls(spec, heard, Undrafted(llm, heard, strict=True), Undrafted(llm, heard, strict=True))
+        return cls(spec, heard, EngineView(llm, heard, strict=True), EngineView(llm, heard, strict=True))
 
-    def engine(self, gamma: Gamma) -> Undrafted:
+    def engine(self, gamma: Gamma) -> EngineView:
         """The one for this gamma."""
         return self.weighing if gamma == "auto" else self.fixed
 
@@ -117,7 +117,7 @@ class Calibration:
         self.llm, self.params = llm, params
         self.candidates = {candidate.spec: candidate for candidate in candidates}
         self.refused = refused
-        self.undrafted = Undrafted(llm)
+        self.undrafted = EngineView(llm)
         self.plain: list[Sequence[Round]] = []
         self.texts = 0
 

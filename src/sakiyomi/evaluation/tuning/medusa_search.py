@@ -25,8 +25,8 @@ from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
 from sakiyomi.engine import machine
-from sakiyomi.engine.plain import Undrafted
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.engine.plain import EngineView
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of
@@ -181,7 +181,7 @@ def ranks_of(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], tex
 
     def hidden_of(ids: Sequence[int]) -> torch.Tensor:
         with target.cache.lent(len(ids)) as slot:
-            target.score([Segment(slot, 0, list(ids), prompt=True)])
+            target.score([SequenceRows(slot, 0, list(ids), prompt=True)])
             assert target.hidden is not None
             return target.hidden
 
@@ -208,9 +208,9 @@ def _rounds(
     return {count: statistics.median(spent) for count, spent in found.items()}
 
 
-def _way(llm: LLM, drafter: MedusaDrafter, paths: Sequence[tuple[int, ...]]) -> tuple[Undrafted, SamplingParams]:
+def _way(llm: LLM, drafter: MedusaDrafter, paths: Sequence[tuple[int, ...]]) -> tuple[EngineView, SamplingParams]:
     """An engine on the same target, and what asks it for this tree; none for plain decoding."""
-    engine = Undrafted(llm, drafter if paths else None, strict=True)
+    engine = EngineView(llm, drafter if paths else None, strict=True)
     return engine, SamplingParams(tree=[list(path) for path in paths] or "auto")
 
 

@@ -25,7 +25,7 @@ from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.predict import Expected, ratio_error
 
 if TYPE_CHECKING:
-    from sakiyomi.engine.plain import Undrafted
+    from sakiyomi.engine.plain import EngineView
 
 __all__ = ["tune"]
 
@@ -166,7 +166,7 @@ class _Runs:
 
     draft: str
     gamma: Gamma
-    engine: Undrafted
+    engine: EngineView
     texts: list[tuple[int, int, float]] = field(default_factory=list)
 
     @property

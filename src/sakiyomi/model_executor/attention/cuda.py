@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.torch import attend_all
 
-__all__ = ["CudaGraphs", "DevicePass"]
+__all__ = ["CudaBackend", "CudaGraphs"]
 
 logger = logging.getLogger("sakiyomi")
 KEPT = 64  # shapes whose tensors and captured passes are kept: each has logits of its own
@@ -62,7 +62,7 @@ class _Frame:
         self._numbers = torch.zeros(sum(sizes), dtype=torch.int64, device=self.device)
         self.slot, self.column, self.place, self.row = self._numbers.split(sizes)
 
-    def fill(self, plan: Plan, room: int) -> None:
+    def fill(self, plan: BatchPlan, room: int) -> None:
         """Write a plan into the tensors. Filler rows go to the cache's last column, which is never a token's."""
         slot, column, place = [0] * self.rows, [room - 1] * self.rows, [0] * self.rows
         row = [0] * (self.slots * self.depth)
@@ -76,14 +76,14 @@ class _Frame:
         for (window, group, _), mask in self.masks.items():
             mask.copy_(_added(seen[window], group, mask.dtype))
 
-    def mask(self, plan: Plan, window: int, group: int, dtype: torch.dtype) -> Tensor:
+    def mask(self, plan: BatchPlan, window: int, group: int, dtype: torch.dtype) -> Tensor:
         """See the class; made at first use, kept up to date by `fill` afterwards."""
         key = (window, group, dtype)
         if key not in self.masks:
             self.masks[key] = _added(self._seen(plan, window), group, dtype)
         return self.masks[key]
 
-    def _seen(self, plan: Plan, window: int) -> Tensor:
+    def _seen(self, plan: BatchPlan, window: int) -> Tensor:
         """(slots, 1, rows of a slot, columns) bool, on the device."""
         seen = torch.zeros(self.slots, 1, self.depth, self.columns, dtype=torch.bool)
         seen[..., 0] = True  # a padding row must see something, or its softmax is not a number
@@ -98,7 +98,7 @@ def _added(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf).repeat(1, 1, group, 1)
 
 
-class DevicePass:
+class CudaBackend:
     """The cache and the static plan that attention works on in this thread."""
 
     attention = "sakiyomi_device"
@@ -109,7 +109,7 @@ class DevicePass:
         self.frames: dict[tuple[int, int, int, int], _Frame] = {}
         self._prompt_masks: dict[tuple[int, int], Tensor] = {}
 
-    def begin(self, plan: Plan, size: int) -> None:
+    def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too. Without requests all rows are fillers."""
         self.plan, self.count = plan, 0
         self._prompt_masks.clear()
@@ -188,14 +188,14 @@ class DevicePass:
 
 
 class _Active(threading.local):
-    state: DevicePass | None = None
+    state: CudaBackend | None = None
 
 
 _active = _Active()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    """What transformers' layers call; see `DevicePass.attend`."""
+    """What transformers' layers call; see `CudaBackend.attend`."""
     assert _active.state is not None, "attention called outside a pass"
     return _active.state.attend(q, k, v, layer, scaling, softcap, window)
 
@@ -215,7 +215,7 @@ class CudaGraphs:
         failed: a pass could not be captured; they all run eagerly since then.
     """
 
-    def __init__(self, forward: Callable[[Tensor, Tensor], _Given], state: DevicePass) -> None:
+    def __init__(self, forward: Callable[[Tensor, Tensor], _Given], state: CudaBackend) -> None:
         self._forward, self._state = forward, state
         self.fresh = self.failed = False
 

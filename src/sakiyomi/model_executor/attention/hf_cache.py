@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import Cache
 
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 
 
-class OwnAttention(Cache):
+class HFCacheBackend(Cache):
     """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests."""
 
     attention = "eager"
@@ -26,7 +26,7 @@ class OwnAttention(Cache):
         self.cache = cache
         self.count = 0
 
-    def begin(self, plan: Plan, size: int) -> None:
+    def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too."""
         self.plan, self.count = plan, 0
 

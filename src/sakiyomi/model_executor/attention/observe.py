@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.observations import Notes
+    from sakiyomi.cache.observations import RowObservations
 
 __all__ = ["listen"]
 
@@ -19,14 +19,14 @@ __all__ = ["listen"]
 class _Pass(threading.local):
     """By thread: a graph that is compiled in the background leaves nothing."""
 
-    notes: Notes | None = None
-    plan: Plan | None = None
+    notes: RowObservations | None = None
+    plan: BatchPlan | None = None
 
 
 _pass = _Pass()
 
 
-def listen(notes: Notes | None, plan: Plan | None) -> None:
+def listen(notes: RowObservations | None, plan: BatchPlan | None) -> None:
     """Where this thread's next pass leaves its rows; None: nowhere."""
     _pass.notes, _pass.plan = notes, plan
 

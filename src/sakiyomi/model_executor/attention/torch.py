@@ -19,14 +19,14 @@ from torch import Tensor
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.policies.sparse import Chunk, Sparse, attend_some
 from sakiyomi.cache.slots import Part, SlotCache
-from sakiyomi.kernels.batch import Plan
+from sakiyomi.kernels.batch import BatchPlan
 
 
 class _Pass(threading.local):
     """What the operator works on. By thread: a graph compiled in the background has an empty pass of its own."""
 
-    dense: Dense
-    plan: Plan | None = None
+    dense: TorchBackend
+    plan: BatchPlan | None = None
     calls: int = 0
     over: bool = False
 
@@ -54,7 +54,7 @@ class _Pass(threading.local):
 _pass = _Pass()
 
 
-class Dense:
+class TorchBackend:
     """The attention of one model, on its cache.
 
     Args:
@@ -79,7 +79,7 @@ class Dense:
         self.cache, self.by_row, self.sources, self.distances = cache, by_row, sources, distances
         self.sparse = sparse
 
-    def begin(self, plan: Plan, size: int) -> None:
+    def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what this thread's next pass looks like; `size` counts filler rows too."""
         _pass.dense, _pass.plan, _pass.calls = self, plan, 0
         _pass.masks.clear()
@@ -90,7 +90,7 @@ class Dense:
         return _pass.calls
 
 
-def take_over(dense: Dense | None, plan: Plan, size: int) -> None:
+def take_over(dense: TorchBackend | None, plan: BatchPlan, size: int) -> None:
     """Have this thread's next pass computed by this attention instead of the model's own; None: by its own."""
     _pass.over = dense is not None
     if dense is not None:
@@ -133,8 +133,8 @@ def attend_all(
 
 
 def _attend_part(
-    dense: Dense,
-    plan: Plan,
+    dense: TorchBackend,
+    plan: BatchPlan,
     segment: int,
     layer: int,
     part: Part,

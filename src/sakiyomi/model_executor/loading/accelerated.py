@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.prompts import judging_text
 from sakiyomi.kernels.pack import PACKED
-from sakiyomi.kernels.quantization import RoundingReport, compare
+from sakiyomi.kernels.quantization import QuantizationReport, compare
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.loading.reader import Reader
@@ -46,7 +46,7 @@ def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
     return TorchAoConfig(config)
 
 
-def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) -> tuple[Any, RoundingReport]:
+def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) -> tuple[Any, QuantizationReport]:
     """A model on the reader's device, rounded by torchao, and what that changed on a text.
 
     Args:
@@ -68,7 +68,7 @@ def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) ->
     linear = {name: layer for name, layer in rounded.named_modules() if type(layer) in PACKED}
     kept = tuple(name for name, layer in linear.items() if type(layer.weight) is nn.Parameter)
     count = len(linear) - len(kept)
-    return rounded, RoundingReport(kind, count, kept, agreement, divergence, text.shape[1])
+    return rounded, QuantizationReport(kind, count, kept, agreement, divergence, text.shape[1])
 
 
 def _own_logits(model: Any, text: Tensor, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from sakiyomi.core.embedded import folder_of, is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.kernels.pack import Prepared
-from sakiyomi.kernels.quantization import check_rounding
+from sakiyomi.kernels.quantization import check_quantization
 from sakiyomi.model_executor.loading.accelerated import read_rounded
 from sakiyomi.model_executor.loading.families import auto_class, check_supported, has_encoder, read_config
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory
@@ -45,7 +45,7 @@ from sakiyomi.model_executor.loading.stream import is_offloaded
 if TYPE_CHECKING:
     import torch
 
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Loaded", "load_model"]
 
@@ -86,7 +86,7 @@ class Loaded:
     folder: Path | None
     owned: bool
     prepared: Prepared | None = None
-    save: Callable[[PackedModel], object] | None = None
+    save: Callable[[ModelRunner], object] | None = None
     extractor: Any = None
 
 
@@ -111,10 +111,10 @@ def load_model(
         dtype: "auto" (as the checkpoint says), "float32", "bfloat16", "float16" or a torch dtype.
         device: "auto" (the first CUDA device if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
         quantize: "int8" or "int4": the linear layers are to be rounded. On the CPU they come from the packed copy if
-            there is one, else they stay on disk until ``PackedModel`` packs them, one after the other; on a GPU torchao
+            there is one, else they stay on disk until ``ModelRunner`` packs them, one after the other; on a GPU torchao
             rounds them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
-        packed: a folder of ``save_packed`` will do. Only ``PackedModel`` can run what comes then.
+        packed: a folder of ``save_packed`` will do. Only ``ModelRunner`` can run what comes then.
         encoder_decoder: a model with an encoder will do.
         fits: raises if a model of this configuration is not wanted, before its weights are read.
         trust_remote_code: run Python code that comes with the model. Never without this.
@@ -190,7 +190,7 @@ def load_model(
 def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, beside: bool) -> Loaded:
     """A packed copy, else a model whose layers are on disk as far as they can be, and what saves its packed copy."""
     name, folder, checkpoint, dtype = reader.name, reader.folder, reader.checkpoint, reader.dtype
-    check_rounding(f"quantize={quantize!r}", dtype)
+    check_quantization(f"quantize={quantize!r}", dtype)
     key = source_key(folder, checkpoint)
     copy = copy_place(reader.gguf or folder, quantize, dtype, beside=beside)
     remove_leftovers(copy)
@@ -260,7 +260,7 @@ def _from_packed(
             f"dtype is {dtype} and {name!r} is packed in {stored}; leave dtype at 'auto', or pass the model itself"
         )
     if key is None:  # else the model itself was asked for, and this is known
-        check_rounding(f"the packed model {name!r}", stored)
+        check_quantization(f"the packed model {name!r}", stored)
     checkpoint, size = packed_files(folder)
     require_bytes(size, f"the packed model {name!r}", remedy="free memory, or choose a smaller model")
     register()

@@ -39,13 +39,13 @@ from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, r
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.memory import readable
 from sakiyomi.kernels.build import cache_folder
-from sakiyomi.kernels.native import PARTS, NativeModel, PackedLinear, can_pack
+from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
 from sakiyomi.kernels.pack import Prepared, join_siblings
-from sakiyomi.kernels.quantization import RoundingReport
+from sakiyomi.kernels.quantization import QuantizationReport
 from sakiyomi.model_executor.loading.placeholder import METHOD
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = [
     "REMEDY",
@@ -115,7 +115,7 @@ def _digest(about: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- writing
 
 
-def save_packed(packed: PackedModel, place: Path, source: Path | None, key: str, config: Any, tokenizer: Any) -> bool:
+def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str, config: Any, tokenizer: Any) -> bool:
     """Write a packed copy; whether it is there now. What cannot be written is said in one line and costs nothing else.
 
     Args:
@@ -125,7 +125,7 @@ def save_packed(packed: PackedModel, place: Path, source: Path | None, key: str,
         key: its ``source_key``.
         config, tokenizer: of the model.
     """
-    module, report = packed.module, packed.rounding
+    module, report = packed.module, packed.quantization
     layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLinear)}
     tensors = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
     others = _unshared(module.state_dict())
@@ -314,8 +314,8 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
     Raises:
         LoadError: a file is damaged, or does not belong to the others.
     """
-    native = NativeModel.create()
-    assert native is not None, "see check_rounding"
+    native = PackedWeights.create()
+    assert native is not None, "see check_quantization"
     with _intact(folder):
         model, dtype = read(), getattr(torch, about["dtype"])
         if model.config.quantization_config.layers != sorted(about["layers"]):
@@ -332,7 +332,7 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
             join_siblings(native, [packed[name] for name in group])
         cpu = torch.device("cpu")
         shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
-        report = about["report"] and RoundingReport(**{**about["report"], "kept": tuple(about["report"]["kept"])})
+        report = about["report"] and QuantizationReport(**{**about["report"], "kept": tuple(about["report"]["kept"])})
     return model, Prepared(native, shapes, report, about["siblings"])
 
 

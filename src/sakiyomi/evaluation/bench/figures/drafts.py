@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, median, notes_of, spread_of
@@ -94,7 +94,7 @@ def _compared(
     drafters = drafters | _counted(work, llm, prompts)
     llm.wait()
     judge = NearTies(loaded.model, prompts)
-    engines = {"plain": Undrafted(llm), **{name: Undrafted(llm, one, strict=True) for name, one in drafters.items()}}
+    engines = {"plain": EngineView(llm), **{name: EngineView(llm, one, strict=True) for name, one in drafters.items()}}
     found: dict[float, Any] = {}
     for temperature in TEMPERATURES:
         params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
@@ -129,7 +129,7 @@ def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, Ng
     """Tables of what the target says at temperature 1 with other seeds than those that are measured."""
     import numpy as np
 
-    engine = Undrafted(llm)
+    engine = EngineView(llm)
     texts = [
         np.array(engine.generate([prompt], work.params(temperature=1.0, seed=100 + sample))[0].token_ids, np.int64)
         for sample in range(COUNTED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
@@ -104,7 +104,7 @@ def medusa(work: Work, note: Note) -> Row:
         llm.wait()
         parameters = pair.target.model.num_parameters() / 1e6
         params, judge = work.params(gamma="auto"), pair.judge(llm)
-        ways = {"plain": Undrafted(llm), "Medusa": llm}
+        ways = {"plain": EngineView(llm), "Medusa": llm}
         contenders = [Contender(name, partial(lap, way, pair.prompts, params), judge) for name, way in ways.items()]
         contenders[1].run()  # graphs of all sizes that it meets
         llm.wait()
@@ -167,7 +167,7 @@ def temperature(work: Work, note: Note) -> Row:
 
     config = work.config
     engines: dict[str, Any] = {"plain": work.engine(), "sakiyomi": work.engine(work.draft)}
-    engines["sample and compare"] = Undrafted(work.llm, GreedyDraft(work.llm.drafter(work.draft)), strict=True)
+    engines["sample and compare"] = EngineView(work.llm, GreedyDraft(work.llm.drafter(work.draft)), strict=True)
     notes: list[str] = []
     try:
         engines["Medusa"] = work.engine(work.medusa)

@@ -12,13 +12,13 @@ from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
-from sakiyomi.kernels.batch import Segment
+from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from sakiyomi.model_executor.runner import PackedModel
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["HEADS", "RANKS"]
 
@@ -37,13 +37,13 @@ def written(work: Work, temperature: float) -> list[list[int]]:
     return [engine.generate([prompt], params)[0].token_ids for prompt in work.prompts]
 
 
-def draft_ranks(model: PackedModel, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Ranks:
+def draft_ranks(model: ModelRunner, prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Ranks:
     """Ranks that a draft model gives to the tokens of a text, each after those before it."""
 
     def ahead(ids: Sequence[int]) -> Tensor:
         # A head looks one token further than a draft model: its row at a place is the draft's at the next one.
         with model.cache.lent(len(ids)) as slot:
-            return model.score([Segment(slot, 0, list(ids))]).roll(-1, 0)
+            return model.score([SequenceRows(slot, 0, list(ids))]).roll(-1, 0)
 
     return rank_texts(ahead, lambda rows: rows[None], prompts, texts)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.inflate import inflate
@@ -72,9 +72,9 @@ class Work:
             self._drafters[spec] = self.llm.drafter(spec)
         return self._drafters[spec]
 
-    def engine(self, spec: str | None = None) -> Undrafted:
+    def engine(self, spec: str | None = None) -> EngineView:
         """The target with this drafter; None: without."""
-        return Undrafted(self.llm, None if spec is None else self.drafter(spec), strict=True)
+        return EngineView(self.llm, None if spec is None else self.drafter(spec), strict=True)
 
     def params(self, **more: Any) -> SamplingParams:
         """Of the texts; chains of the configured gamma if nothing else is said."""
@@ -119,7 +119,7 @@ def lap(
     """All prompts, one after the other, with what the engine counted.
 
     Args:
-        way: an ``LLM`` or an ``Undrafted``.
+        way: an ``LLM`` or an ``EngineView``.
         prompts: token ids.
         params: of all of them.
         kept: takes the generations.

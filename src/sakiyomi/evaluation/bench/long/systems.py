@@ -146,7 +146,7 @@ class Ours:
     @property
     def far_bytes(self) -> int:
         """See ``Running``."""
-        return self.llm.target.keeping.far_bytes
+        return self.llm.target.eviction.far_bytes
 
     def predicted_bytes(self, columns: int) -> int:
         """See ``Running``: what the cache would allocate, beyond what it has."""
@@ -169,7 +169,7 @@ class Ours:
 
     def _kept(self) -> list[list[list[int]]] | None:
         """Asked for between two rounds: the prompt's end is a border."""
-        places = getattr(self.llm.target.keeping, "places", None)
+        places = getattr(self.llm.target.eviction, "places", None)
         if places is None:
             return None
         # There is one slot, and the request has it.

@@ -21,7 +21,7 @@ from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
-from sakiyomi.engine.plain import Undrafted
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
@@ -85,7 +85,7 @@ def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
         llm.wait()
     settings = _settings(config, llm, template, questions)
     results = Results.begin(config.out, settings, machine.conditions())
-    ways = {PLAIN: Undrafted(llm), **drafted}
+    ways = {PLAIN: EngineView(llm), **drafted}
     for way in ways.values():  # the first text on a way pays for what later ones find ready
         way.generate(
             [llm.tokenizer(STORIES[0]).input_ids[:room]], SamplingParams(max_new_tokens=16, gamma=config.gamma)
@@ -123,7 +123,7 @@ def _check(config: SpecConfig) -> None:
                 )
 
 
-def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Undrafted], list[str]]:
+def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, EngineView], list[str]]:
     """An engine for each drafter, and why some are not there."""
     specs, own = [*config.draft], not config.draft
     if own:
@@ -140,7 +140,7 @@ def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, Undraf
             notes.append(f"{spec} is left out: {error.message}")
             continue
         if drafter is not None:
-            found[spec] = Undrafted(llm, drafter, strict=True)
+            found[spec] = EngineView(llm, drafter, strict=True)
         elif spec != PLAIN:
             notes.append(f"{spec}: no draft is known for {config.target}")
     return found, notes
@@ -182,7 +182,7 @@ class Talk:
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
 
-    def lap(self, way: Undrafted, params: SamplingParams) -> Lap:
+    def lap(self, way: EngineView, params: SamplingParams) -> Lap:
         """Answer all turns, one after the other."""
         done = []
         for turn, said in enumerate(self.question.turns):
@@ -202,7 +202,7 @@ class Talk:
 
 
 def _ask(
-    config: SpecConfig, llm: LLM, talk: Talk, ways: dict[str, Undrafted], note: Callable[[str], None]
+    config: SpecConfig, llm: LLM, talk: Talk, ways: dict[str, EngineView], note: Callable[[str], None]
 ) -> list[Record]:
     """Everyone on one question; plain decoding answers first."""
     params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
