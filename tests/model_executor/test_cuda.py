@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from architectures import ALL, model_of, prompt
-from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
+from sakiyomi.cache.layout import LayerShape
+from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.params import SamplingParams

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.observations import RowObservations
 from sakiyomi.cache.policies import Policy, View, read_budget
 from sakiyomi.cache.policies.sparse import Sparse
 from sakiyomi.cache.quantized import GROUP, Packing, QuantizedKV
 from sakiyomi.cache.rotary import make_turn
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
 
 __all__ = ["EvictingCache", "FullCache", "QueryTrackingCache", "neg_log_prob"]
 
@@ -315,8 +316,8 @@ class EvictingCache:
         limits = None if endless else [max(layer) for layer in self._budgets]
         return self.packing.storage(shapes, places, limits)
 
-    def attach(self, model: ModelRunner) -> None:
-        """Serve this model, whose cache has the ``limits``.
+    def attach(self, model: CacheHost, cache: SlotCache) -> None:
+        """Serve this model, and its cache, which has the ``limits``.
 
         Raises:
             LoadError, UnsupportedError: the policy does not fit to it.
@@ -330,7 +331,6 @@ class EvictingCache:
                 raise UnsupportedError(
                     f"{name} {what}: its cache is not kept within a budget, nor packed; use cache='full'"
                 )
-        cache = model.cache
         self._cache, self._layers = cache, len(cache.shapes)
         self.notes = RowObservations(self._layers, cache.max_slots + cache.extra) if self.noted is not None else None
         self._all: SlotCache | None = None

@@ -23,7 +23,6 @@ from sakiyomi.core.errors import InputError, LoadError
 if TYPE_CHECKING:
     from sakiyomi.cache.eviction import EvictingCache, FullCache
     from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
 
@@ -135,9 +134,17 @@ class Prefix:
         eviction.restore(slot, len(self.tokens), self.tensors)
 
     @classmethod
-    def of_slot(cls, tokens: list[int], text: str, recipe: dict[str, str], target: ModelRunner, slot: int) -> Prefix:
+    def of_slot(
+        cls,
+        tokens: list[int],
+        text: str,
+        recipe: dict[str, str],
+        *,
+        cache: SlotCache,
+        eviction: FullCache | EvictingCache,
+        slot: int,
+    ) -> Prefix:
         """A copy of what stays of these tokens in a slot."""
-        cache = target.cache
         tensors = {}
         for layer in range(len(cache.shapes)):
             for part in cache.parts(layer, slot):
@@ -148,7 +155,7 @@ class Prefix:
                     if cache.packed is not None:
                         for j, tensor in enumerate(cache.packed.get(layer, slot, head)):
                             tensors[f"packed.{j}.{layer}.{head}"] = tensor.to("cpu", copy=True)
-        return cls(tokens, text, recipe, tensors | target.eviction.snapshot(slot))
+        return cls(tokens, text, recipe, tensors | eviction.snapshot(slot))
 
 
 def read_about(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
+    from sakiyomi.cache.layout import LayerShape
 
 __all__ = ["BITS", "GROUP", "Packing", "QuantizedKV", "Sizes", "pack", "pack_keys", "pack_values", "unpack"]
 
@@ -203,7 +203,7 @@ class QuantizedKV:
             ((*values, -(-shape.value_dim // GROUP), 2), torch.float16),
         ]
 
-    def fit(self, model: ModelRunner) -> None:
+    def fit(self, model: CacheHost) -> None:
         """Make ready for this model: nothing has to be known of it."""
 
     def encode(self, layer: int, heads: slice, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:

@@ -24,8 +24,8 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
+    from sakiyomi.cache.layout import LayerShape
 
 __all__ = ["KVQuantStore", "LeveledPacking", "fit_levels"]
 
@@ -130,7 +130,7 @@ class KVQuantStore(QuantizedKV):
 
     # ------------------------------------------------------------ what is fitted
 
-    def fit(self, model: ModelRunner) -> None:
+    def fit(self, model: CacheHost) -> None:
         """Learn ranges and levels from the model's own text, in pieces, of which each is read alone.
 
         Raises:

@@ -17,50 +17,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.layout import LayerShape, Part
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.quantized import GROUP, QuantizedKV
 from sakiyomi.core.errors import InputError, MemoryLimitError
 
 FIRST_ROOM = 256
 STEP = 64  # columns, where doubling does not fit
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """KV heads, sizes of a key and of a value, the device, and the sliding window (0: none) of one attention layer."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    window: int = 0
-
-    def pair_bytes(self, itemsize: int) -> int:
-        """Bytes of one token's keys and values in this layer."""
-        return self.heads * (self.key_dim + self.value_dim) * itemsize
-
-
-class Part(NamedTuple):
-    """Heads of one layer of a slot that have dropped equally much.
-
-    Attributes:
-        heads: which.
-        keys, values: (heads, room, dim) of the storage itself.
-        dropped: pairs that are not there; column c holds the token at place c + dropped, or one before it.
-        packed: so many of those are packed elsewhere, and come before column 0.
-    """
-
-    heads: slice
-    keys: Tensor
-    values: Tensor
-    dropped: int
-    packed: int = 0
 
 
 class SlotCache:

@@ -249,7 +249,8 @@ class Engine:
         """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
         with self._lock:
             assert place.slot is not None, "the place holds nothing"
-            return Prefix.of_slot(place.held, text, recipe, self.target, place.slot)
+            cache, eviction = self.target.cache, self.target.eviction
+            return Prefix.of_slot(place.held, text, recipe, cache=cache, eviction=eviction, slot=place.slot)
 
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.cache.cross_attention import SourceCache
-from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native
+from sakiyomi.kernels.storage import KVStorage, SourceStorage
 
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 32  # output channels side by side, as linear.h reads them
@@ -186,7 +185,7 @@ class PackedWeights:
         """Layers that read the same input in every pass: the first one called computes all of them."""
         self._library.sk_siblings(self.number, len(layers), _numbers([layer.index for layer in layers]))
 
-    def attach(self, cache: SlotCache) -> None:
+    def attach(self, cache: KVStorage) -> None:
         """Point the kernels at the cache's present tensors."""
         for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
             self._library.sk_layer(
@@ -216,7 +215,7 @@ class PackedWeights:
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
         self._library.sk_keep(self.number, slot, first, len(rows), _numbers(rows))
 
-    def attach_sources(self, sources: SourceCache) -> None:
+    def attach_sources(self, sources: SourceStorage) -> None:
         """Point cross-attention at the present tensors of what it reads."""
         for i, (shape, keys, values) in enumerate(zip(sources.shapes, sources.keys, sources.values, strict=True)):
             self._library.sk_source(

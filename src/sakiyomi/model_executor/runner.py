@@ -24,16 +24,17 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source, SourceCache
 from sakiyomi.cache.eviction import ENDLESS, EvictingCache, FullCache, QueryTrackingCache
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.policies.looking import note_queries
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
-from sakiyomi.kernels.pack import PACKED, Prepared, Watch, pack_linears
+from sakiyomi.kernels.pack import PACKED, Watch, pack_linears
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention import op as attention
@@ -44,6 +45,7 @@ from sakiyomi.model_executor.compiled import Graphs, State
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.row_invariance import listening
 from sakiyomi.model_executor.structural_copy import structural_copy
@@ -246,7 +248,7 @@ class ModelRunner:
         if exact:
             self._make_exact()
         if eviction is not None:
-            eviction.attach(self)
+            eviction.attach(self, self.cache)
             self.eviction = eviction
             self._prompts = TorchBackend(self.cache, sparse=eviction.sparse) if eviction.sparse is not None else None
             if eviction.reassigned:
@@ -257,6 +259,11 @@ class ModelRunner:
         """The transformers model as it runs here, its linear layers packed."""
         model: nn.Module = self._model
         return model
+
+    @property
+    def packed_weights(self) -> PackedWeights | None:
+        """The compiled kernels' weights, which can take in further linear layers; None where plain torch runs."""
+        return self.state if isinstance(self.state, PackedWeights) else None
 
     @property
     def head(self) -> nn.Module:

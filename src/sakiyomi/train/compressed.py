@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import Policy, View, read_cache
 from sakiyomi.cache.policies.merging.convolutions import Convolutions
-from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.retaining_labels import attention_by, layer_shapes
@@ -103,7 +103,11 @@ class Compressed:
         device, dtype = self._target.device, self._target.dtype
         # What policies read of a model that listen to it.
         model = SimpleNamespace(
-            module=self._target, cache=SimpleNamespace(shapes=self.shapes), device=device, dtype=dtype, state=None
+            module=self._target,
+            cache=SimpleNamespace(shapes=self.shapes),
+            device=device,
+            dtype=dtype,
+            packed_weights=None,
         )
         if self._policy.notes:
             self._policy.listen(cast(Any, model))

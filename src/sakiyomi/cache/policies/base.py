@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.policies.lococo import LoCoCo
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
 
-__all__ = ["Policy", "View"]
+__all__ = ["Merger", "Policy", "View"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,6 +61,23 @@ class View:
         return self.length >= self.prompt
 
 
+class Merger(Protocol):
+    """Makes the last of the pairs that stay mixtures of those that a policy drops."""
+
+    @property
+    def merged(self) -> int:
+        """Mixtures of each head, among the pairs that stay."""
+        ...
+
+    def prepare(self, model: CacheHost) -> None:
+        """Check that it fits the model, before its first request."""
+        ...
+
+    def merge(self, view: View, scores: Tensor, best: Tensor) -> Tensor:
+        """Write the mixtures into the view's keys and values; the scores with theirs."""
+        ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Policy:
     """Base of all: options that every policy has.
@@ -101,14 +117,14 @@ class Policy:
     pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
-    merger: LoCoCo | None = field(default=None, init=False)
+    merger: Merger | None = field(default=None, init=False)
 
     def least_of(self, budget: int) -> int:
         """Pairs of a head that stay in any case; a budget must be larger."""
         end = int(self.ends / 2 * budget)
         return max(self.sinks, end) + self.last_of(budget) + end
 
-    def listen(self, model: ModelRunner) -> None:
+    def listen(self, model: CacheHost) -> None:
         """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
         use. Called where ``notes`` is on, before the model's first pass.
 
@@ -116,7 +132,7 @@ class Policy:
             LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
         """
 
-    def prepare(self, model: ModelRunner) -> None:
+    def prepare(self, model: CacheHost) -> None:
         """Look at the model when it can run, before its first request.
 
         Raises:

@@ -12,8 +12,8 @@ from sakiyomi.cache.policies.base import View
 from sakiyomi.cache.policies.looking import Looking
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.rotary import Turn
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Expected"]
 
@@ -37,7 +37,7 @@ class Expected(Looking):
     _turn: Turn | None = field(default=None, init=False, repr=False)
     _rotation: tuple[int, Tensor] | None = field(default=None, init=False, repr=False)
 
-    def prepare(self, model: ModelRunner) -> None:
+    def prepare(self, model: CacheHost) -> None:
         """How the model's positions turn keys and queries."""
         from sakiyomi.cache.rotary import make_turn
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from sakiyomi.cache.policies.base import View
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.policies.merging.convolutions import Convolutions
     from sakiyomi.cache.policies.merging.formats import MergingFile
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["LoCoCo"]
 
@@ -56,7 +56,7 @@ class LoCoCo:
         """
         return self._found.convolutions.shape.merged
 
-    def prepare(self, model: ModelRunner) -> None:
+    def prepare(self, model: CacheHost) -> None:
         """Look whether the convolutions are this model's.
 
         Raises:

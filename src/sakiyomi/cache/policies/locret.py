@@ -16,13 +16,12 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 from sakiyomi.core.errors import InputError
-from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.policies.retaining.heads import RetainingHeads
     from sakiyomi.cache.policies.retaining.raw import Raw
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Locret"]
 
@@ -55,7 +54,7 @@ class Locret(Policy):
         """The stabilizers too."""
         return super().least_of(budget) + max(0, int(self.stabilizers * budget) - self.local)
 
-    def listen(self, model: ModelRunner) -> None:
+    def listen(self, model: CacheHost) -> None:
         """Read the heads, and hear what the layers project."""
         from sakiyomi.cache.policies.retaining.formats import fingerprint, read_heads
         from sakiyomi.cache.policies.retaining.raw import Raw
@@ -69,10 +68,9 @@ class Locret(Policy):
                 *(self.file, found.base or "another model"),
             )
         heads = found.heads.to(model.device, model.dtype).requires_grad_(False)
-        tables = model.state if isinstance(model.state, PackedWeights) else None
         for layers in (heads.first, heads.second):
             for i, layer in enumerate(layers):
-                layers[i] = linear_beside(tables, layer.get_parameter("weight"))
+                layers[i] = linear_beside(model.packed_weights, layer.get_parameter("weight"))
         self._heads = heads
         self._raw.listen()
 
