@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.cache.eviction import EvictingCache
+from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
@@ -319,6 +319,6 @@ def test_refusals() -> None:
         ):
             LLM((model_of(name), TOKENIZER), "none", cache="kvquant-4")
     with pytest.raises(InputError, match=r"levels are fitted on a text"):
-        ModelRunner(model_of("llama"), eviction=EvictingCache(None, None, 64, packing=LeveledPacking(4)))
+        ModelRunner(model_of("llama"), eviction=EvictionPlan(None, None, 64, packing=LeveledPacking(4)))
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")

@@ -36,7 +36,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, model: Any) -> ModelRunner:
     """Made as for an accelerator, without captures."""
     monkeypatch.setattr(native, "native", lambda: None)
     made = ModelRunner(model, max_slots=4, compile=False)
-    made.cache.spare = 1
+    made.cache.sizing.spare = 1
     made.state = CudaBackend(made.cache)
     made._model.set_attn_implementation("sakiyomi_device")
     return made
@@ -117,7 +117,7 @@ def test_prompts_trees_and_ragged_batches_give_the_models_own_logits(packed: Mod
     logits = packed.score([tree, SequenceRows(second, 20, tokens[20:24])])
     torch.testing.assert_close(logits[[0, 2, 4]], expected[7:10], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(logits[5:], expected[20:24], atol=2e-5, rtol=1e-4)
-    packed.cache.keep(first, 7, [0, 2, 4])
+    packed.cache.commit(first, 7, [0, 2, 4])
     logits = packed.score([SequenceRows(first, 10, tokens[10:12])])
     torch.testing.assert_close(logits, expected[10:12], atol=2e-5, rtol=1e-4)
 
@@ -153,7 +153,7 @@ def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found += [packed.score([SequenceRows(slot, 9, tokens[9:20], prompt=True)])]
         tree = SequenceRows(slot, 20, [tokens[20], 3, tokens[21], 5, tokens[22]], (-1, 0, 0, 2, 2))
         found += [packed.score([SequenceRows(other, 11, [4]), tree])[[1, 3, 5]]]
-        packed.cache.keep(slot, 20, [0, 2, 4])
+        packed.cache.commit(slot, 20, [0, 2, 4])
         found += [packed.score([SequenceRows(slot, i, tokens[i : i + 1])]) for i in range(23, 30)]
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-3)
 
@@ -372,7 +372,7 @@ def test_captured_passes_equal_eager_ones() -> None:
         rows = []
         for start in range(20, 60, 4):  # several replays of one capture
             rows.append(model.score([SequenceRows(slot, start, tokens[start : start + 4])]).clone())
-            model.cache.keep(slot, start, range(4))
+            model.cache.commit(slot, start, range(4))
         model.cache.reserve(slot, 1000)  # drops the captures, and their memory
         rows.append(model.score([SequenceRows(slot, 56, tokens[56:60])]).clone())
         logits.append(torch.cat(rows))

@@ -59,8 +59,8 @@ class RowObservations:
                 rows = self._rows[layer] = fresh
             rows[slot, at : at + count] = note[first : first + count]
 
-    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
-        """As ``SlotCache.keep``."""
+    def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """As ``SlotCache.commit``."""
         if all(row == i for i, row in enumerate(rows)):
             return
         since = self._since[slot]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.eviction import neg_log_prob
 from sakiyomi.cache.prefix import Prefix
+from sakiyomi.cache.slot_record import neg_log_prob
 from sakiyomi.core.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.outputs import Generation, Step
@@ -249,8 +249,8 @@ class Engine:
         """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
         with self._lock:
             assert place.slot is not None, "the place holds nothing"
-            cache, eviction = self.target.cache, self.target.eviction
-            return Prefix.of_slot(place.held, text, recipe, cache=cache, eviction=eviction, slot=place.slot)
+            tensors = self.target.eviction.snapshot(place.slot, len(place.held))
+            return Prefix(place.held, text, recipe, tensors)
 
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""
@@ -304,7 +304,7 @@ class Engine:
                 assert request.slot is not None
                 nodes = [0, *(node + 1 for node in verdict.path)]
                 tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-                self.target.eviction.learn(request.slot, neg_log_prob(rows.raw[nodes], tokens))
+                self.target.eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[nodes], tokens))
             step = request.commit(draft, verdict, rows)
             self._settle_cache(request)
             return [step]
@@ -384,15 +384,15 @@ class Engine:
     def _keep(self, request: Request, path: Sequence[int]) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
-        self.target.eviction.keep(request.slot, request.cached, (0, *(node + 1 for node in path)))
+        self.target.eviction.commit(request.slot, request.cached, (0, *(node + 1 for node in path)))
         request.cached += 1 + len(path)
 
     def _settle_cache(self, request: Request) -> None:
         """Where this is a border, drop what the cache is not to hold; say where the next one is."""
         assert request.slot is not None
         eviction = self.target.eviction
-        eviction.settle(request.slot, request.prompt_tokens, request.cached)
-        request.border = eviction.border(request.slot, request.prompt_tokens)
+        eviction.evict(request.slot, request.prompt_tokens, request.cached)
+        request.border = eviction.boundary(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 
@@ -455,7 +455,7 @@ class Engine:
             assert request.slot is not None
             request.cached += len(segment.tokens)
             if request.place is None or not request.place.beginning:
-                request.cached = self.target.eviction.go_on(request.slot, request.prompt_tokens, request.cached)
+                request.cached = self.target.eviction.reread_from(request.slot, request.prompt_tokens, request.cached)
             if not request.prefilled:
                 self._settle_cache(request)
                 self._running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
@@ -482,7 +482,7 @@ class Engine:
             count = len(segment.tokens)
             assert request.slot is not None
             at = segment.length
-            eviction.learn_prompt(request.slot, logits[first : first + count], request.tokens, at, at + count)
+            eviction.add_prompt_log_probs(request.slot, logits[first : first + count], request.tokens, at, at + count)
             first += count
             ends.append(first - 1)
         if self.target.hidden is not None:

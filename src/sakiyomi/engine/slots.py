@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from sakiyomi.cache.eviction import EvictingCache, FullCache
+from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
@@ -37,7 +37,7 @@ class SlotManager:
 
     Args:
         cache: the target's.
-        keeping: what stays there.
+        eviction: what stays there.
         drafter: hears of the end of every request, or of the next one of its conversation.
         chunk_size: prompt tokens in one pass.
         exact: only what any request with the same prompt would compute in the same way is used again.
@@ -46,7 +46,7 @@ class SlotManager:
     def __init__(
         self,
         cache: SlotCache,
-        eviction: EvictingCache | FullCache,
+        eviction: ManagedCache,
         drafter: Drafter | None,
         chunk_size: int,
         exact: bool,
@@ -58,8 +58,8 @@ class SlotManager:
         self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
 
     def seat(self, request: Request) -> None:
-        """A slot for a request: that of its conversation or of an open place that it goes on from, rolled back to what
-        the prompt shares with it, or a free one, with what others have read of the prompt.
+        """Give a request a slot: that of its conversation, or of a shareable place that it goes on from, rolled back to
+        what the prompt shares with it; or a free one, with what others have read of the prompt.
 
         Not all requests that run at once may be seated already.
 
@@ -78,7 +78,7 @@ class SlotManager:
             self._eviction.begin(request.slot)
             self._go_on(request)
         if lender is not None and lender.slot is not None and not self._eviction.chunked:
-            self._copy(request, lender.slot, self._held(lender, request))
+            self._copy(request, lender.slot, self._lendable(lender.slot, self._held(lender, request)))
         self._share(request)
 
     def _hand_over(self, place: RetainedSlot, request: Request) -> None:
@@ -87,9 +87,7 @@ class SlotManager:
         same = request.context.source is None  # else what is held was made from another source
         shared = self._held(place, request) if same else 0
         self._kept.remove(place)
-        if not self._eviction.roll_back(place.slot, shared):
-            shared = 0
-            self._eviction.begin(place.slot)
+        shared = self._eviction.resume(place.slot, shared, self._chunk_size if self._exact else 1)
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
         request.fresh = not (shared and self._eviction.chunked)
@@ -105,7 +103,7 @@ class SlotManager:
         count = len(prefix.tokens)
         if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
             assert request.slot is not None
-            prefix.take(self._cache, self._eviction, request.slot)
+            self._eviction.restore(request.slot, count, prefix.tensors)
             request.cached = request.stats.reused = count
             request.fresh = not self._eviction.chunked
 
@@ -119,10 +117,10 @@ class SlotManager:
         return shared
 
     def _lender(self, request: Request) -> RetainedSlot | None:
-        """The open place that has most of a request's prompt."""
+        """The shareable place that has most of a request's prompt."""
         if not request.shares or request.context.source is not None:
             return None
-        held = {place: self._held(place, request) for place in self._kept if place.open}
+        held = {place: self._held(place, request) for place in self._kept if place.shareable}
         best = max(held, key=held.__getitem__, default=None)
         return best if best is not None and held[best] >= LEAST else None
 
@@ -156,9 +154,14 @@ class SlotManager:
         for other, count in self._seated[request]:
             if other.slot is not None and other.error is None and not self._coming(request, other, count):
                 lent = self._lent(request, other, count, other.cached)
-                if lent > best and self._eviction.lends(other.slot, lent):
+                if lent > best and (lent := self._lendable(other.slot, lent)) > best:
                     best, slot = lent, other.slot
         self._copy(request, slot, best)
+
+    def _lendable(self, slot: int, count: int) -> int:
+        """Of a slot's first `count` tokens those that can be copied; whole chunks where the chunks matter."""
+        whole = self._exact or self._eviction.chunked
+        return self._eviction.lendable(slot, count, self._chunk_size if whole else 1)
 
     def _akin(self, request: Request, other: Request) -> bool:
         """Whether they may share anything: what an encoder has read is shared elsewhere."""
@@ -192,7 +195,7 @@ class SlotManager:
             raise
         request.stats.reused += count - request.cached
         request.cached = count
-        request.border = self._eviction.border(request.slot, request.prompt_tokens)
+        request.border = self._eviction.boundary(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ at the end
 
@@ -207,7 +210,7 @@ class SlotManager:
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
-            read_once = max(0, request.prompt_tokens - self._eviction.again)
+            read_once = max(0, request.prompt_tokens - self._eviction.reread_tokens)
             place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
             place.slot, place.context = slot, request.context
             self._kept.append(place)

@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source, SourceCache
-from sakiyomi.cache.eviction import ENDLESS, EvictingCache, FullCache, QueryTrackingCache
+from sakiyomi.cache.eviction import EvictingCache, FullCache, ManagedCache, QueryTrackingCache
+from sakiyomi.cache.eviction_plan import ENDLESS, Capacity, EvictionPlan
+from sakiyomi.cache.layer_state import serve_modules
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.mapped_files import MappedFiles
-from sakiyomi.cache.policies.looking import note_queries
+from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
@@ -145,7 +147,7 @@ class ModelRunner:
         quantize: str | None = None,
         text: Sequence[int] = (),
         prepared: Prepared | None = None,
-        eviction: EvictingCache | None = None,
+        eviction: EvictionPlan | None = None,
         watched: bool = False,
         offloaded: MappedFiles | None = None,
     ) -> None:
@@ -193,8 +195,9 @@ class ModelRunner:
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
         self.passes_here = True
+        states = serve_modules(self._model, max_slots)  # of layers that keep no keys and values
         known = prepared.shapes if prepared is not None else None
-        shapes = known or self._layer_shapes(int(self.config.num_hidden_layers))
+        shapes = known or self._layer_shapes(int(self.config.num_hidden_layers) - len(states))
         self._layers = len(shapes)
         if offloaded is not None:
             self._check_files(shapes)
@@ -202,27 +205,29 @@ class ModelRunner:
         self._owned, self._compile = owned, compile
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
-        accelerated = accelerated and self._encoder is None and eviction is None and not watched
-        if eviction is not None:  # what is tried out below is read at once
-            eviction.slack = max(eviction.slack, len(self.text) if quantize else 0, TRIAL if exact else 0)
+        accelerated = accelerated and self._encoder is None and eviction is None and not watched and not states
+        extra = int(self._encoder is not None)
+        alone = max(len(self.text) if quantize else 0, TRIAL if exact else 0)  # what is tried out below is read at once
+        capacity = Capacity()
+        if eviction is not None:
+            capacity = eviction.capacity(shapes, self.dtype.itemsize, max_slots + extra, alone=alone)
         self.cache = SlotCache(
             shapes,
             dtype=self.dtype,
             max_slots=max_slots,
             spare=int(accelerated),
-            extra=int(self._encoder is not None),
+            extra=extra,
             on_move=self._moved,
             available=self._memory_left if offloaded is None else offloaded.available,
-            limits=eviction.limits(shapes, self.dtype.itemsize) if eviction is not None else None,
-            packed=eviction.packed(shapes, max_slots + int(self._encoder is not None))
-            if eviction is not None
-            else None,
+            limits=capacity.limits,
+            packed=capacity.packed,
+            states=states,
             offloaded=offloaded,
         )
         self.sources = self._source_cache(max_slots)
-        self.eviction: EvictingCache | FullCache = QueryTrackingCache(self.cache) if watched else FullCache(self.cache)
-        self._noted = eviction.noted if eviction is not None else None
-        self._note = note_queries if watched else self._noted.note if self._noted is not None else None
+        self.eviction: ManagedCache = QueryTrackingCache(self.cache) if watched else FullCache(self.cache)
+        self._noted = eviction.observer if eviction is not None else None
+        self._note = scaled_queries if watched else self._noted.observe if self._noted is not None else None
         self.state: State
         self.graphs: Graphs | None = None
         self._captured: CudaGraphs | None = None
@@ -248,8 +253,7 @@ class ModelRunner:
         if exact:
             self._make_exact()
         if eviction is not None:
-            eviction.attach(self, self.cache)
-            self.eviction = eviction
+            self.eviction = EvictingCache(eviction, capacity, self.cache, self)
             self._prompts = TorchBackend(self.cache, sparse=eviction.sparse) if eviction.sparse is not None else None
             if eviction.reassigned:
                 self.max_context = ENDLESS
@@ -633,7 +637,7 @@ class ModelRunner:
     ) -> Tensor:
         """One pass over the rows of these segments.
 
-        The rows' keys and values are written behind each slot's pairs (`SlotCache.keep` decides which stay); slots
+        The rows' keys and values are written behind each slot's pairs (`SlotCache.commit` decides which stay); slots
         must have room.
 
         Args:
@@ -727,9 +731,10 @@ class ModelRunner:
         with self.lock:
             ids, positions = self._inputs(plan, size)
             self.state.begin(plan, size)
+            self.cache.begin(plan)
             prompts = self._prompts if plan.prompts else None
             take_over(prompts, plan, size)
-            observe.listen(self.eviction.notes, plan)
+            observe.listen(self.eviction.observations, plan)
             # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
             on_graph = keep is None and prompts is None
             graph = self.graphs.get(size) if self.graphs is not None and on_graph else None

@@ -31,13 +31,13 @@ class View:
         prompt: tokens of the prompt.
         length: tokens in the cache, dropped ones included.
         budget: pairs of these heads that may stay.
-        fresh: pairs, the last ones, that have come since the last border.
+        new_count: pairs, the last ones, that have come since the last border.
         moved: by how many positions the text has moved together, where positions are reassigned.
         places: (h, n) int64, each pair's place in the text, ascending.
         keys, values: (h, n, dim), keys after their rotation.
-        notes: (fresh, width) what ``Policy.note`` gave for the rows that have come; None: nothing.
-        surprise: (fresh,) -log p of each token that has come; None where ``Policy.surprise`` is off.
-        former: (h, n - fresh) what the policy said of the others at the last border.
+        observations: (new_count, width) what ``Policy.observe`` gave for the rows that have come; None: nothing.
+        neg_log_prob: (new_count,) -log p of each token that has come; None where ``Policy.needs_log_probs`` is off.
+        previous_scores: (h, n - new_count) what the policy said of the others at the last border.
     """
 
     layer: int
@@ -46,14 +46,14 @@ class View:
     prompt: int
     length: int
     budget: int
-    fresh: int
+    new_count: int
     moved: int
     places: Tensor
     keys: Tensor
     values: Tensor
-    notes: Tensor | None
+    observations: Tensor | None
     neg_log_prob: Tensor | None
-    former: Tensor
+    previous_scores: Tensor
 
     @property
     def final(self) -> bool:
@@ -98,15 +98,15 @@ class Policy:
     """
 
     name: ClassVar[str] = ""
-    notes: ClassVar[bool] = False
+    needs_queries: ClassVar[bool] = False
     """Whether rows of passes leave something behind."""
-    surprise_wanted: ClassVar[bool] = False
+    needs_log_probs: ClassVar[bool] = False
     """Whether the probability of every token is wanted, so that logits of all rows are computed."""
     recalls: ClassVar[bool] = False
     """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every border."""
-    every: ClassVar[int] = 64
+    interval: ClassVar[int] = 64
     """Generated tokens from border to border."""
-    again: ClassVar[int] = 0
+    reread_tokens: ClassVar[int] = 0
     """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
     on pairs that they have chosen themselves."""
 
@@ -126,7 +126,7 @@ class Policy:
 
     def listen(self, model: CacheHost) -> None:
         """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
-        use. Called where ``notes`` is on, before the model's first pass.
+        use. Called where ``needs_queries`` is on, before the model's first pass.
 
         Raises:
             LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
@@ -142,8 +142,8 @@ class Policy:
     def leave(self) -> None:
         """Hear no more."""
 
-    def note(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
-        """What a pass leaves behind, (rows, width); traced into compiled graphs. Called where ``notes`` is on.
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
+        """What a pass leaves behind, (rows, width); traced into compiled graphs. Called where ``needs_queries`` is on.
 
         Args:
             layer: which.
@@ -153,14 +153,14 @@ class Policy:
         raise NotImplementedError
 
     def score(self, view: View) -> Tensor:
-        """What each pair is worth, (h, n) float32: it is ``View.former`` at the next border."""
+        """What each pair is worth, (h, n) float32: it is ``View.previous_scores`` at the next border."""
         raise NotImplementedError
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
         """By what pairs stay, the largest first, (h, n): their scores, where the policy does not say otherwise."""
         return scores
 
-    def held(self, view: View) -> Tensor:
+    def pinned(self, view: View) -> Tensor:
         """Pairs that stay whatever their score, (h, n) bool."""
         end = int(self.ends / 2 * view.budget)
         first, last = view.places < max(self.sinks, end), view.places >= view.length - self.last_of(view.budget)
@@ -180,7 +180,7 @@ class Policy:
         drops = self.where == "both" or view.length <= view.prompt
         if scores.shape[1] <= view.budget or not drops:
             return None
-        ranked = view.places if window else self.rank(view, scores).masked_fill(self.held(view), torch.inf)
+        ranked = view.places if window else self.rank(view, scores).masked_fill(self.pinned(view), torch.inf)
         # Of pairs that are worth the same the later ones stay: topk does not say which.
         best = ranked.flip(1).argsort(dim=1, descending=True, stable=True)[:, : view.budget]
         return ranked.shape[1] - 1 - best

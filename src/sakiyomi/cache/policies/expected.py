@@ -45,19 +45,23 @@ class Expected(Looking):
 
     def score(self, view: View) -> Tensor:
         """Mean over the query heads of a head."""
-        assert view.notes is not None and self._turn is not None
+        assert view.observations is not None and self._turn is not None
         heads, _, dim = view.keys.shape
-        group = view.notes.shape[1] // (view.all_heads * dim)
-        own = view.notes.view(view.fresh, view.all_heads, group, dim)[:, view.heads].flatten(1, 2).transpose(0, 1)
+        group = view.observations.shape[1] // (view.all_heads * dim)
+        own = (
+            view.observations.view(view.new_count, view.all_heads, group, dim)[:, view.heads]
+            .flatten(1, 2)
+            .transpose(0, 1)
+        )
         end = view.length - view.moved
-        back = -torch.arange(end - view.fresh, end, device=own.device).expand(len(own), -1)
+        back = -torch.arange(end - view.new_count, end, device=own.device).expand(len(own), -1)
         raw = self._turn(view.layer, own.float(), back)
         rotation = self._mean_rotation(view, end)
         mean = (raw.mean(1) @ rotation).view(heads, group, dim)
         spread = torch.zeros(len(raw), dim, dim, device=raw.device)
-        if view.fresh > 1:
+        if view.new_count > 1:
             away = raw - raw.mean(1, keepdim=True)
-            spread = rotation.T @ (away.transpose(1, 2) @ away / view.fresh) @ rotation
+            spread = rotation.T @ (away.transpose(1, 2) @ away / view.new_count) @ rotation
         keys = view.keys.float()
         first = mean @ keys.transpose(1, 2)
         wide = keys[:, None].expand(-1, group, -1, -1)

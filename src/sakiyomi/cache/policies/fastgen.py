@@ -27,9 +27,9 @@ class FastGen(H2O):
     name: ClassVar[str] = "fastgen"
     sinks: int = 4
 
-    def held(self, view: View) -> Tensor:
+    def pinned(self, view: View) -> Tensor:
         """Of each head, by the policy that recovers more."""
-        heavy = super().held(view)
+        heavy = super().pinned(view)
         spare = view.budget - int(heavy.sum(1).max())
         if spare < 0 or view.places.shape[1] <= view.budget:
             return heavy

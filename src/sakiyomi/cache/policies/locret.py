@@ -38,7 +38,7 @@ class Locret(Policy):
     """
 
     name: ClassVar[str] = "locret"
-    notes: ClassVar[bool] = True
+    needs_queries: ClassVar[bool] = True
 
     file: str = ""
     ends: float = 0.1
@@ -79,7 +79,7 @@ class Locret(Policy):
         if self._raw is not None:
             self._raw.leave()
 
-    def note(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
         """The heads' scores, (rows, kv heads)."""
         assert self._raw is not None and self._heads is not None
         heard = self._raw.traced if torch.compiler.is_dynamo_compiling() else self._raw.read
@@ -90,8 +90,8 @@ class Locret(Policy):
 
     def score(self, view: View) -> Tensor:
         """As each was when its token came."""
-        assert view.notes is not None
-        return torch.cat([view.former, view.notes[:, view.heads].T.to(view.former)], 1)
+        assert view.observations is not None
+        return torch.cat([view.previous_scores, view.observations[:, view.heads].T.to(view.previous_scores)], 1)
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
         """As scored, to 11 bits: in the first layer a token is worth the same wherever it stands, but for how its pass
@@ -99,7 +99,7 @@ class Locret(Policy):
         """
         return scores.half()
 
-    def held(self, view: View) -> Tensor:
+    def pinned(self, view: View) -> Tensor:
         """Stabilizers, as long as more of the prompt comes."""
         last = self.local if view.final else int(self.stabilizers * view.budget)
-        return super().held(view) | (view.places >= view.length - last)
+        return super().pinned(view) | (view.places >= view.length - last)
