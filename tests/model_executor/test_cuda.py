@@ -240,7 +240,7 @@ def test_one_capture_a_shape_and_the_same_text(captured: ModelRunner) -> None:
 
 def test_growth_drops_what_was_captured(captured: ModelRunner) -> None:
     """A replay would read and write the tensors that were freed; memory of graphs that are gone is not shared."""
-    captured.cache._on_move = captured._moved
+    captured.cache.on_move = captured._moved
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
     captured.score([SequenceRows(slot, 0, [5, 6, 7], prompt=True)], last=True)
@@ -295,7 +295,7 @@ def test_a_trial_pass_is_one_of_those_that_it_stands_for(captured: ModelRunner) 
 
 
 def test_before_the_first_request_a_trial_pass_works_too(captured: ModelRunner) -> None:
-    captured.cache._on_move = captured._moved
+    captured.cache.on_move = captured._moved
     assert captured.pass_seconds(1) > 0
 
 

@@ -23,7 +23,6 @@ from sakiyomi.cache.repositioning import Positions, Repositioner
 from sakiyomi.cache.rotary import make_turn
 from sakiyomi.cache.slot_record import SlotRecord
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.core.errors import UnsupportedError
 
 __all__ = ["EvictingCache", "FullCache", "ManagedCache", "QueryTrackingCache"]
 
@@ -194,15 +193,6 @@ class EvictingCache(ManagedCache):
 
     def __init__(self, plan: EvictionPlan, capacity: Capacity, cache: SlotCache, host: CacheHost) -> None:
         super().__init__(cache)
-        name = type(host.module).__name__
-        for other, what in (
-            (not host.passes_here, "keeps its own attention"),
-            (host.sources is not None, "has an encoder"),
-        ):
-            if other:
-                raise UnsupportedError(
-                    f"{name} {what}: its cache is not kept within a budget, nor packed; use cache='full'"
-                )
         self.policy, self.sparse, self.tail, self.chunked = plan.policy, plan.sparse, capacity.tail, True
         self.chunk, self._budgets = plan.chunk, capacity.budgets
         policy = plan.policy or Policy

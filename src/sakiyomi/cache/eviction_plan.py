@@ -14,7 +14,7 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import Policy, read_budget
 from sakiyomi.cache.policies.sparse import Sparse
 from sakiyomi.cache.quantized import GROUP, Packing, QuantizedKV
-from sakiyomi.core.errors import InputError, MemoryLimitError
+from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 
 __all__ = ["ENDLESS", "Capacity", "EvictionPlan"]
@@ -99,6 +99,19 @@ class EvictionPlan:
     def observer(self) -> Policy | None:
         """The policy, if rows of passes leave something behind for it."""
         return self.policy if self.policy is not None and self.policy.needs_queries else None
+
+    @staticmethod
+    def check_model(name: str, *, own_attention: bool, has_encoder: bool) -> None:
+        """Refuse a model whose pairs cannot be evicted or quantized.
+
+        Raises:
+            UnsupportedError: it keeps its own attention, or has an encoder.
+        """
+        if own_attention or has_encoder:
+            what = "keeps its own attention" if own_attention else "has an encoder"
+            raise UnsupportedError(
+                f"{name} {what}: its cache is not kept within a budget, nor packed; use cache='full'"
+            )
 
     def capacity(self, shapes: Sequence[LayerShape], itemsize: int, slots: int, *, alone: int = 0) -> Capacity:
         """What a cache needs to hold.

@@ -58,7 +58,7 @@ class KVStore:
         self._least = [0] * most  # dropped by every head
         self._absent = [0] * most  # dropped or quantized by every head
         self.room = self.slots = 0
-        self._on_move, self._moved = on_move, False
+        self.on_move, self._moved = on_move, False
         self.gather: Callable[[int, int, Sequence[int]], None] | None = None
 
     # ------------------------------------------------------------ sizes
@@ -113,8 +113,8 @@ class KVStore:
             self._grow(self.sizing.grown(self.size, slot + 1, present, packed))
         if self._moved:
             # Before any pass, and again if Ctrl-C came in the middle: half of the pointers would be to freed memory.
-            if self._on_move is not None:
-                self._on_move(self)
+            if self.on_move is not None:
+                self.on_move(self)
             self._moved = False
 
     def check(self, requests: int, columns: int) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["LAYER_STATES", "LayerState", "ModuleState", "begin_pass", "serve_modules"]
+__all__ = ["LAYER_STATES", "LayerState", "ModuleState", "begin_pass", "make_states", "serve_modules"]
 
 
 class LayerState(Protocol):
@@ -37,11 +37,9 @@ class LayerState(Protocol):
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        ...
 
     def clear(self, slot: int) -> None:
         """A text begins in this slot."""
-        ...
 
     def reserve(self, slot: int, columns: int) -> None:
         """Make room for so many tokens in a slot.
@@ -49,19 +47,15 @@ class LayerState(Protocol):
         Raises:
             MemoryLimitError: there is no memory for them; nothing has changed then.
         """
-        ...
 
     def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of the pass that wrote rows behind `length` tokens keep these, ascending, and drop the others."""
-        ...
 
     def resumable(self, slot: int, length: int) -> int:
         """The longest beginning of the slot's text, of at most `length` tokens, from which a pass can go on."""
-        ...
 
     def roll_back(self, slot: int, length: int) -> None:
         """Forget what lies behind so many tokens, a length that ``resumable`` gave."""
-        ...
 
     def fork(self, slot: int, other: int, first: int, length: int) -> None:
         """Copy from another slot what it holds at `length` tokens, which is resumable there; `first` of them are the
@@ -70,15 +64,12 @@ class LayerState(Protocol):
         Raises:
             MemoryLimitError: there is no memory for it.
         """
-        ...
 
     def snapshot(self, slot: int, length: int) -> dict[str, Tensor]:
         """A copy on the CPU of what the slot holds at so many tokens, by name."""
-        ...
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
         """Fill an empty slot with what ``snapshot`` gave."""
-        ...
 
 
 class ModuleState(LayerState, Protocol):
@@ -89,54 +80,59 @@ class ModuleState(LayerState, Protocol):
 
         Rows beyond ``plan.rows`` fill the pass up: nothing is written for them, and anything may come out.
         """
-        ...
 
 
 LAYER_STATES: dict[str, Callable[[Any, int], ModuleState]] = {}
 """By the class name of a transformers module: makes the state of one such module for so many slots."""
 
+States = Mapping[int, ModuleState]
+"""The states of one cache by the number of the module that each serves."""
+
 _numbers = itertools.count()
-_states: weakref.WeakValueDictionary[int, ModuleState] = weakref.WeakValueDictionary()
 
 
 class _Pass(threading.local):
     """The running pass of this thread, and whose it is: a graph that is compiled in the background has none."""
 
     plan: BatchPlan
-    states: Sequence[LayerState] = ()
+    states: States = MappingProxyType({})
 
 
 _pass = _Pass()
 
 
-def begin_pass(plan: BatchPlan, states: Sequence[LayerState]) -> None:
+def begin_pass(plan: BatchPlan, states: States) -> None:
     """Say what this thread's next pass looks like, and which states it reads and writes."""
     _pass.plan, _pass.states = plan, states
 
 
-def serve_modules(model: nn.Module, slots: int) -> list[ModuleState]:
-    """Have every module of a registered class call a state of its own, and number the attention layers without them.
+def serve_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """Have every module of a registered class call the state that a pass has for it; by numbers of their own.
+
+    The layers with attention are numbered anew without them.
 
     Args:
         model: our structural copy; changed in place.
-        slots: of the cache.
     """
     served: list[Any] = [module for module in model.modules() if type(module).__name__ in LAYER_STATES]
-    states = [LAYER_STATES[type(module).__name__](module, slots) for module in served]
-    for module, state in zip(served, states, strict=True):
-        module.layer_state, module.forward = state, _through(state)
+    found = {next(_numbers): module for module in served}
+    for number, module in found.items():
+        module.forward = _through(number)
     theirs = {int(module.layer_idx) for module in served}
     others: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     for module in others if theirs else ():
         if module.layer_idx not in theirs:
             module.layer_idx -= sum(number < module.layer_idx for number in theirs)
-    return states
+    return found
 
 
-def _through(state: ModuleState) -> Callable[..., Tensor]:
+def make_states(served: Mapping[int, nn.Module], slots: int) -> States:
+    """States of these modules for a cache of so many slots."""
+    return {number: LAYER_STATES[type(module).__name__](module, slots) for number, module in served.items()}
+
+
+def _through(number: int) -> Callable[..., Tensor]:
     """A forward that goes through an operator, so that graphs are made of a model with states like of any other."""
-    number = next(_numbers)
-    _states[number] = state
 
     def forward(*inputs: Tensor, **named: Any) -> Tensor:
         rows = inputs[0] if inputs else named["hidden_states"]
@@ -147,8 +143,8 @@ def _through(state: ModuleState) -> Callable[..., Tensor]:
 
 
 def _layer_state(rows: Tensor, number: int) -> Tensor:
-    state = _states[number]
-    return state.forward(rows, _pass.plan) if state in _pass.states else torch.zeros_like(rows)
+    state = _pass.states.get(number)
+    return torch.zeros_like(rows) if state is None else state.forward(rows, _pass.plan)
 
 
 _library = torch.library.Library("sakiyomi", "FRAGMENT")

@@ -54,16 +54,12 @@ class KVCache(Protocol):
     @property
     def shapes(self) -> Sequence[LayerShape]:
         """One per attention layer."""
-        ...
 
     def lent(self, columns: int) -> AbstractContextManager[int]:
         """A slot with room for so many tokens, for a pass that belongs to no request."""
-        ...
 
     def parts(self, layer: int, slot: int) -> Sequence[Part]:
         """A slot's keys and values in one layer, grouped by heads that have dropped equally many pairs."""
-        ...
 
     def renew(self) -> None:
         """Have whoever keeps pointers to the storage renew them before the next pass."""
-        ...

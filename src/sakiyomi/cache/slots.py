@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sakiyomi.cache.kv_store import KVStore
-from sakiyomi.cache.layer_state import LayerState, begin_pass
+from sakiyomi.cache.layer_state import States, begin_pass
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.quantized import QuantizedKV
@@ -39,7 +40,7 @@ class SlotCache(KVStore):
         limits: of each layer the columns that each head ever has at once; None: no pair is dropped.
         packed: where columns before those lie that are quantized; it needs limits. None: none are.
         offloaded: where its tensors' files lie; None: they are in memory.
-        states: what layers without keys and values keep.
+        states: what layers without keys and values keep, see ``make_states``.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class SlotCache(KVStore):
         limits: Sequence[Sequence[int]] | None = None,
         packed: QuantizedKV | None = None,
         offloaded: MappedFiles | None = None,
-        states: Sequence[LayerState] = (),
+        states: States = MappingProxyType({}),
     ) -> None:
         sizing = Sizing(tuple(shapes), dtype, max_slots + extra, spare, limits, packed, available, offloaded)
         super().__init__(sizing, on_move)
-        self.max_slots, self.extra, self.states = max_slots, extra, tuple(states)
+        self.max_slots, self.extra, self.states = max_slots, extra, states
         self._free = list(range(max_slots - 1, -1, -1))
 
     # ------------------------------------------------------------ who has a slot
@@ -111,30 +112,30 @@ class SlotCache(KVStore):
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        return super().bytes + sum(state.bytes for state in self.states)
+        return super().bytes + sum(state.bytes for state in self.states.values())
 
     def reserve(self, slot: int, columns: int) -> None:
         """Make room for `columns` tokens in a slot, see ``KVStore.reserve``."""
         super().reserve(slot, columns)
-        for state in self.states:
+        for state in self.states.values():
             state.reserve(slot, columns)
 
     def clear(self, slot: int) -> None:
         """A text begins in this slot."""
         super().clear(slot)
-        for state in self.states:
+        for state in self.states.values():
             state.clear(slot)
 
     def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of a pass's rows keep these, see ``KVStore.commit``."""
         super().commit(slot, length, rows)
-        for state in self.states:
+        for state in self.states.values():
             state.commit(slot, length, rows)
 
     def resumable(self, slot: int, length: int, multiple: int = 1) -> int:
         """The longest beginning of at most `length` tokens, a multiple of so many, from which all layers can go on."""
         length -= length % multiple
-        for state in self.states:
+        for state in self.states.values():
             if (found := state.resumable(slot, length)) < length:
                 return self.resumable(slot, found, multiple)
         return length
@@ -147,26 +148,26 @@ class SlotCache(KVStore):
 
     def roll_back(self, slot: int, length: int) -> None:
         """Forget what lies behind so many tokens, a length that is resumable."""
-        for state in self.states:
+        for state in self.states.values():
             state.roll_back(slot, length)
 
     def fork(self, slot: int, other: int, first: int, last: int) -> None:
         """Copy what another slot holds of its first `last` tokens, which are resumable there; see ``KVStore``."""
         super().fork(slot, other, first, last)
-        for state in self.states:
+        for state in self.states.values():
             state.fork(slot, other, first, last)
 
     def snapshot(self, slot: int, length: int) -> dict[str, Tensor]:
         """A copy of what a slot holds of its first so many tokens, by name."""
         known = super().snapshot(slot, length)
-        for i, state in enumerate(self.states):
+        for i, state in enumerate(self.states.values()):
             known |= {f"state.{i}.{name}": tensor for name, tensor in state.snapshot(slot, length).items()}
         return known
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
         """Fill an empty slot with what ``snapshot`` gave."""
         super().restore(slot, length, known)
-        for i, state in enumerate(self.states):
+        for i, state in enumerate(self.states.values()):
             mine = f"state.{i}."
             state.restore(
                 slot, length, {name.removeprefix(mine): own for name, own in known.items() if name.startswith(mine)}

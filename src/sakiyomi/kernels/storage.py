@@ -17,17 +17,14 @@ class KVShape(Protocol):
     @property
     def heads(self) -> int:
         """KV heads."""
-        ...
 
     @property
     def key_dim(self) -> int:
         """Numbers of a key."""
-        ...
 
     @property
     def value_dim(self) -> int:
         """Numbers of a value."""
-        ...
 
 
 class QuantizedStorage(Protocol):
@@ -40,15 +37,12 @@ class QuantizedStorage(Protocol):
 
     def rooms(self, room: int) -> list[int]:
         """Columns of each layer, where the largest have so many."""
-        ...
 
     def uniform(self, layer: int) -> list[Tensor | None]:
         """Key codes and scales, value codes and scales."""
-        ...
 
     def leveled(self, layer: int) -> tuple[list[Tensor], list[int]]:
         """Where codes stand for levels: the first arguments of ``sk_leveled``, and its numbers."""
-        ...
 
 
 class KVStorage(Protocol):
@@ -64,12 +58,10 @@ class KVStorage(Protocol):
     @property
     def shapes(self) -> Sequence[KVShape]:
         """One per attention layer."""
-        ...
 
     @property
     def packed(self) -> QuantizedStorage | None:
         """Columns that are quantized; None: none ever are."""
-        ...
 
 
 class SourceStorage(KVStorage, Protocol):

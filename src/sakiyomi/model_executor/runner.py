@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from sakiyomi.cache.cross_attention import Source, SourceCache
 from sakiyomi.cache.eviction import EvictingCache, FullCache, ManagedCache, QueryTrackingCache
 from sakiyomi.cache.eviction_plan import ENDLESS, Capacity, EvictionPlan
-from sakiyomi.cache.layer_state import serve_modules
+from sakiyomi.cache.layer_state import make_states, serve_modules
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.policies.looking import scaled_queries
@@ -195,9 +195,9 @@ class ModelRunner:
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps = "logits_to_keep" in parameters
         self.passes_here = True
-        states = serve_modules(self._model, max_slots)  # of layers that keep no keys and values
+        served = serve_modules(self._model)  # layers that keep no keys and values
         known = prepared.shapes if prepared is not None else None
-        shapes = known or self._layer_shapes(int(self.config.num_hidden_layers) - len(states))
+        shapes = known or self._layer_shapes(int(self.config.num_hidden_layers) - len(served))
         self._layers = len(shapes)
         if offloaded is not None:
             self._check_files(shapes)
@@ -205,7 +205,7 @@ class ModelRunner:
         self._owned, self._compile = owned, compile
         here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
         accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
-        accelerated = accelerated and self._encoder is None and eviction is None and not watched and not states
+        accelerated = accelerated and self._encoder is None and eviction is None and not watched and not served
         extra = int(self._encoder is not None)
         alone = max(len(self.text) if quantize else 0, TRIAL if exact else 0)  # what is tried out below is read at once
         capacity = Capacity()
@@ -221,7 +221,7 @@ class ModelRunner:
             available=self._memory_left if offloaded is None else offloaded.available,
             limits=capacity.limits,
             packed=capacity.packed,
-            states=states,
+            states=make_states(served, max_slots + extra),
             offloaded=offloaded,
         )
         self.sources = self._source_cache(max_slots)
@@ -253,6 +253,9 @@ class ModelRunner:
         if exact:
             self._make_exact()
         if eviction is not None:
+            eviction.check_model(
+                type(self.module).__name__, own_attention=not self.passes_here, has_encoder=self.sources is not None
+            )
             self.eviction = EvictingCache(eviction, capacity, self.cache, self)
             self._prompts = TorchBackend(self.cache, sparse=eviction.sparse) if eviction.sparse is not None else None
             if eviction.reassigned:

@@ -67,15 +67,12 @@ class Merger(Protocol):
     @property
     def merged(self) -> int:
         """Mixtures of each head, among the pairs that stay."""
-        ...
 
     def prepare(self, model: CacheHost) -> None:
         """Check that it fits the model, before its first request."""
-        ...
 
     def merge(self, view: View, scores: Tensor, best: Tensor) -> Tensor:
         """Write the mixtures into the view's keys and values; the scores with theirs."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False)
