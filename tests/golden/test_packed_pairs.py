@@ -307,9 +307,9 @@ def test_refusals() -> None:
         LLM(pair, "none", cache="quant-4", kv_budget=100)
     with pytest.raises(InputError, match=r"'h2o\+quant-4' without a budget"):
         LLM(pair, "none", cache="h2o+quant-4")
-    with pytest.raises(InputError, match=r"reassigned.*rounded anew at every border"):
+    with pytest.raises(InputError, match=r"reassigned.*rounded anew at every boundary"):
         LLM(pair, "none", cache="h2o[positions=reassigned]+quant-4", kv_budget=100)
-    with pytest.raises(InputError, match=r"infllm with packed keys.*leave the quantization out"):
+    with pytest.raises(InputError, match=r"infllm with quantized keys.*leave the quantization out"):
         LLM(pair, "none", cache="infllm+quant-4", kv_budget=1000)
     with pytest.raises(InputError, match=r"h2o with kvquant.*turned back.*use quant-4"):
         LLM(pair, "none", cache="h2o+kvquant-4", kv_budget=100)

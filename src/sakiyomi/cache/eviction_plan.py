@@ -69,14 +69,14 @@ class EvictionPlan:
             read_budget(self.budget)
         if self.reassigned and packing is not None:
             raise InputError(
-                "positions='reassigned' with packed keys: all of them would be rounded anew at every border; use "
+                "positions='reassigned' with quantized keys: all of them would be rounded anew at every boundary; use "
                 "positions='kept', or leave the quantization out"
             )
         if policy is None:
             return
         if policy.recalls and packing is not None:
             raise InputError(
-                f"{policy.name} with packed keys: it has other pairs read at every border, as they are in main memory; "
+                f"{policy.name} with quantized keys: it recalls pairs at every boundary, unrounded, from main memory; "
                 "leave the quantization out, or name another policy"
             )
         if packing is not None and not packing.with_policies:
@@ -87,7 +87,7 @@ class EvictionPlan:
         if policy.merger is not None and (policy.recalls or packing is not None):
             why = f"{policy.name}: nothing is dropped that could be merged"
             if packing is not None:
-                why = "packed keys: mixtures would be rounded at every border"
+                why = "quantized keys: mixtures would be rounded at every boundary"
             raise InputError(f"lococo with {why}; leave one of them out")
 
     @property
@@ -166,7 +166,7 @@ class EvictionPlan:
         if low <= (least := policy.least_of(low) + merged):
             raise InputError(
                 f"{self._asked()}: that leaves {max(low, 0)} pairs to a head beside "
-                f"{between} for what comes between two borders, and {policy.name} keeps {least} in any case"
+                f"{between} for what comes between two boundaries, and {policy.name} keeps {least} in any case"
                 f"{f', {merged} merged ones among them' if merged else ''}; "
                 "give a larger budget, or a smaller chunk_size, or lower what it keeps"
             )

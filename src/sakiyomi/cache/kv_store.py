@@ -198,8 +198,9 @@ class KVStore:
         return found
 
     def columns(self, layer: int, slot: int, part: Part, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a part's packed columns and of `count` in full precision, (heads, n, dim): a copy, in the
-        cache's dtype, where some are packed.
+        """Keys and values of a part's quantized columns and of `count` in full precision, (heads, n, dim).
+
+        Views of the storage where none are quantized, else a copy in the cache's dtype.
         """
         pairs = part.keys[:, :count], part.values[:, :count]
         if self.packed is None or not part.packed:

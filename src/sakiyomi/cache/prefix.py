@@ -46,7 +46,7 @@ class Prefix:
         tokens: of the beginning.
         text: that they were made from; empty where they were given as ids.
         recipe: what made it: the model's fingerprint, its dtype and rounding, the cache's policy, budget and chunks.
-        tensors: by name, for each layer and head its keys, values, those before them that are packed, and what the
+        tensors: by name, for each layer and head its keys, values, those before them that are quantized, and what the
             policy knows of them.
     """
 

@@ -199,13 +199,12 @@ class SlotCache(KVStore):
         self._count_absent(slot)
 
     def drop(self, slot: int, length: int, kept: Sequence[Sequence[Tensor]]) -> None:
-        """Keep these columns of a slot and free the others. Where columns are packed, of what is left as many are as in
-        ``pack``.
+        """Keep these columns of a slot and free the others; of what is left as many are quantized as by ``pack``.
 
         Args:
             slot: a request's.
             length: tokens of its text in the cache, dropped ones included.
-            kept: of each layer and head the columns, packed ones first, (n,) int64, ascending.
+            kept: of each layer and head the columns, quantized ones first, (n,) int64, ascending.
         """
         assert self.dropped is not None, "a cache without limits drops nothing"
         for layer, of_layer in enumerate(kept):

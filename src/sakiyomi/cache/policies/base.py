@@ -1,8 +1,8 @@
 """What decides which keys and values stay: a score for every pair, and pairs that stay whatever their score.
 
 A policy says what is worth keeping and nothing else. Where pairs lie, when they are dropped and how the memory is
-freed is the same for all (``eviction.py``): only at borders, which depend on the request alone, and from what rows of
-committed tokens left behind. So a text that is read ahead keeps the same pairs as one that is not.
+freed is the same for all (``eviction.py``): only at eviction boundaries, which depend on the request alone, and from
+what rows of committed tokens left behind. So a drafted text keeps the same pairs as one that is written plainly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Merger", "Policy", "View"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View:
-    """What a policy sees at a border: heads of one layer of a request that hold equally many pairs.
+    """What a policy sees at an eviction boundary: heads of one layer of a request that hold equally many pairs.
 
     Attributes:
         layer: which.
@@ -31,13 +31,13 @@ class View:
         prompt: tokens of the prompt.
         length: tokens in the cache, dropped ones included.
         budget: pairs of these heads that may stay.
-        new_count: pairs, the last ones, that have come since the last border.
+        new_count: pairs, the last ones, that have come since the last boundary.
         moved: by how many positions the text has moved together, where positions are reassigned.
         places: (h, n) int64, each pair's place in the text, ascending.
         keys, values: (h, n, dim), keys after their rotation.
         observations: (new_count, width) what ``Policy.observe`` gave for the rows that have come; None: nothing.
         neg_log_prob: (new_count,) -log p of each token that has come; None where ``Policy.needs_log_probs`` is off.
-        previous_scores: (h, n - new_count) what the policy said of the others at the last border.
+        previous_scores: (h, n - new_count) what the policy said of the others at the last boundary.
     """
 
     layer: int
@@ -81,11 +81,11 @@ class Policy:
 
     Attributes:
         sinks: first tokens of the text that always stay.
-        local: last tokens that stay at a border.
+        local: last tokens that stay at an eviction boundary.
         recent: share of the budget for the last tokens, where that is more than ``local``.
         ends: share of the budget that is reserved for both ends of the prompt, half for each: most scorers lose the
             question or the instruction without it (arXiv 2605.18053).
-        positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every border those
+        positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every boundary those
             that are left move together, so that a text may be longer than the positions that the model knows.
         pyramid: the last layer has so small a part of what the budget leaves beside the pairs that stay in any case,
             1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
@@ -100,9 +100,9 @@ class Policy:
     needs_log_probs: ClassVar[bool] = False
     """Whether the probability of every token is wanted, so that logits of all rows are computed."""
     recalls: ClassVar[bool] = False
-    """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every border."""
+    """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every boundary."""
     interval: ClassVar[int] = 64
-    """Generated tokens from border to border."""
+    """Generated tokens from boundary to boundary."""
     reread_tokens: ClassVar[int] = 0
     """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
     on pairs that they have chosen themselves."""
@@ -150,7 +150,7 @@ class Policy:
         raise NotImplementedError
 
     def score(self, view: View) -> Tensor:
-        """What each pair is worth, (h, n) float32: it is ``View.previous_scores`` at the next border."""
+        """What each pair is worth, (h, n) float32: it is ``View.previous_scores`` at the next boundary."""
         raise NotImplementedError
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class Policy:
         """Columns that stay of more than the budget, (h, budget), the best first; None: all stay.
 
         Args:
-            view: at a border.
+            view: at an eviction boundary.
             scores: what `score` gave.
             window: of the layer, in tokens; 0: none. Such a layer sees its last tokens alone; and they must lie side by
                 side, since its kernels count the window in columns.

@@ -23,7 +23,7 @@ class Expected(Looking):
     """Attention that queries drawn like the last rows', at the next positions, would have; times the value's length.
 
     Queries before their rotation are taken to be normal, with the mean and covariance of the rows that came since the
-    last border; both are turned by the mean rotation of the next ``ahead`` positions. The mean of exp(q k) is then
+    last boundary; both are turned by the mean rotation of the next ``ahead`` positions. The mean of exp(q k) is then
     exp(mu k + k S k / 2).
 
     Attributes:

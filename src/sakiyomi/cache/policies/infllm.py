@@ -24,8 +24,8 @@ class InfLLM(Looking):
     the same blocks. The paper takes the product of mean query and mean representative, where a question's one row that
     looks for something far away is lost among those that look at their neighbours (``docs/policies.md``, "Measured").
 
-    Blocks are chosen at borders: after every chunk, and every 16 generated tokens, where the paper chooses at each. So
-    that what is asked at the end of a prompt is answered with the blocks that it asks for, its last 16 tokens choose,
+    Blocks are chosen at boundaries: after every chunk, and every 16 generated tokens, where the paper chooses at each.
+    What is asked at the end of a prompt is to be answered with the blocks that it asks for: its last 16 tokens choose,
     and are read again. Pairs keep their own positions, or with ``positions="reassigned"`` move together; the paper
     gives all that is far away one distance.
 

@@ -69,7 +69,8 @@ class LoCoCo:
         if self._found.check(dims, heads, fingerprint(model.module, None)):
             logger.warning(
                 "the convolutions in %s were trained for %s, and this model has other weights: they may merge worse",
-                *(self.file, self._found.base or "another model"),
+                self.file,
+                self._found.base or "another model",
             )
         self._convolutions: Convolutions = self._found.convolutions.to(torch.float32).requires_grad_(False)
         for layer, shape in enumerate(shapes):
@@ -80,7 +81,7 @@ class LoCoCo:
         """Write the mixtures over the anchors.
 
         Args:
-            view: at a border where pairs are dropped; its keys and values are the cache's own, and are changed.
+            view: at a boundary where pairs are dropped; its keys and values are the cache's own, and are changed.
             scores: (h, n) what the policy says of each pair.
             best: (h, budget) columns that stay, the best first.
 

@@ -65,7 +65,8 @@ class Locret(Policy):
         if found.check(self._raw.widths, heads_of, fingerprint(model.module, None)):
             logger.warning(
                 "the heads in %s were trained for %s, and this model has other weights: they may choose worse",
-                *(self.file, found.base or "another model"),
+                self.file,
+                found.base or "another model",
             )
         heads = found.heads.to(model.device, model.dtype).requires_grad_(False)
         for layers in (heads.first, heads.second):

@@ -1,4 +1,4 @@
-"""What policies share that judge pairs by how much the rows that came since the last border look at them."""
+"""What policies share that judge pairs by how much the rows that came since the last boundary look at them."""
 
 from __future__ import annotations
 
