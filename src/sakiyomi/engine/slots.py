@@ -1,7 +1,6 @@
 """Who has which slot of the cache: a running request, or a conversation between two of its requests.
 
-Knows no passes and no tokens' meaning; what of one slot is used again, there or copied into another, is decided here
-alone.
+Decides what of a slot's text is reused, in place or copied into another slot. Knows no passes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from sakiyomi.engine.request import Request, RetainedSlot
 
 __all__ = ["SlotManager"]
 
-RECENTLY = 0.5  # seconds for which it holds what the system said of its memory: asking takes longer than all the rest
-AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read in one pass by all who ask
+RECENTLY = 0.5  # seconds for which an answer of the system about free memory is believed: asking is slow
+AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read anew in one pass
 
 Kin = list[tuple[Request, int]]
-"""Requests that were seated before, and the tokens that they have in common with one."""
+"""Requests that got their slots before another one, and how many first tokens each has in common with it."""
 
 
 class SlotManager:
@@ -38,7 +37,7 @@ class SlotManager:
     Args:
         cache: the target's.
         eviction: what stays there.
-        drafter: hears of the end of every request, or of the next one of its conversation.
+        drafter: is told of the end of every request, or of the next one of its conversation.
         chunk_size: prompt tokens in one pass.
         exact: only what any request with the same prompt would compute in the same way is used again.
     """
@@ -61,7 +60,7 @@ class SlotManager:
         """Give a request a slot: that of its conversation, or of a shareable place that it goes on from, rolled back to
         what the prompt shares with it; or a free one, with what others have read of the prompt.
 
-        Not all requests that run at once may be seated already.
+        Fewer requests must have slots than may run at once.
 
         Raises:
             MemoryLimitError: there is no storage for a prefix.
@@ -82,7 +81,7 @@ class SlotManager:
         self._share(request)
 
     def _hand_over(self, place: RetainedSlot, request: Request) -> None:
-        """The place's slot is the request's from now on, rolled back to what is used again."""
+        """Give a retained slot to a request, rolled back to what can be reused."""
         assert place.slot is not None and place.context is not None
         same = request.context.source is None  # else what is held was made from another source
         shared = self._held(place, request) if same else 0
@@ -96,7 +95,7 @@ class SlotManager:
         tell(self._drafter, "end", place.context)
 
     def _go_on(self, request: Request) -> None:
-        """From a prefix, if the request has one and begins with all of it."""
+        """Fill the slot from the request's prefix, if it has one and begins with all of it."""
         prefix = request.place.prefix if request.place is not None else None
         if prefix is None or (self._exact and len(prefix.tokens) % self._chunk_size):
             return  # the rows of its last chunk round otherwise than in a chunk that is longer
@@ -108,7 +107,7 @@ class SlotManager:
             request.fresh = not self._eviction.chunked
 
     def _held(self, place: RetainedSlot, request: Request) -> int:
-        """Tokens of a request's prompt that a kept place has, as far as they may be used again."""
+        """How many first tokens of a request's prompt a retained slot holds that can be reused."""
         shared = place.shared(request.tokens) - self._eviction.needs_log_probs  # of the token behind them
         shared = min(max(shared, 0), request.prompt_tokens - 1)  # the last one is wanted
         if self._exact:
@@ -125,7 +124,7 @@ class SlotManager:
         return best if best is not None and held[best] >= LEAST else None
 
     def _taken_over(self, request: Request, lender: RetainedSlot | None) -> RetainedSlot | None:
-        """The lender, if the request goes on where that one's ended, or if its slot is wanted; else a slot is free."""
+        """The lender, if the request continues its whole text or no other slot is free; None: another slot is free now."""
         while True:
             full = not self._cache.free or len(self._seated) + len(self._kept) > self._fitted[0]
             wanted = full and self._kept[:1] == [lender]
@@ -138,11 +137,11 @@ class SlotManager:
     # ------------------------------------------------------------ what others read
 
     def waits(self, request: Request) -> bool:
-        """Whether more of a request's prompt is about to be read by another one."""
+        """Whether another request is about to read more of this one's prompt."""
         return any(self._coming(request, other, count) for other, count in self._seated[request])
 
     def share(self) -> None:
-        """Have all requests copy what others have read of their prompts, unless more of it is about to come."""
+        """Copy to each request what others have read of its prompt, unless they are about to read more of it."""
         for request in self._seated:
             self._share(request)
 
@@ -164,17 +163,17 @@ class SlotManager:
         return self._eviction.lendable(slot, count, self._chunk_size if whole else 1)
 
     def _akin(self, request: Request, other: Request) -> bool:
-        """Whether they may share anything: what an encoder has read is shared elsewhere."""
+        """Whether two requests may share anything; what an encoder has read is shared by ``SourceCache``."""
         return other is not request and request.shares and other.shares and request.context.source is None
 
     def _coming(self, request: Request, other: Request, count: int) -> bool:
-        """Whether another request is about to read what is worth waiting for."""
+        """Whether another request is about to read enough that waiting for it pays."""
         most = self._lent(request, other, count, other.prompt_tokens)
         reading = other in self._seated and not other.prefilled and not other.over
         return reading and request.cached <= other.cached <= most - min(AWAITED, self._chunk_size)
 
     def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
-        """Of `count` tokens in common those that may be used again when the other request has read so many."""
+        """How many of `count` common tokens can be reused when the other request has read so many."""
         tail = self._eviction.tail
         count = min(count - self._eviction.needs_log_probs, read, request.prompt_tokens - tail)
         if not self._exact and not self._eviction.chunked:
@@ -182,7 +181,7 @@ class SlotManager:
         return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if other.fresh else 0
 
     def _copy(self, request: Request, slot: int, count: int) -> None:
-        """Have a request go on from the first tokens of another slot, if that is worth it and there is storage."""
+        """Copy the first tokens of another slot to a request, if that pays and there is storage."""
         if count - request.cached < LEAST:
             return
         assert request.slot is not None
@@ -200,7 +199,7 @@ class SlotManager:
     # ------------------------------------------------------------ at the end
 
     def free(self, request: Request) -> None:
-        """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""
+        """Free the slot of a request, or leave it to its conversation if the request did not end with an error."""
         self._seated.pop(request, None)
         if request.error is None:
             self.share()  # nobody waits for it any more

@@ -96,7 +96,7 @@ class Policy:
 
     name: ClassVar[str] = ""
     needs_queries: ClassVar[bool] = False
-    """Whether rows of passes leave something behind."""
+    """Whether rows of passes leave something behind for the policy, see ``observe``."""
     needs_log_probs: ClassVar[bool] = False
     """Whether the probability of every token is wanted, so that logits of all rows are computed."""
     recalls: ClassVar[bool] = False
@@ -122,22 +122,24 @@ class Policy:
         return max(self.sinks, end) + self.last_of(budget) + end
 
     def listen(self, model: CacheHost) -> None:
-        """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
-        use. Called where ``needs_queries`` is on, before the model's first pass.
+        """Attach to modules of the model, where queries are not enough.
+
+        Called where ``needs_queries`` is set, before the model's first pass, and again when the model has taken other
+        kernels into use.
 
         Raises:
             LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
         """
 
     def prepare(self, model: CacheHost) -> None:
-        """Look at the model when it can run, before its first request.
+        """Check the model and measure what is needed of it, when it can run and before its first request.
 
         Raises:
             UnsupportedError: the policy is not for this model.
         """
 
     def leave(self) -> None:
-        """Hear no more."""
+        """Detach from the model's modules."""
 
     def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
         """What a pass leaves behind, (rows, width); traced into compiled graphs. Called where ``needs_queries`` is on.
@@ -154,7 +156,7 @@ class Policy:
         raise NotImplementedError
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
-        """By what pairs stay, the largest first, (h, n): their scores, where the policy does not say otherwise."""
+        """What decides which pairs stay, the largest first, (h, n): their scores, unless the policy says otherwise."""
         return scores
 
     def pinned(self, view: View) -> Tensor:

@@ -55,7 +55,7 @@ class Locret(Policy):
         return super().least_of(budget) + max(0, int(self.stabilizers * budget) - self.local)
 
     def listen(self, model: CacheHost) -> None:
-        """Read the heads, and hear what the layers project."""
+        """Read the heads, and attach to the layers' projections."""
         from sakiyomi.cache.policies.retaining.formats import fingerprint, read_heads
         from sakiyomi.cache.policies.retaining.raw import Raw
 
@@ -76,7 +76,7 @@ class Locret(Policy):
         self._raw.listen()
 
     def leave(self) -> None:
-        """Hear no more."""
+        """Detach from the layers' projections."""
         if self._raw is not None:
             self._raw.leave()
 
