@@ -347,7 +347,7 @@ def test_the_draft_copies_too() -> None:
 def served(llm: LLM, tokens: list[int], new: int = 12) -> Request:
     """A request as the server's: what it leaves may be used by all."""
     request = llm.engine.submit(
-        tokens, SamplingParams(max_new_tokens=new, ignore_eos=True), place=RetainedSlot(open=True)
+        tokens, SamplingParams(max_new_tokens=new, ignore_eos=True), place=RetainedSlot(shareable=True)
     )
     finish(llm)
     return request
@@ -373,7 +373,7 @@ def test_a_longer_conversation_is_not_lost() -> None:
 def test_a_prompt_that_was_left_is_gone_on_with(kind: str) -> None:
     """A client goes away while its prompt is read, and asks again."""
     llm = make(kind)
-    left = llm.engine.submit(PROMPTS[0], GREEDY, place=RetainedSlot(open=True))
+    left = llm.engine.submit(PROMPTS[0], GREEDY, place=RetainedSlot(shareable=True))
     llm.engine.step()
     llm.engine.step()
     llm.engine.remove(left.id)
@@ -417,7 +417,7 @@ def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
         return alone(llm, [PROMPTS[which]], params)[0].output
 
     def joined(which: int, params: SamplingParams, keeps: bool) -> tuple[Request, int, SamplingParams]:
-        places.append(RetainedSlot(open=True))
+        places.append(RetainedSlot(shareable=True))
         place = places[-1] if keeps and kind == "full" else None  # others go on from what is dropped by then
         return llm.engine.submit(PROMPTS[which], params, place=place), which, params
 

@@ -159,6 +159,7 @@ class ModelDrafter(LevelDrafter):
         if right == len(held) and seat.reading is not None:
             self._keep(seat, seat.reading, tokens)
             right = len(held)
+        right = self.model.cache.resume(seat.slot, right)
         del held[right:]
         seat.sure, seat.reading, seat.ready = right, None, False
         return seat
@@ -169,6 +170,7 @@ class ModelDrafter(LevelDrafter):
     def _copy(self, seat: _Seat, tokens: list[int]) -> None:
         """Take what another request's place holds of a new one's tokens."""
         count, other = max((alike(other.held, tokens), slot) for slot, other in self._seats.items())
+        count = self.model.cache.resumable(other, count)
         if count >= LEAST:
             try:
                 self.model.cache.fork(seat.slot, other, 0, count)
@@ -180,7 +182,7 @@ class ModelDrafter(LevelDrafter):
         """Keep the rows of the path that was accepted, and learn from what the target chose at every place of it."""
         first = len(seat.held)
         path = reading.settle(tokens)
-        self.model.cache.keep(seat.slot, first, path)
+        self.model.cache.commit(seat.slot, first, path)
         seat.held.extend(tokens[first : first + len(path)])
 
     def _knows(self, tokens: Sequence[int]) -> bool:

@@ -73,11 +73,8 @@ class SelfEvicted(LevelDrafter):
     name = "self-evicted"
 
     def __init__(self, target: ModelRunner, budget: int = BUDGET) -> None:
-        if (
-            not isinstance(target.eviction, QueryTrackingCache)
-            or target.weights.own_attention
-            or target.sources is not None
-        ):
+        whole = not target.weights.own_attention and target.sources is None and not target.cache.states
+        if not isinstance(target.eviction, QueryTrackingCache) or not whole:
             raise UnsupportedError(
                 f"draft self-evicted: it draws from all keys and values of {type(target.module).__name__}, and these "
                 "are not all there, or the model keeps them otherwise; use cache='full', or another draft"

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sakiyomi.cache.eviction import neg_log_prob
 from sakiyomi.cache.prefix import Prefix
+from sakiyomi.cache.slot_record import neg_log_prob
 from sakiyomi.core.errors import DraftError, InputError, MemoryLimitError, RemovedError
 from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
@@ -270,7 +270,8 @@ class Engine:
         """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
         with self._lock:
             assert place.slot is not None, "the place holds nothing"
-            return Prefix.of_slot(place.held, text, recipe, self.target, place.slot)
+            tensors = self.target.eviction.snapshot(place.slot, len(place.held))
+            return Prefix(place.held, text, recipe, tensors)
 
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""
@@ -329,18 +330,18 @@ class Engine:
         eviction = self.target.eviction
         nodes = (0, *(node + 1 for node in verdict.path))
         if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
-            eviction.keep(request.slot, request.cached, nodes)
+            eviction.commit(request.slot, request.cached, nodes)
             request.cached += len(nodes)
         if eviction.needs_log_probs:
             tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-            eviction.learn(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
+            eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
 
     def _evict(self, request: Request) -> None:
         """Where this is an eviction boundary, drop what the cache is not to hold; say where the next one is."""
         assert request.slot is not None
         eviction = self.target.eviction
-        eviction.settle(request.slot, request.prompt_tokens, request.cached)
-        request.border = eviction.border(request.slot, request.prompt_tokens)
+        eviction.evict(request.slot, request.prompt_tokens, request.cached)
+        request.boundary = eviction.boundary(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sakiyomi.cache.eviction import EvictingCache
+from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
 from sakiyomi.cache.prefix import Prefix, read_prefix
 from sakiyomi.core.audio import Audio
@@ -394,7 +394,7 @@ class LLM:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
             quantize = None
         size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
-        eviction: EvictingCache | None = how.get("eviction")
+        eviction: EvictionPlan | None = how.get("eviction")
         wants_text = quantize or (eviction is not None and eviction.packing is not None and eviction.packing.fitted)
         with returned_when_freed(), progress(f"rounding {loaded.name} ({readable(size)}) to {quantize}", size=size):
             packed = build_runner(
@@ -454,7 +454,7 @@ class LLM:
         return packed
 
 
-def _eviction(cache: str, said: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictingCache | None:
+def _eviction(cache: str, said: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictionPlan | None:
     """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
     policy, packing, sparse, _ = said
     if policy is None:
@@ -463,7 +463,7 @@ def _eviction(cache: str, said: CacheSpec, budget: int | str | None, chunk_size:
                 f"kv_budget={budget!r} with cache={cache!r}, which keeps everything; name a policy, or leave it out"
             )
         full = packing is None and sparse is None
-        return None if full else EvictingCache(None, None, chunk_size, packing=packing, sparse=sparse)
+        return None if full else EvictionPlan(None, None, chunk_size, packing=packing, sparse=sparse)
     if budget is None:
         raise InputError(f"cache={cache!r} without a budget; give kv_budget, pairs of a head, or kv_memory as '2GiB'")
-    return EvictingCache(policy, budget, chunk_size, packing=packing, sparse=sparse)
+    return EvictionPlan(policy, budget, chunk_size, packing=packing, sparse=sparse)

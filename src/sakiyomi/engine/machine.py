@@ -144,7 +144,7 @@ def pass_seconds(model: ModelRunner, rows: Sequence[int], *, context: int = 128,
     tokens = [(7 * i + 1) % model.vocab_size for i in range(context + max(rows))]
     with model.cache.lent(context + max(rows)) as slot:
         model.score([SequenceRows(slot, 0, tokens[:context], prompt=True)], last=True)
-        model.cache.keep(slot, 0, range(context))
+        model.cache.commit(slot, 0, range(context))
         times: dict[int, list[float]] = {count: [] for count in rows}
         for lap in range(repeats + 1):
             for count in rows:

@@ -244,4 +244,4 @@ class SpeculationController:
 
 def _room(request: Request) -> int:
     """Draft tokens that may still be committed: the target's own token comes on top, and is in no cache yet."""
-    return min(request.last - len(request.tokens) - 1, request.border - len(request.tokens))
+    return min(request.last - len(request.tokens) - 1, request.boundary - len(request.tokens))

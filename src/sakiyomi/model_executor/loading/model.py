@@ -19,7 +19,6 @@ from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE, C
 from sakiyomi.core.embedded import folder_of, is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import require_bytes
-from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.quantization import check_quantization
 from sakiyomi.model_executor.loading.accelerated import read_rounded
 from sakiyomi.model_executor.loading.families import auto_class, check_supported, has_encoder, read_config
@@ -39,6 +38,7 @@ from sakiyomi.model_executor.loading.packed import (
     source_key,
 )
 from sakiyomi.model_executor.loading.placeholder import register
+from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader, quiet, short
 from sakiyomi.model_executor.loading.stream import is_offloaded
 
