@@ -9,10 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, Rule
 from sakiyomi.drafters.merged import MergedDrafter
 
-__all__ = ["DRAFTERS", "Context", "Drafter", "DrafterContext", "Rule", "make_drafter", "parse_drafters"]
+__all__ = [
+    "DRAFTERS",
+    "Context",
+    "Drafter",
+    "DrafterContext",
+    "Proposer",
+    "Rule",
+    "as_drafter",
+    "make_drafter",
+    "parse_drafters",
+]
 
 
 @dataclass(frozen=True)
@@ -190,10 +201,7 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
         raise InputError(
             f"draft={spec!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose"
         )
-    missing = [name for name in ("name", "kind") if not hasattr(spec, name)]
-    if missing:
-        raise InputError(f"the drafter {type(spec).__name__} has no {missing[0]}; it needs name, kind and propose")
-    return [spec]
+    return [as_drafter(spec)]
 
 
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
@@ -214,7 +222,8 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
             _rename(drafter, taken)
         taken.add(drafter.name)
     # Those that run no model propose first: where they are sure, the others need not be asked.
-    return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "passes")), strict=strict)
+    made.sort(key=lambda drafter: drafter.runs_model)
+    return MergedDrafter(made, strict=strict)
 
 
 def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
@@ -229,7 +238,7 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
 def _rename(drafter: Drafter, taken: set[str]) -> None:
     number = next(i for i in itertools.count(2) if f"{drafter.name}-{i}" not in taken)
     try:
-        drafter.name = f"{drafter.name}-{number}"  # type: ignore[misc]
+        drafter.name = f"{drafter.name}-{number}"
     except AttributeError:
         raise InputError(f"two drafters are called {drafter.name!r}; give them different names") from None
 

@@ -42,10 +42,6 @@ class EarlyExit(LevelDrafter):
     def __init__(self, model: FirstLayers) -> None:
         super().__init__(model, model.vocab_size)
 
-    def end(self, context: Context) -> None:
-        """Forget the request."""
-        context.memory.pop(self.name, None)
-
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         request: _Request | None = context.memory.get(self.name)
         if request is None:

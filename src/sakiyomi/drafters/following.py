@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.growth import Growth
 
 __all__ = ["FLOOR", "Reader", "TextDrafter"]
@@ -42,7 +43,7 @@ class _Following:
     read: int = 0
 
 
-class TextDrafter:
+class TextDrafter(Drafter):
     """Proposes point masses from the text alone. Subclasses give ``name`` and ``reader``.
 
     Attributes:
@@ -50,15 +51,13 @@ class TextDrafter:
         prefill_seconds: spent on reading prompts.
     """
 
-    name: str
     kind: DraftKind = "point_mass"
+    forward_seconds = 0.0
+    prefill_seconds = 0.0
 
-    def __init__(self) -> None:
-        self.forward_seconds = self.prefill_seconds = 0.0
-
+    @abstractmethod
     def reader(self, context: Context) -> Reader:
         """For a new request; nothing was read yet."""
-        raise NotImplementedError
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
@@ -81,10 +80,6 @@ class TextDrafter:
             following.reader.branch(context.tokens[:shared])
             following.read = shared
         context.memory[self.name] = following
-
-    def end(self, context: Context) -> None:
-        """Forget the request."""
-        context.memory.pop(self.name, None)
 
     def _propose(self, context: Context, gamma: int) -> Draft:
         following: _Following | None = context.memory.get(self.name)

@@ -6,6 +6,7 @@ Knows rows of a cache and logits; whose cache it is, and what becomes of the row
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.reading import DraftTreeState
 from sakiyomi.drafters.trees import BUILDERS, Builder, Growth, Ranks
@@ -164,7 +165,7 @@ class TreeReader:
         return reading.worth.pays(gain, self.model.pass_seconds(len(places)) + self._besides)
 
 
-class LevelDrafter:
+class LevelDrafter(Drafter):
     """Drafts with a model's passes over levels; how a tree begins on its cache is up to who derives from it.
 
     Args:
@@ -172,8 +173,9 @@ class LevelDrafter:
         vocab_size: of the target.
     """
 
-    name: str
     kind: DraftKind = "chain"
+    runs_model = prefers_coupled = True
+    model: ModelRunner
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
@@ -202,9 +204,9 @@ class LevelDrafter:
             self._done(reading)
         return [Draft.empty() if reading is None else reading.draft() for reading in readings]
 
+    @abstractmethod
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
         """The request's tree of which nothing was read yet; None: nothing can be drafted."""
-        raise NotImplementedError
 
     def _done(self, reading: DraftTreeState) -> None:
         """Take note of a tree whose rows are written, as it is not when reading it was interrupted."""

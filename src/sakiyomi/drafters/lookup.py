@@ -108,7 +108,6 @@ class PromptLookup(TextDrafter):
     name = "prompt-lookup"
 
     def __init__(self, most: int | str = MOST) -> None:
-        super().__init__()
         if not str(most).isdecimal() or not 1 <= int(most) <= 64:
             raise InputError(
                 f"prompt-lookup:{most} names no length; expected tokens of the longest match, 1 to 64, for instance "

@@ -17,7 +17,7 @@ import torch
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.levels import SHARPNESS, begun, is_drawn, kind_of
 from sakiyomi.drafters.medusa_heads.formats import read_heads
@@ -89,7 +89,7 @@ class _Request:
     guesses: _Guesses | None = None
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts a tree, or a chain, with Medusa heads.
 
     Args:
@@ -100,6 +100,7 @@ class MedusaDrafter:
 
     name = "medusa"
     kind: DraftKind = "chain"
+    runs_model = prefers_coupled = True
 
     def __init__(self, guesser: MedusaRunner, vocab_size: int, tuned: Tuned | None = None) -> None:
         if tuned is not None and len(tuned.accuracies) != guesser.heads:
@@ -154,10 +155,6 @@ class MedusaDrafter:
             self._guesses(context, gamma).grow(logits[:, row])
             for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True))
         ]
-
-    def end(self, context: Context) -> None:
-        """Forget the request."""
-        context.memory.pop(self.name, None)
 
     def _guesses(self, context: Context, gamma: int) -> _Guesses:
         request: _Request | None = context.memory.get(self.name)

@@ -14,7 +14,8 @@ import torch
 
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.drafters.base import Context, Drafter, tell
+from sakiyomi.drafters.adapter import Proposer, as_drafter
+from sakiyomi.drafters.base import Context, Drafter, tell_end, tell_inherit
 from sakiyomi.drafters.claims import Claims
 from sakiyomi.drafters.draft_length import TokenValue
 
@@ -56,7 +57,7 @@ class _Proposal:
         return min(1.0, sum(self.values[node] for node in self.draft.tree.children(-1)))
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """Merges what its members propose.
 
     The nodes of one pass are shared by value: the calibrated chance that a node is accepted with all above it. Of
@@ -72,45 +73,43 @@ class MergedDrafter:
     """
 
     kind: DraftKind = "merged"
+    runs_model = True
 
-    def __init__(self, members: Sequence[Drafter], *, strict: bool = False) -> None:
-        self.members, self._strict = list(members), strict
+    def __init__(self, members: Sequence[Drafter | Proposer], *, strict: bool = False) -> None:
+        self.members, self._strict = [as_drafter(member) for member in members], strict
         self._without: dict[int, set[str]] = {}  # by request: members that failed
         self._faulty: set[str] = set()
-        self.name = "+".join(member.name for member in members)
-        self._claims = {member.name: Claims() for member in members}
+        self.name = "+".join(member.name for member in self.members)
+        self._claims = {member.name: Claims() for member in self.members}
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-
-    def kind_for(self, params: object) -> DraftKind:
-        """Always merged: under "auto" the coupled rule, for which some members follow the position's noise."""
-        return "merged"
 
     @property
     def passes(self) -> int:
         """Draft passes of all members."""
-        return sum(int(getattr(member, "passes", 0)) for member in self.members)
+        return sum(member.passes for member in self.members)
 
     @property
     def forward_seconds(self) -> float:
         """Seconds inside the members' forwards."""
-        return sum(float(getattr(member, "forward_seconds", 0.0)) for member in self.members)
+        return sum(member.forward_seconds for member in self.members)
 
     @property
     def prefill_seconds(self) -> float:
         """Seconds of these over prompts."""
-        return sum(float(getattr(member, "prefill_seconds", 0.0)) for member in self.members)
+        return sum(member.prefill_seconds for member in self.members)
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""
         for member in self.members:
-            tell(member, "inherit", context, earlier)
+            tell_inherit(member, context, earlier)
 
     def end(self, context: Context) -> None:
         """See ``Drafter``."""
+        super().end(context)
         self._without.pop(context.id, None)
         for member in self.members:
-            tell(member, "end", context)
+            tell_end(member, context)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
@@ -121,7 +120,7 @@ class MergedDrafter:
             wanted = [i for i, context in enumerate(contexts) if self._pays(member, context, drafts[i])]
             if not wanted:
                 continue
-            before = float(getattr(member, "forward_seconds", 0.0))
+            before = member.forward_seconds
             try:
                 proposed = member.propose([contexts[i] for i in wanted], [gammas[i] for i in wanted])
                 found = [self._weighed(member.name, draft) for draft in proposed]
@@ -132,7 +131,7 @@ class MergedDrafter:
                     raise
                 self._leave_out(member, [contexts[i] for i in wanted], error)
                 continue
-            spent = float(getattr(member, "forward_seconds", 0.0)) - before
+            spent = member.forward_seconds - before
             if spent:
                 self._seconds[member.name] = running_mean(self._seconds.get(member.name), spent)
             for each in found:

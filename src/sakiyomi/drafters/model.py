@@ -56,10 +56,11 @@ class ModelDrafter(LevelDrafter):
         name: names the source in traces.
     """
 
+    prefill_seconds = 0.0
+
     def __init__(self, model: ModelRunner, vocab_size: int, name: str = "model") -> None:
         super().__init__(model, vocab_size)
         self.name = name
-        self.prefill_seconds = 0.0
         self._vocab_size = vocab_size
         self._seats: dict[int, _Seat] = {}
 

@@ -214,7 +214,6 @@ class NgramDrafter(TextDrafter):
     name = "ngram"
 
     def __init__(self, vocab_size: int, tables: Tables | None = None) -> None:
-        super().__init__()
         self._vocab_size, self._tables = vocab_size, tables
 
     def reader(self, context: Context) -> NgramReader:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 
 __all__ = ["Answer", "Oracle"]
 
@@ -23,7 +23,7 @@ Answer = Callable[[Context], tuple[list[int], float] | None]
 KEPT = 1024  # answers
 
 
-class Oracle:
+class Oracle(Drafter):
     """Proposes the target's own text with independent errors; a chain of point masses.
 
     Greedy requests have an answer, and coupled ones; under another rule the text is not known before it is drawn.
@@ -39,12 +39,12 @@ class Oracle:
 
     name = "oracle"
     kind: DraftKind = "point_mass"
+    prefill_seconds = 0.0
 
     def __init__(self, answer: Answer, vocab_size: int, rate: float = 1.0) -> None:
         if not 0.0 <= rate <= 1.0:
             raise InputError(f"the oracle's rate is {rate}; it is the chance that a proposed token is right, 0 to 1")
-        self.rate, self.prefill_seconds = rate, 0.0
-        self._answer, self._vocab_size = answer, vocab_size
+        self.rate, self._answer, self._vocab_size = rate, answer, vocab_size
         self._said = False
         self._known: OrderedDict[tuple[object, ...], list[int]] = OrderedDict()
 

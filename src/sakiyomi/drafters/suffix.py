@@ -174,7 +174,6 @@ class SuffixDrafter(TextDrafter):
     name = "suffix"
 
     def __init__(self, memory: MemoryFile | None = None) -> None:
-        super().__init__()
         self._memory = memory
         self._shared: SuffixAutomaton | None = None
         self._active: set[int] = set()

@@ -26,6 +26,7 @@ from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
@@ -67,7 +68,7 @@ class Engine:
     def __init__(
         self,
         target: ModelRunner,
-        drafter: Drafter | None,
+        drafter: Drafter | Proposer | None,
         tokenizer: Any,
         *,
         intake: InputProcessor | None = None,
@@ -79,6 +80,7 @@ class Engine:
         settle: Callable[[], None] = lambda: None,
         depth: int | None = None,
     ) -> None:
+        drafter = as_drafter(drafter) if drafter is not None else None
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact

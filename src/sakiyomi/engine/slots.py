@@ -13,7 +13,7 @@ from sakiyomi.cache.eviction import EvictingCache, FullCache
 from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
-from sakiyomi.drafters.base import Drafter, tell
+from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
 
 __all__ = ["SlotManager"]
@@ -94,8 +94,8 @@ class SlotManager:
         request.cached = request.stats.reused = shared
         request.fresh = not (shared and self._eviction.chunked)
         if same:
-            tell(self._drafter, "inherit", request.context, place.context)
-        tell(self._drafter, "end", place.context)
+            tell_inherit(self._drafter, request.context, place.context)
+        tell_end(self._drafter, place.context)
 
     def _go_on(self, request: Request) -> None:
         """From a prefix, if the request has one and begins with all of it."""
@@ -215,7 +215,7 @@ class SlotManager:
         if slot is not None:
             self._eviction.end(slot)
             self._cache.release(slot)
-        tell(self._drafter, "end", request.context)
+        tell_end(self._drafter, request.context)
 
     def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; nothing if it keeps nothing."""
@@ -226,7 +226,7 @@ class SlotManager:
         self._eviction.end(place.slot)
         self._cache.release(place.slot)
         place.slot = None
-        tell(self._drafter, "end", place.context)
+        tell_end(self._drafter, place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         """Refuse the last of these requests if all of them would not fit at their longest; kept places make way when a

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, TokenTree
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, Mirror, continuation
 from sakiyomi.drafters.cross_tokenizer.translation import Said, Translator
 
@@ -120,7 +120,7 @@ def _joined(first: Draft, rest: Draft) -> Draft:
     return Draft(TokenTree((*first.tree.tokens, *rest.tree.tokens), parents), "point_mass", draws)
 
 
-class CrossDrafter:
+class CrossDrafter(Drafter):
     """Drafts a chain, or a tree, with a small causal LM whose tokenizer is not the target's.
 
     The draft proposes its most probable text, sampled or not: as a point mass it is kept with the target's chance of
@@ -135,6 +135,8 @@ class CrossDrafter:
     """
 
     kind: DraftKind = "point_mass"
+    runs_model = True
+    model: ModelRunner
 
     def __init__(
         self,
@@ -147,17 +149,12 @@ class CrossDrafter:
         self.name, self._asked = name, 0.0
         self.alignment_seconds = 0.0
         """Spent on bringing the two texts together, without what the draft model took."""
-        self._inner = inner
+        self._inner, self.model = inner, inner.model
         self._own, self._target = Lexicon.of(tokenizer), Lexicon.of(target_tokenizer)
         self._start = tuple(i for i in tokenizer("")["input_ids"] if i not in stop_ids or i == tokenizer.bos_token_id)
         self._stop_ids = frozenset(stop_ids)
         self._end: int | None = target_tokenizer.eos_token_id
         self._translator = Translator(self._own, self._target, self._stop_ids, self._end)
-
-    @property
-    def model(self) -> ModelRunner:
-        """The draft."""
-        return self._inner.model
 
     @property
     def passes(self) -> int:
