@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
@@ -117,15 +118,23 @@ class DraftTreeState:
             places: as for ``read``.
             logits: (places, V of the target) of the draft.
         """
-        growth = self.growth
+        growth, sampler = self.growth, self.sampler
         self.fresh = []
         growth.begin_level()
+        edited = logits
+        if sampler.edits:
+            try:
+                edited = sampler.process(logits, [self._path(place) for place in places], self.context.tokens)
+            except Exception:
+                # The user's own processor. If the target comes to such a text too, this request ends there.
+                return
         try:
-            for place, row, ranked in zip(places, logits, self._ranked(places, logits), strict=True):
+            for place, row, ranked in zip(places, edited, self._ranked(places, edited), strict=True):
                 self.read(place, row, ranked)
-        except Exception:
-            # The user's own processor, or no token left: the target's rows meet it too, and end this request alone.
-            return
+        except InputError:
+            if not sampler.edits or bool(logits.isnan().any()):
+                raise  # the draft model's own numbers
+            return  # the request's options leave no token here
         if growth.levels < growth.depth:
             stops = self.context.stop_ids
             self.fresh = [c for c in self.builder.expand(growth) if growth.tokens[c] not in stops]
@@ -142,21 +151,18 @@ class DraftTreeState:
 
         Args:
             place: candidate that was read, -1 for the last committed token.
-            logits: (V of the target,) of the draft.
+            logits: (V of the target,) of the draft, as the request's options change them.
             ranked: the likeliest tokens, as ``leading`` gives them, where they are known.
         """
-        growth, context, sampler = self.growth, self.context, self.sampler
+        growth = self.growth
         count = self.wanted(place)
         if not count:
             return
-        path = self._path(place) if sampler.edits or context.rule != "greedy" else []
-        if sampler.edits:
-            logits = sampler.process(logits[None], [path], context.tokens)[0]
         if ranked is not None:
             tokens, scores = ranked[0][:count], ranked[1][:count]
             probs: list[float | None] = [math.exp(score) for score in scores]
         else:
-            tokens, probs, scores = self._candidates(place, logits, count, len(context.tokens) + len(path))
+            tokens, probs, scores = self._candidates(place, logits, count, self._first + growth.levels - 1)
         chances = (
             self.sureness(growth.levels - 1).chances(scores)
             if len(scores) > 1

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.eviction import QueryTrackingCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
@@ -62,7 +61,7 @@ class SelfEvicted(LevelDrafter):
     """Drafts by the target on an excerpt of its cache.
 
     Args:
-        target: made with ``watched``.
+        target: keeps all keys and values, and from now on the queries of each slot's last row.
         budget: pairs of a head in an excerpt.
 
     Raises:
@@ -73,14 +72,13 @@ class SelfEvicted(LevelDrafter):
     name = "self-evicted"
 
     def __init__(self, target: ModelRunner, budget: int = BUDGET) -> None:
-        if not isinstance(target.eviction, QueryTrackingCache) or not target.passes_here or target.sources is not None:
-            raise UnsupportedError(
-                f"draft self-evicted: it draws from all keys and values of {type(target.module).__name__}, and these "
-                "are not all there, or the model keeps them otherwise; use cache='full', or another draft"
-            )
         if budget < 4 * PAGE:
             raise InputError(f"draft self-evicted:{budget}: an excerpt has {4 * PAGE} pairs or more")
-        self._target, self._eviction, self._budget = target, target.eviction, budget
+        try:
+            self._queries = target.track_queries().queries
+        except UnsupportedError as error:
+            raise UnsupportedError(f"draft self-evicted: {error}, or another draft") from None
+        self._target, self._budget = target, budget
         super().__init__(Excerpt(target, budget + ROOM), target.vocab_size)
 
     def end(self, context: Context) -> None:
@@ -111,7 +109,7 @@ class SelfEvicted(LevelDrafter):
 
     def _bring_up(self, seat: _Seat, slot: int, length: int) -> bool:
         """Have the excerpt end with the target's own pairs of all tokens but the last."""
-        queries = self._eviction.queries(slot)
+        queries = self._queries(slot)
         if queries is None or length < 1:
             return False
         seat.rounds += 1

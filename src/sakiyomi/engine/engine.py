@@ -88,7 +88,7 @@ class Engine:
         self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._places = SlotManager(target.cache, target.eviction, drafter, chunk_size, exact)
+        self._places = SlotManager(target, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._drafting = SpeculationController(target, drafter, exact=exact, strict=strict)

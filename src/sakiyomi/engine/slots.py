@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from sakiyomi.cache.eviction import EvictingCache, FullCache
 from sakiyomi.cache.prefix import LEAST, alike
-from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
 from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
+
+if TYPE_CHECKING:
+    from sakiyomi.cache.eviction import EvictingCache, FullCache
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["SlotManager"]
 
@@ -36,8 +39,7 @@ class SlotManager:
     first of those who share something never waits, and none waits for longer than it would read.
 
     Args:
-        cache: the target's.
-        keeping: what stays there.
+        target: whose cache has the slots.
         drafter: hears of the end of every request, or of the next one of its conversation.
         chunk_size: prompt tokens in one pass.
         exact: only what any request with the same prompt would compute in the same way is used again.
@@ -45,17 +47,21 @@ class SlotManager:
 
     def __init__(
         self,
-        cache: SlotCache,
-        eviction: EvictingCache | FullCache,
+        target: ModelRunner,
         drafter: Drafter | None,
         chunk_size: int,
         exact: bool,
     ) -> None:
-        self._cache, self._eviction = cache, eviction
+        self._target, self._cache = target, target.cache
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._seated: dict[Request, Kin] = {}
         self._kept: list[RetainedSlot] = []  # the longest unused first
         self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
+
+    @property
+    def _eviction(self) -> EvictingCache | FullCache:
+        """What stays in the cache; another object once a drafter has asked for queries to be tracked."""
+        return self._target.eviction
 
     def seat(self, request: Request) -> None:
         """A slot for a request: that of its conversation or of an open place that it goes on from, rolled back to what

@@ -334,6 +334,27 @@ class ModelRunner:
             if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
                 self.graphs.make(self.sizes)
 
+    def track_queries(self) -> QueryTrackingCache:
+        """Keep the queries of each slot's last row from now on, if ``watched`` has not asked for that already.
+
+        Running requests go on; their queries are known once their slots hold the next text. Graphs are made anew.
+
+        Raises:
+            UnsupportedError: the cache does not hold all keys and values, or the model keeps its own.
+        """
+        with self.lock:
+            if isinstance(self.eviction, QueryTrackingCache):
+                return self.eviction
+            if isinstance(self.eviction, EvictingCache) or not self.passes_here or self.sources is not None:
+                raise UnsupportedError(
+                    f"the cache of {type(self.module).__name__} does not hold all keys and values that the model "
+                    "attends to, or the model keeps them itself; use cache='full'"
+                )
+            self.eviction = QueryTrackingCache(self.cache)
+            self._note, self._captured = note_queries, None
+            self._take(self.state if self.device.type == "cpu" else self._dense())
+            return self.eviction
+
     def _leave_notes(self) -> None:
         if self._noted is not None:
             self._noted.leave()

@@ -34,10 +34,7 @@ class TypicalVerifier:
     """Keeps the longest path of typical tokens, of several the likeliest; the token behind it is drawn among those.
 
     Drafts propose the most probable tokens, as under the coupled rule but without its noise: what is near the top is
-    what this rule takes.
-
-    Args:
-        params: whose ``epsilon`` and ``delta`` count.
+    what this rule takes. Its thresholds are the request's ``epsilon`` and ``delta``.
     """
 
     name = "typical"
