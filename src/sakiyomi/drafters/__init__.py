@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
@@ -24,6 +24,8 @@ __all__ = [
     "make_drafter",
     "parse_drafters",
 ]
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,14 @@ class DrafterContext:
     allow_pickle: bool = False
 
 
+def _number(read: Callable[[str], N], argument: str, kind: str, wanted: str) -> N:
+    """The number behind the colon of a spec."""
+    try:
+        return read(argument)
+    except ValueError:
+        raise InputError(f'draft "{kind}:{argument}" {wanted}') from None
+
+
 def _model(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
     from sakiyomi.drafters.model import ModelDrafter
@@ -71,10 +81,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
 def _oracle(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.oracle import Oracle
 
-    try:
-        rate = float(argument) if argument else 1.0
-    except ValueError:
-        raise InputError(f'draft "oracle:{argument}" has no rate; write oracle:0.8, or oracle for 1') from None
+    rate = _number(float, argument or "1", "oracle", "has no rate; write oracle:0.8, or oracle for 1")
     return Oracle(around.answer, around.vocab_size, rate)
 
 
@@ -82,21 +89,15 @@ def _early_exit(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.early_exit import EarlyExit
     from sakiyomi.model_executor.early_exit import FirstLayers
 
-    try:
-        count = int(argument)
-    except ValueError:
-        raise InputError(f'draft "early-exit:{argument}" names no layer; write early-exit:<layers to run>') from None
+    count = _number(int, argument, "early-exit", "names no layer; write early-exit:<layers to run>")
     return EarlyExit(FirstLayers(around.packed, count))
 
 
 def _self_evicted(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
 
-    try:
-        budget = int(argument) if argument else BUDGET
-    except ValueError:
-        raise InputError(f'draft "self-evicted:{argument}"; write self-evicted:<pairs of a head>') from None
-    return SelfEvicted(around.packed, budget)
+    wanted = "names no number of pairs; write self-evicted:<pairs of a head>"
+    return SelfEvicted(around.packed, _number(int, argument or str(BUDGET), "self-evicted", wanted))
 
 
 def _self_int8(argument: str, around: DrafterContext) -> Drafter:

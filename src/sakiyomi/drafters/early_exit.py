@@ -8,26 +8,16 @@ al. 2024, arXiv 2404.16710, trains for it; section 4.3 there is this way of draf
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import DraftTreeState
-from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.drafters.reading import DraftTreeState, RequestMemory
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["EarlyExit"]
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """What is kept of a request: its sampler, and the tree that was read last, to learn from."""
-
-    sampler: Sampler
-    reading: DraftTreeState | None = None
 
 
 class EarlyExit(LevelDrafter):
@@ -43,12 +33,8 @@ class EarlyExit(LevelDrafter):
         super().__init__(model, model.vocab_size)
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        request: _Request | None = context.memory.get(self.name)
-        if request is None:
-            request = context.memory[self.name] = _Request(Sampler(context.params, self.model.vocab_size))
-        if request.reading is not None:
-            request.reading.settle(context.tokens)
+        memory = RequestMemory.of(context, self.name, self.model.vocab_size)
         # All committed tokens but the last lie in the target's cache, and that one's columns are the draft's to use.
         held = len(context.tokens) - 1
-        request.reading = self.levels.begin(context, request.sampler, self.name, gamma, context.slot, held)
-        return request.reading
+        memory.tree = self.levels.begin(context, memory.sampler, self.name, gamma, context.slot, held)
+        return memory.tree

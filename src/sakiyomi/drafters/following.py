@@ -10,7 +10,7 @@ from typing import Protocol
 
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.growth import Growth
+from sakiyomi.drafters.growth import GuessedTree
 
 __all__ = ["FLOOR", "Reader", "TextDrafter"]
 
@@ -30,7 +30,7 @@ class Reader(Protocol):
         """Go on behind ``head``, the beginning of what was read; what came behind it is another text from now on."""
         ...
 
-    def guess(self, context: Context, depth: int) -> Growth:
+    def guess(self, context: Context, depth: int) -> GuessedTree:
         """What may come next: at most ``context.nodes`` nodes, at most ``depth`` deep; all of the text was read."""
         ...
 
@@ -104,4 +104,5 @@ class TextDrafter(Drafter):
             following.read = len(tokens)
         if context.worth is None:
             return following.reader.guess(context, gamma).draft(self.name)
-        return following.reader.guess(context, context.worth.depth).best(context.worth).draft(self.name)
+        guessed = following.reader.guess(context, context.worth.depth)
+        return guessed.best(context.nodes, context.worth).draft(self.name)

@@ -12,7 +12,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
 from sakiyomi.drafters.following import FLOOR, TextDrafter
-from sakiyomi.drafters.growth import Growth
+from sakiyomi.drafters.growth import GuessedTree
 
 __all__ = ["MOST", "LookupReader", "PromptLookup"]
 
@@ -67,11 +67,11 @@ class LookupReader:
                 return length, place
         return 0, 0
 
-    def guess(self, context: Context, depth: int) -> Growth:
+    def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
         calibration, text, most = self._calibration, self.text, self._most
         calibration.settle(context.tokens)
-        found = Growth()
+        found = GuessedTree()
         length, place = self.match()
         if not length:
             return found

@@ -23,8 +23,7 @@ from sakiyomi.drafters.levels import SHARPNESS, begun, is_drawn, kind_of
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
-from sakiyomi.drafters.reading import DraftTreeState
-from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.drafters.reading import DraftTreeState, RequestMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,14 +78,6 @@ class _Guesses(DraftTreeState):
             found = self._known[level] = super()._candidates(place, logits, max(count, self._width), position)
         tokens, probs, scores = found
         return tokens[:count], probs[:count], scores[:count]
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """What is kept of a request: its sampler, and the tree that was guessed last, to learn from."""
-
-    sampler: Sampler
-    guesses: _Guesses | None = None
 
 
 class MedusaDrafter(Drafter):
@@ -157,11 +148,7 @@ class MedusaDrafter(Drafter):
         ]
 
     def _guesses(self, context: Context, gamma: int) -> _Guesses:
-        request: _Request | None = context.memory.get(self.name)
-        if request is None:
-            request = context.memory[self.name] = _Request(Sampler(context.params, self._vocab_size))
-        if request.guesses is not None:
-            request.guesses.settle(context.tokens)
+        memory = RequestMemory.of(context, self.name, self._vocab_size)
         worth, drawn = context.worth, is_drawn(context)
         depth, nodes, width = min(gamma, self.guesser.heads), context.nodes, len(RANKS)
         if worth is not None:  # the size is a matter of what pays
@@ -171,7 +158,7 @@ class MedusaDrafter(Drafter):
                 width = self.tuned.top_k
         levels = self.confidence[context.rule]
         growth, builder = begun(context, depth, nodes, [level.ranks for level in levels[:depth]])
-        guesses = _Guesses(context, request.sampler, self.name, growth, builder, levels[0], drawn, context.slot, 0)
+        guesses = _Guesses(context, memory.sampler, self.name, growth, builder, levels[0], drawn, context.slot, 0)
         guesses.begin(levels, width)
-        request.guesses = guesses
+        memory.tree = guesses
         return guesses

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sakiyomi.core.running_mean import running_mean
-from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, tell_end, tell_inherit
 from sakiyomi.drafters.claims import Claims
@@ -221,7 +221,7 @@ class MergedDrafter(Drafter):
             if i in drawn and nodes[i].parent >= 0:
                 drawn.add(nodes[i].parent)
         # No node is worth more than its parent is to the same member, so that the best ones are a tree.
-        order = sorted(range(len(nodes)), key=lambda i: -nodes[i].value)
+        order = best_nodes([node.value for node in nodes])
         kept = drawn | set([i for i in order if i not in drawn][: max(0, most - len(drawn))])
         if worth is not None and not drawn:
             order = [i for i in order if i in kept]
@@ -255,12 +255,11 @@ def _draft(nodes: Sequence[_Node], kept: Sequence[int], sources: Sequence[Draft]
         first.append(sum(len(block) for block in rows))
         if draft.probs is not None:
             rows.append(draft.probs)
-    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
     draws: list[tuple[int, int, Draw]] = []
     for i, kept_node in enumerate(kept):
         for source, draw in nodes[kept_node].draws:
             row = None if draw.row is None else draw.row + first[source]
             draws.append((source, draw.node, Draw(i, draw.drafter, row, draw.prob, draw.chance)))
     draws.sort(key=lambda entry: entry[:2])  # those of one member stay in the order in which they were drawn
-    tree = TokenTree(tuple(nodes[i].token for i in kept), tuple(place[nodes[i].parent] for i in kept))
-    return Draft(tree, "merged", tuple(draw for _, _, draw in draws), torch.cat(rows) if rows else None)
+    tree = TokenTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes))
+    return Draft(tree.keep(kept), "merged", tuple(draw for _, _, draw in draws), torch.cat(rows) if rows else None)

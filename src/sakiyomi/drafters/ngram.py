@@ -17,7 +17,7 @@ import numpy as np
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
 from sakiyomi.drafters.following import FLOOR, TextDrafter
-from sakiyomi.drafters.growth import Growth, grow
+from sakiyomi.drafters.growth import GuessedTree, grow
 
 __all__ = ["NgramDrafter", "NgramReader", "OnlineTables", "Tables", "run_number"]
 
@@ -135,7 +135,7 @@ class NgramReader:
         """See ``Reader.branch``."""
         self._last = tuple(head[-self._longest :]) if self._longest else ()
 
-    def guess(self, context: Context, depth: int) -> Growth:
+    def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
         self._calibration.settle(context.tokens)
         self._context = context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sakiyomi.drafters.draft_length import TokenValue
 
-__all__ = ["DraftTreeState"]
+__all__ = ["DraftTreeState", "RequestMemory"]
 
 _Listed = tuple[list[int], list[float]]
 
@@ -186,20 +186,20 @@ class DraftTreeState:
         if worth is not None:
             chosen = chosen[: worth.size([growth.values[candidate] for candidate in chosen])]
         chosen.sort()
-        node = {candidate: i for i, candidate in enumerate(chosen)} | {-1: -1}
-        parents = [growth.parents[candidate] for candidate in chosen]
-        tree = TokenTree(
-            tuple(growth.tokens[candidate] for candidate in chosen), tuple(node[parent] for parent in parents)
-        )
+        tree = TokenTree(tuple(growth.tokens), tuple(growth.parents)).keep(chosen)
         draws = tuple(
             Draw(
-                node[candidate], self.name, self._row_of.get(parent), self._probs[candidate], growth.chances[candidate]
+                node,
+                self.name,
+                self._row_of.get(growth.parents[candidate]),
+                self._probs[candidate],
+                growth.chances[candidate],
             )
-            for candidate, parent in zip(chosen, parents, strict=True)
+            for node, candidate in enumerate(chosen)
         )
         kind: DraftKind = "point_mass"
         if self.drawn:
-            kind = "chain" if tree.parents == tuple(range(-1, len(tree) - 1)) else "without_replacement"
+            kind = "chain" if tree.is_chain else "without_replacement"
         return Draft(tree, kind, draws, torch.from_numpy(np.stack(self._drawn_from)) if self._drawn_from else None)
 
     def _path(self, candidate: int) -> list[int]:
@@ -235,3 +235,28 @@ class DraftTreeState:
                 tokens = [token for token in top_tokens(probs, count) if probs[token] > 0.0]
             scores = [math.log(probs[token]) for token in tokens]
         return tokens, [float(probs[token]) for token in tokens], scores
+
+
+@dataclass(eq=False, slots=True)
+class RequestMemory:
+    """What a drafter keeps of a request: its sampler, and the tree that was grown last, to learn from."""
+
+    sampler: Sampler
+    tree: DraftTreeState | None = None
+
+    @classmethod
+    def of(cls, context: Context, name: str, vocab_size: int) -> Self:
+        """That of a request, where there was none a new one; what the target made of its last tree is learnt.
+
+        Args:
+            context: of the request.
+            name: of the drafter.
+            vocab_size: width of the logits that its sampler reads.
+        """
+        found: Self | None = context.memory.get(name)
+        if found is None:
+            found = context.memory[name] = cls(Sampler(context.params, vocab_size))
+        if found.tree is not None:
+            found.tree.settle(context.tokens)
+            found.tree = None
+        return found

@@ -19,9 +19,8 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import DraftTreeState
+from sakiyomi.drafters.reading import DraftTreeState, RequestMemory
 from sakiyomi.model_executor.sparse_view import Excerpt
-from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -35,26 +34,22 @@ ROOM = 320  # columns behind an excerpt: what comes until the next one is drawn,
 
 
 @dataclass(eq=False, slots=True)
-class _Seat:
+class _Seat(RequestMemory):
     """A request's excerpt.
 
     Attributes:
-        slot: in the excerpts' cache.
-        sampler: of the request.
+        slot: in the excerpts' cache; -1: it has none yet.
         base: tokens of the text when it was drawn; 0: it was not yet.
         held: tokens that it is up to date with.
         rounds: since it was drawn.
         pages: of each layer the least and the largest numbers of each page's keys, (heads, pages, 2 x dim).
-        reading: the tree that was read last.
     """
 
-    slot: int
-    sampler: Sampler
+    slot: int = -1
     base: int = 0
     held: int = 0
     rounds: int = 0
     pages: list[Tensor] = field(default_factory=list)
-    reading: DraftTreeState | None = None
 
 
 class SelfEvicted(LevelDrafter):
@@ -84,19 +79,15 @@ class SelfEvicted(LevelDrafter):
     def end(self, context: Context) -> None:
         """Free the request's place."""
         seat: _Seat | None = context.memory.pop(self.name, None)
-        if seat is not None:
+        if seat is not None and seat.slot >= 0:
             self.model.cache.release(seat.slot)
 
     # ------------------------------------------------------------ excerpts
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        seat: _Seat | None = context.memory.get(self.name)
-        if seat is None:
-            sampler = Sampler(context.params, self.model.vocab_size)
-            seat = context.memory[self.name] = _Seat(self.model.cache.take(), sampler)
-        if seat.reading is not None:
-            seat.reading.settle(context.tokens)
-            seat.reading = None
+        seat = _Seat.of(context, self.name, self.model.vocab_size)
+        if seat.slot < 0:
+            seat.slot = self.model.cache.take()
         length = len(context.tokens) - 1
         try:
             if not self._bring_up(seat, context.slot, length):
@@ -104,8 +95,8 @@ class SelfEvicted(LevelDrafter):
         except MemoryLimitError:
             return None
         gamma = min(gamma, max(1, self._budget + ROOM - 1 - (length - self.model.cache.least(seat.slot))))
-        seat.reading = self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, length)
-        return seat.reading
+        seat.tree = self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, length)
+        return seat.tree
 
     def _bring_up(self, seat: _Seat, slot: int, length: int) -> bool:
         """Have the excerpt end with the target's own pairs of all tokens but the last."""

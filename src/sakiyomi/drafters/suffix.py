@@ -19,7 +19,7 @@ from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.calibration import Calibration
 from sakiyomi.drafters.following import FLOOR, TextDrafter
-from sakiyomi.drafters.growth import Growth, grow
+from sakiyomi.drafters.growth import GuessedTree, grow
 from sakiyomi.drafters.memory import MemoryFile
 from sakiyomi.drafters.source import Source
 
@@ -97,7 +97,7 @@ class SuffixReader:
             self._cursor = Cursor(self._shared)
             self._cursor.read(head[-64:])
 
-    def guess(self, context: Context, depth: int) -> Growth:
+    def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
         self._calibration.settle(context.tokens)
         self._automaton = self.own

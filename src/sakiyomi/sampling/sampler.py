@@ -15,23 +15,13 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import TokenTree
-from sakiyomi.sampling.probs import best_token, fill_row, reference_probs
-from sakiyomi.sampling.rows import Row, Tokens, as_row, draw, draw_distinct, top_tokens
+from sakiyomi.sampling.probs import fill_row, reference_probs
+from sakiyomi.sampling.rows import Row, Tokens
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = [
-    "Sampler",
-    "SamplingParams",
-    "as_row",
-    "best_token",
-    "draw",
-    "draw_distinct",
-    "reference_probs",
-    "to_probs",
-    "top_tokens",
-]
+__all__ = ["Sampler", "to_probs"]
 
 
 class Sampler:

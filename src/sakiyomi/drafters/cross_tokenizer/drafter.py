@@ -17,7 +17,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, TokenTree
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, Mirror, continuation
-from sakiyomi.drafters.cross_tokenizer.translation import Said, Translator
+from sakiyomi.drafters.cross_tokenizer.translation import Translation, Translator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,7 +211,7 @@ class CrossDrafter(Drafter):
         inner.nodes = steps if nodes <= gamma else max(steps, math.ceil(BROADER * nodes * ratio))
         return _Round(context, gamma, nodes, reading, steps, self._lead(reading))
 
-    def _say(self, each: _Round) -> Said:
+    def _say(self, each: _Round) -> Translation:
         """A round's draft in the target's tokens, or another's, where nobody would go on with the first as it is."""
         said = self._translate(each, each.lead.owed, each.draft)
         if not said.natural and each.lead.first is None:
@@ -297,7 +297,7 @@ class CrossDrafter(Drafter):
             found.append((count, said))
         return found
 
-    def _translate(self, each: _Round, owed: bytes, draft: Draft) -> Said:
+    def _translate(self, each: _Round, owed: bytes, draft: Draft) -> Translation:
         """The draft's text in tokens of the target, without what it owes to what is committed."""
         reading, context, translator = each.reading, each.context, self._translator
         ends = self._end in context.stop_ids
@@ -305,7 +305,7 @@ class CrossDrafter(Drafter):
             return translator.chain(reading.tail, owed, draft, each.depth, ends=ends)
         return translator.tree(reading.tail, owed, draft, each.depth, each.nodes, ends=ends, worth=context.worth)
 
-    def _again(self, each: _Round) -> Said | None:
+    def _again(self, each: _Round) -> Translation | None:
         """Another text, where the first would have had the target's tokens end elsewhere than they do.
 
         The target said "▁s", and it has a token "▁so": what follows is not an "o". The draft knows the text alone, so

@@ -7,46 +7,25 @@ beginnings. Knows bytes and tokens, no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from sakiyomi.core.tree import Draft, Draw, TokenTree
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, continuation
 from sakiyomi.drafters.draft_length import TokenValue
+from sakiyomi.drafters.growth import GuessedTree
 
-__all__ = ["Said", "Translator"]
+__all__ = ["Translation", "Translator"]
 
 
 @dataclass(slots=True)
-class Said:
-    """A draft in tokens of the target; parents come first.
+class Translation(GuessedTree):
+    """A draft in tokens of the target.
 
     Attributes:
-        tokens, parents: as in ``TokenTree``.
-        chances: of each token if its parent is right.
         natural: see ``Continuation.natural``; of a tree, whether some path of it is.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
     natural: bool = True
-
-    def draft(self, name: str) -> Draft:
-        """Point masses."""
-        draws = tuple(Draw(node, name, None, chance) for node, chance in enumerate(self.chances))
-        return Draft(TokenTree(tuple(self.tokens), tuple(self.parents)), "point_mass", draws)
-
-    def best(self, values: Sequence[float], nodes: int) -> Said:
-        """So many of the nodes, those of largest value; no node is worth more than its parent, which comes first."""
-        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
-        kept = sorted(order[:nodes])
-        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        return Said(
-            [self.tokens[node] for node in kept],
-            [place[self.parents[node]] for node in kept],
-            [self.chances[node] for node in kept],
-            self.natural,
-        )
 
 
 @dataclass(slots=True)
@@ -79,7 +58,7 @@ class Translator:
     def __init__(self, own: Lexicon, target: Lexicon, stop_ids: frozenset[int], end: int | None) -> None:
         self._own, self._target, self._stop_ids, self._end = own, target, stop_ids, end
 
-    def chain(self, before: bytes, owed: bytes, draft: Draft, depth: int, *, ends: bool) -> Said:
+    def chain(self, before: bytes, owed: bytes, draft: Draft, depth: int, *, ends: bool) -> Translation:
         """One path.
 
         Args:
@@ -91,10 +70,10 @@ class Translator:
         """
         path = self._path(draft, range(len(draft)), owed)
         if path is None:
-            return Said()
+            return Translation()
         ahead = continuation(self._target, before, path.text)
         tokens, places = self._ended(path, ahead.tokens, ahead.ends, ends=ends)
-        said = Said(tokens[:depth], list(range(-1, min(depth, len(tokens)) - 1)), natural=ahead.natural)
+        said = Translation(tokens[:depth], list(range(-1, min(depth, len(tokens)) - 1)), natural=ahead.natural)
         reached = 0
         for end in places[:depth]:
             chance = 1.0  # of all draft tokens that had to be right for this one, and not for those before
@@ -115,7 +94,7 @@ class Translator:
         *,
         ends: bool,
         worth: TokenValue | None = None,
-    ) -> Said:
+    ) -> Translation:
         """All paths, merged by shared beginnings, and of their nodes the likeliest.
 
         A node is right if the draft's text goes through one of the draft tokens with which its bytes are complete. On
@@ -130,7 +109,7 @@ class Translator:
         """
         values = _values(draft)
         leaves = [node for node in range(len(draft)) if not draft.tree.children(node)]
-        found, natural = Said(), False
+        found, natural = Translation(), False
         places: dict[tuple[int, int], int] = {}
         through: list[dict[int, float]] = []  # of each node the draft tokens that complete it, and their chances
         for leaf in leaves:
@@ -166,9 +145,7 @@ class Translator:
             reach.append(most * chance)
             found.chances.append(chance)
         found.natural = natural or not leaves
-        if worth is not None:
-            nodes = worth.size(sorted(reach, reverse=True)[:nodes])
-        return found.best(reach, nodes)
+        return found.best(nodes, worth)
 
     def _path(self, draft: Draft, nodes: Sequence[int], owed: bytes) -> _Path | None:
         """The text of a path; None where it does not begin with what is owed."""

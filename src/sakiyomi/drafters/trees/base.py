@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from sakiyomi.core.tree import best_nodes
+
 __all__ = ["Builder", "Growth"]
 
 
@@ -77,8 +79,7 @@ class Growth:
 
     def best(self, count: int) -> list[int]:
         """The ``count`` candidates of largest value, best first; none stands there without those above it."""
-        # sorted is stable and no child is worth more than its parent, which has the lower number.
-        return sorted(range(len(self.values)), key=self.values.__getitem__, reverse=True)[:count]
+        return best_nodes(self.values, count)
 
 
 class Builder(Protocol):

@@ -1,9 +1,9 @@
-"""What every verifier is given and gives: the target's rows, lazily turned into distributions, and the protocol."""
+"""What every verifier is given and gives: the target's rows, lazily turned into distributions, and the interface."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import Draft, DraftKind, Rule, TokenTree, Verdict, VerdictKind
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Draw, Rule, TokenTree, Verdict, VerdictKind
 from sakiyomi.sampling.probs import best, chance, require_number
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, Tokens, as_row
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended"]
+__all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended", "source_of"]
 
 
 _NO_TREE = TokenTree()
@@ -183,29 +183,22 @@ class Rows:
         return self._best
 
 
-class Verifier(Protocol):
-    """An acceptance rule. It is pure: randomness comes in as ``noise``, and nothing is kept between rounds."""
+class Verifier(ABC):
+    """An acceptance rule. It is pure: randomness comes in as ``noise``, and nothing is kept between rounds.
 
-    @property
-    def name(self) -> str:
-        """As in ``SamplingParams.acceptance``."""
-        ...
+    Attributes:
+        name: as in ``SamplingParams.acceptance``.
+        rule: how a draft for it comes about, as in ``Context.rule``: "ratio" for every rule that reads probabilities.
+        lossless: whether the output has the target's own distribution; True enrols the rule in the distribution tests.
+        takes: kinds of draft for which that holds.
+    """
 
-    @property
-    def rule(self) -> Rule:
-        """How a draft for it comes about, as in ``Context.rule``: "ratio" for every rule that reads probabilities."""
-        ...
+    name: str
+    rule: Rule
+    lossless = True
+    takes: frozenset[DraftKind] = DRAFT_KINDS
 
-    @property
-    def lossless(self) -> bool:
-        """Whether the output has the target's own distribution; True enrols the rule in the distribution tests."""
-        ...
-
-    @property
-    def takes(self) -> frozenset[DraftKind]:
-        """Kinds of draft for which that holds."""
-        ...
-
+    @abstractmethod
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """Walk the draft from the root and say which nodes stay and which token follows them.
 
@@ -213,8 +206,10 @@ class Verifier(Protocol):
             draft: of a kind that the rule takes; not changed.
             rows: the target's, n + 1 for a draft of n nodes; not changed.
             noise: of this request.
+
+        Raises:
+            InputError: no token is left in a row, or the draft's distributions are over another number of tokens.
         """
-        ...
 
 
 def ended(draft: Draft, path: Sequence[int], token: int, refused: Sequence[int] = ()) -> Verdict:
@@ -225,6 +220,11 @@ def ended(draft: Draft, path: Sequence[int], token: int, refused: Sequence[int] 
     elif draft.tree.children(path[-1] if path else -1):
         kind = "recovered"
     return Verdict(tuple(path), token, kind, tuple(refused))
+
+
+def source_of(draw: Draw, probs: Row | None) -> Row | None:
+    """The distribution that a node was drawn from, (V,), of those that ``draft_rows`` gives; None: a point mass."""
+    return None if draw.row is None or probs is None else probs[draw.row]
 
 
 def draft_rows(draft: Draft, rows: Rows) -> Row | None:

@@ -20,13 +20,13 @@ import numpy as np
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw, positive_part
-from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 from sakiyomi.sampling.verifiers.ratio import LEAST_MASS, without
 
 __all__ = ["BlockVerifier", "after_refusal", "level_of"]
 
 
-class BlockVerifier:
+class BlockVerifier(Verifier):
     """Never accepts fewer tokens on average than the ratio rule, at the price of the rows behind a refused token.
 
     A chain may have point masses in it. Uniforms are used from the end on, one for each place that is judged, and none
@@ -35,21 +35,16 @@ class BlockVerifier:
 
     name = "block"
     rule: Rule = "ratio"
-    lossless = True
     takes: frozenset[DraftKind] = frozenset({"chain"})
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """See ``Verifier.verify``.
-
-        Raises:
-            InputError: the draft's distributions are over another number of tokens.
-        """
+        """See ``Verifier.verify``."""
         probs = draft_rows(draft, rows)
         levels = [1.0]
         sources: list[Row | None] = []
         for place, token in enumerate(draft.tree.tokens):
             drawn = draft.draws_at(place - 1)[0]
-            sources.append(None if drawn.row is None or probs is None else probs[drawn.row])
+            sources.append(source_of(drawn, probs))
             levels.append(level_of(levels[-1], rows.row(place), sources[-1], token))
             if not levels[-1]:
                 break  # nothing that holds this token can stay

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.verifiers.base import Rows, Rule, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, ended
 
 __all__ = ["GreedyVerifier", "follow"]
 
@@ -37,13 +37,11 @@ def follow(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
         depth += 1
 
 
-class GreedyVerifier:
+class GreedyVerifier(Verifier):
     """Keeps the longest path of most probable tokens; takes every draft, and needs no distribution and no noise."""
 
     name = "greedy"
     rule: Rule = "greedy"
-    lossless = True
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """See ``Verifier.verify``."""

@@ -7,10 +7,10 @@ sampling (Jeon et al. 2024, 2402.14160; Sequoia, 2402.12374).
 
 from __future__ import annotations
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw, positive_part
-from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 
 __all__ = ["LEAST_MASS", "RatioVerifier", "residual", "without"]
 
@@ -18,7 +18,7 @@ __all__ = ["LEAST_MASS", "RatioVerifier", "residual", "without"]
 LEAST_MASS = 1e-7
 
 
-class RatioVerifier:
+class RatioVerifier(Verifier):
     """Tries the children of a place in the order drawn, against what the refused ones left of the target's row.
 
     A child that was chosen and not drawn is one drawn from a point mass: it stays with probability p(x), and its
@@ -28,15 +28,9 @@ class RatioVerifier:
 
     name = "ratio"
     rule: Rule = "ratio"
-    lossless = True
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """See ``Verifier.verify``.
-
-        Raises:
-            InputError: the draft's distributions are over another number of tokens.
-        """
+        """See ``Verifier.verify``."""
         path: list[int] = []
         refused: list[int] = []
         probs = draft_rows(draft, rows)
@@ -60,9 +54,9 @@ class RatioVerifier:
         untried: Row | None = None
         for drawn in draft.draws_at(place):
             token = tokens[drawn.node]
-            row: Row | None = None
-            if drawn.row is not None and probs is not None:
-                row = untried if untried is not None else probs[drawn.row]
+            row = source_of(drawn, probs)
+            if row is not None and untried is not None:
+                row = untried
             chance = 1.0 if row is None else float(row[token])
             if chance <= 0.0:
                 # It cannot have been drawn from this row; as a point mass it does no harm.

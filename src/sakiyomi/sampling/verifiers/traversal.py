@@ -23,10 +23,10 @@ so that no subtree is judged twice, but its q is taken from p as any other's.
 
 from __future__ import annotations
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Draw, Verdict
+from sakiyomi.core.tree import Draft, Draw, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw
-from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 from sakiyomi.sampling.verifiers.block import after_refusal, level_of
 from sakiyomi.sampling.verifiers.ratio import without
 
@@ -54,20 +54,14 @@ class _Place:
         self.source: Row | None = None
 
 
-class TraversalVerifier:
+class TraversalVerifier(Verifier):
     """Judges every leaf before its parent; on the way up it takes from p what was refused."""
 
     name = "traversal"
     rule: Rule = "ratio"
-    lossless = True
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """See ``Verifier.verify``.
-
-        Raises:
-            InputError: the draft's distributions are over another number of tokens.
-        """
+        """See ``Verifier.verify``."""
         probs = draft_rows(draft, rows)
         way = [_Place(-1, 1.0, draft.draws_at(-1))]
         while True:
@@ -94,7 +88,7 @@ class TraversalVerifier:
         """The place of the next draw behind this one, to be judged."""
         drawn = place.draws[place.tried]
         place.tried += 1
-        source = None if drawn.row is None or probs is None else probs[drawn.row]
+        source = source_of(drawn, probs)
         place.source = place.untried if source is not None and place.untried is not None else source
         assert place.target is not None
         level = level_of(place.level, place.target, place.source, draft.tree.tokens[drawn.node])

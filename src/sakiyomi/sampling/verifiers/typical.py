@@ -10,10 +10,10 @@ import math
 
 import numpy as np
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw
-from sakiyomi.sampling.verifiers.base import Rows, Rule, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, ended
 
 __all__ = ["TypicalVerifier", "threshold"]
 
@@ -30,7 +30,7 @@ def threshold(probs: Row, epsilon: float, delta: float) -> float:
     return min(epsilon, delta * math.exp(-entropy), float(some.max()) * (1.0 - 1e-6))
 
 
-class TypicalVerifier:
+class TypicalVerifier(Verifier):
     """Keeps the longest path of typical tokens, of several the likeliest; the token behind it is drawn among those.
 
     Drafts propose the most probable tokens, as under the coupled rule but without its noise: what is near the top is
@@ -40,7 +40,6 @@ class TypicalVerifier:
     name = "typical"
     rule: Rule = "greedy"
     lossless = False
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """See ``Verifier.verify``."""
