@@ -129,7 +129,7 @@ def test_the_cache_of_the_draft_holds_what_a_fresh_one_would() -> None:
         old.engine.step()
         if request.output and not request.over:
             fresh = ModelDrafter(drafter.model, VOCAB, "fresh")
-            fresh.levels.confidence = drafter.levels.confidence
+            fresh.reader.confidence = drafter.reader.confidence
             context = request.context
             context.nodes, context.worth = 12, None
             proposals.append((drafter.propose([context], [4])[0].tree, fresh.propose([context], [4])[0].tree))

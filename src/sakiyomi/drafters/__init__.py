@@ -1,4 +1,4 @@
-"""Drafters, by the word before the colon of their spec. A new one is a file here and one line in ``DRAFTERS``."""
+"""Drafters by the name before the colon of their spec. A new one is a file here and one line in ``DRAFTERS``."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may be made from.
+    """What a drafter may be built from.
 
     Attributes:
         target: the loaded target (``sakiyomi.model_executor.loading.Loaded``).
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
-        pack: makes what ``load`` gave ready to run beside the target.
+        pack: makes a model that ``load`` returned ready to run beside the target.
         packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
-        rounded: makes the target once more, with weights of fewer bits, ready to run beside it.
-        answer: what the target says to a request by itself (``drafters.oracle.Answer``).
+        rounded: makes a second copy of the target with quantized weights, ready to run beside it.
+        answer: the target's own answer to a request (``drafters.oracle.Answer``).
         allow_pickle: weights may be stored as pickle.
     """
 
@@ -107,8 +107,8 @@ def _self_int8(argument: str, around: DrafterContext) -> Drafter:
         raise InputError(f'draft "self-int8:{argument}"; self-int8 takes nothing behind a colon')
     if around.packed.quantization is not None:
         raise InputError(
-            "draft self-int8: the target's own weights are rounded, and a rounded copy would not be faster; leave out "
-            "quantize, or choose another draft"
+            "draft self-int8: the target's own weights are quantized, and a quantized copy would not be faster; leave "
+            "out quantize, or choose another draft"
         )
     return ModelDrafter(around.rounded("int8"), around.vocab_size, name="self-int8")
 
@@ -170,17 +170,17 @@ FORMS = {
     "early-exit": "early-exit:<layers>",
     "oracle": "oracle[:<rate>]",
 }
-"""How specs are written, for messages."""
+"""The form of each spec, for messages."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
-    """The specs and objects that ``draft`` names, one each; models are not looked for yet.
+    """The specs and drafters in ``draft``, one by one; no model is loaded yet.
 
     Args:
         spec: a spec, several joined by "+", an object with ``propose``, or a list of these.
 
     Raises:
-        InputError: no such drafter in this version, or something that is none.
+        InputError: this version has no such drafter, or an object is no drafter.
     """
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         if not spec:
@@ -206,10 +206,10 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
 
 
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
-    """The drafter that ``parse_drafters`` found, several of them merged; None for "none".
+    """One drafter from what ``parse_drafters`` returned: several are merged; None for "none".
 
-    "auto" takes the draft that belongs to an embedded target, and none otherwise. ``strict``: a fault of one of several
-    is raised.
+    "auto" is the draft that belongs to an embedded target, and "none" for other targets. ``strict``: a fault of one of
+    several drafters is raised.
 
     Raises:
         InputError: its model or file cannot be used beside this target.
@@ -219,10 +219,10 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
         return made[0] if made else None
     taken: set[str] = set()
     for drafter in made:
-        if drafter.name in taken:  # traces and streams of uniforms go by the name
+        if drafter.name in taken:  # names identify drafters in traces, and their streams of random numbers
             _rename(drafter, taken)
         taken.add(drafter.name)
-    # Those that run no model propose first: where they are sure, the others need not be asked.
+    # Those that run no model are asked first: where their proposals are good, the others need not be asked.
     made.sort(key=lambda drafter: drafter.runs_model)
     return MergedDrafter(made, strict=strict)
 
@@ -245,4 +245,4 @@ def _rename(drafter: Drafter, taken: set[str]) -> None:
 
 
 _JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, DRAFTERS)) + r")(?:[:+]|$))")
-"""A + before the name of a drafter; others belong to a path."""
+"""A + before the name of a drafter; any other + belongs to a path."""

@@ -1,7 +1,7 @@
-"""Several drafters propose, and their trees are merged by shared beginnings into one that a single pass scores.
+"""Several drafters propose; trees with the same beginnings are merged into one, which a single pass scores.
 
 The idea of merging is SpecInfer's (Miao et al. 2023, arXiv 2305.09781, section 3.2). A node keeps every draw that led
-to it, so that the merged draft is as lossless as its parts under every rule that takes "merged".
+to it, so that the merged draft is as lossless as its parts under every rule that accepts drafts of kind "merged".
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, tell_end, tell_inherit
-from sakiyomi.drafters.claims import Claims
+from sakiyomi.drafters.chance_calibration import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
 __all__ = ["MergedDrafter"]
 
 logger = logging.getLogger("sakiyomi")
-_UNKNOWN = 0.5  # chance of a node whose drafter claims none
+_UNKNOWN = 0.5  # chance of a node whose drafter gives none
 
 
 @dataclass(eq=False)
 class _Node:
-    """A token of the merged tree, with the best that anybody claims of it."""
+    """A token of the merged tree, with the largest value that any member gives it."""
 
     token: int
     parent: int
@@ -37,13 +37,13 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """What a member proposed in a round.
+    """The proposal of a member in a round.
 
     Attributes:
         name: of the member.
-        draft: what it said.
-        claimed: chance that it claims of each node.
-        values: of each node the calibrated chance that it is accepted with all above it.
+        draft: its proposal.
+        claimed: the chance that the member gives each node.
+        values: for each node the calibrated chance that it is accepted with all above it.
     """
 
     name: str
@@ -58,18 +58,18 @@ class _Proposal:
 
 
 class MergedDrafter(Drafter):
-    """Merges what its members propose.
+    """Merges the proposals of its members.
 
-    The nodes of one pass are shared by value: the calibrated chance that a node is accepted with all above it. Of
-    chosen nodes only the most valuable ones are scored. Nodes that were drawn are all kept, since dropping one for what
-    it is would change the output's distribution; chosen ones then get what is left.
+    Members compete for the nodes of a pass by value: the calibrated chance that a node is accepted with all above it.
+    Of chosen nodes only the most valuable ones are scored. All nodes that were drawn stay, since leaving one out for
+    its token would change the output's distribution; chosen nodes share what is left.
 
-    Where a token's worth is known, members that run a model are left out of rounds in which the others' proposals are
-    so good that theirs could not pay for their time.
+    Where the value of a token is known, members that run a model are not asked in rounds in which the others' proposals
+    are so good that theirs could not pay for their time.
 
     Args:
-        members: in order of their proposals; those that run no model should come first. Names differ.
-        strict: a member's fault is raised; else a request goes on without that member.
+        members: in the order in which they are asked; those that run no model should come first. Names differ.
+        strict: a member's fault is raised; otherwise the request goes on without that member.
     """
 
     kind: DraftKind = "merged"
@@ -80,7 +80,7 @@ class MergedDrafter(Drafter):
         self._without: dict[int, set[str]] = {}  # by request: members that failed
         self._faulty: set[str] = set()
         self.name = "+".join(member.name for member in self.members)
-        self._claims = {member.name: Claims() for member in self.members}
+        self._calibrations = {member.name: ChanceCalibration() for member in self.members}
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
@@ -150,38 +150,38 @@ class MergedDrafter(Drafter):
     # ------------------------------------------------------------ worth
 
     def _pays(self, member: Drafter, context: Context, others: Sequence[_Proposal]) -> bool:
-        """Whether a member should be asked, after what others have proposed."""
+        """Whether a member should be asked, given what others have proposed."""
         if member.name in self._without.get(context.id, ()):
             return False
         seconds = self._seconds.get(member.name, 0.0)
         if context.worth is None or not seconds:
             return True
-        # Where the others fail at once, its own first token is what counts; where they do not, theirs are there too.
+        # The member's tokens count where the others' first token is rejected; elsewhere theirs are there too.
         sure = max((other.sure for other in others), default=0.0)
         return context.worth.pays((1.0 - sure) * self._expected.get(member.name, 1.0), seconds)
 
     def _weighed(self, name: str, draft: Draft) -> _Proposal:
-        """A proposal with the worth of its nodes; what is no draft raises here, and not in the merged one."""
+        """A proposal with the values of its nodes. A wrong draft raises here, where the member is known."""
         draft.validate()
-        claims = self._claims[name]
+        calibration = self._calibrations[name]
         claimed = {draw.node: _claim(draw) for draw in draft.draws}
         values: list[float] = []
         for node, parent in enumerate(draft.tree.parents):
             above = 1.0 if parent < 0 else values[parent]
-            values.append(above * claims.chance(claimed[node]))
+            values.append(above * calibration.chance(claimed[node]))
         return _Proposal(name, draft, [claimed[node] for node in range(len(draft))], values)
 
     def _learn(self, context: Context) -> None:
-        """Compare what was proposed last with what the target took."""
+        """Compare the last proposals with what the target accepted."""
         length, drafts = context.memory.pop(self.name, (0, ()))
         tokens = context.tokens[length:]
         for proposal in drafts:
-            claims, tree, claimed = self._claims[proposal.name], proposal.draft.tree, proposal.claimed
+            calibration, tree, claimed = self._calibrations[proposal.name], proposal.draft.tree, proposal.claimed
             place = -1
             for token in tokens:
                 found = None
                 for node in tree.children(place):
-                    claims.learn(claimed[node], tree.tokens[node] == token)
+                    calibration.learn(claimed[node], tree.tokens[node] == token)
                     if tree.tokens[node] == token:
                         found = node
                 if found is None:
@@ -207,20 +207,20 @@ class MergedDrafter(Drafter):
                 nodes[node].value = max(nodes[node].value, values[len(own)])
                 own.append(node)
             for draw in draft.draws:
-                # Siblings that left each other out are not independent draws of one row. As chosen ones they are right
-                # in any company, since that is so for whatever tokens they are.
+                # Siblings drawn without replacement are not independent draws of one row. As chosen nodes they are
+                # lossless in any company, whatever tokens they hold.
                 known = draft.kind in ("chain", "iid", "merged")
                 nodes[own[draw.node]].draws.append((source, draw if known else replace(draw, row=None)))
         return _draft(nodes, self._kept(nodes, most, worth), [proposal.draft for proposal in found])
 
     @staticmethod
     def _kept(nodes: Sequence[_Node], most: int, worth: TokenValue | None) -> list[int]:
-        """Nodes of the merged tree, ascending: all that were drawn, and of the others the most valuable."""
+        """Nodes of the merged tree that stay, ascending: all that were drawn, and the most valuable of the others."""
         drawn = {i for i, node in enumerate(nodes) if any(draw.row is not None for _, draw in node.draws)}
-        for i in reversed(range(len(nodes))):  # what a drawn node hangs from stays too
+        for i in reversed(range(len(nodes))):  # the ancestors of drawn nodes stay too
             if i in drawn and nodes[i].parent >= 0:
                 drawn.add(nodes[i].parent)
-        # No node is worth more than its parent is to the same member, so that the best ones are a tree.
+        # No member gives a node a larger value than its parent, so that the best nodes are a tree.
         order = best_nodes([node.value for node in nodes])
         kept = drawn | set([i for i in order if i not in drawn][: max(0, most - len(drawn))])
         if worth is not None and not drawn:
@@ -231,7 +231,7 @@ class MergedDrafter(Drafter):
     # ------------------------------------------------------------ members
 
     def _leave_out(self, member: Drafter, contexts: Sequence[Context], error: Exception) -> None:
-        """Go on with these requests without a member; the first time it is said."""
+        """Go on with these requests without a member; the first time, a warning is logged."""
         if member.name not in self._faulty:
             logger.warning(
                 "drafter %s failed: %s: %s; it is left out wherever it fails, and this is not said again",
@@ -248,7 +248,7 @@ def _claim(draw: Draw) -> float:
 
 
 def _draft(nodes: Sequence[_Node], kept: Sequence[int], sources: Sequence[Draft]) -> Draft:
-    """The kept nodes with all their draws, and the rows of all sources one behind the other."""
+    """The nodes that stay with all their draws, and the rows of all proposals, concatenated."""
     first: list[int] = []
     rows: list[torch.Tensor] = []
     for draft in sources:

@@ -25,7 +25,7 @@ __all__ = ["Sampler", "to_probs"]
 
 
 class Sampler:
-    """Sampling parameters made ready for one vocabulary.
+    """Sampling parameters prepared for one vocabulary.
 
     Args:
         params: what the user asked for; ``bad_words`` as token ids by now.
@@ -33,8 +33,8 @@ class Sampler:
 
     Attributes:
         greedy: temperature 0: the distribution is the first largest logit.
-        needs_history: some option looks at the tokens before, so that ``process`` must be told them.
-        edits: ``process`` changes logits at all.
+        needs_history: whether some option reads the tokens before, so that ``process`` needs them.
+        edits: whether ``process`` changes logits at all.
 
     Raises:
         InputError: an option names a token that does not exist.
@@ -83,7 +83,7 @@ class Sampler:
     def process(
         self, logits: Tensor, paths: Sequence[Sequence[int]] = (), committed: Sequence[int] | Tensor = ()
     ) -> Tensor:
-        """Bias, penalties, bans and the user's processors: every row with its own history.
+        """Apply bias, penalties, bans and the user's processors, to every row with its own history.
 
         Args:
             logits: (R, V) of any float type; not changed.

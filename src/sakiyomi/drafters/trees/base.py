@@ -11,11 +11,11 @@ from typing import Protocol
 
 from sakiyomi.core.tree import best_nodes
 
-__all__ = ["Builder", "Growth"]
+__all__ = ["Builder", "CandidateTree"]
 
 
 @dataclass(slots=True)
-class Growth:
+class CandidateTree:
     """Candidates of one tree, in the order in which the draft offered them; parents come before children.
 
     Attributes:
@@ -94,14 +94,14 @@ class Builder(Protocol):
         """See above."""
         ...
 
-    def wanted(self, growth: Growth, place: int) -> int:
-        """How many candidates the draft should list for a place, ``growth.nodes`` at most; 0: none."""
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """How many candidates the draft should list for a place, ``tree.nodes`` at most; 0: none."""
         ...
 
-    def expand(self, growth: Growth) -> list[int]:
+    def expand(self, tree: CandidateTree) -> list[int]:
         """Candidates of the last level that the draft reads next, ascending; empty: the tree is as deep as it gets."""
         ...
 
-    def chosen(self, growth: Growth) -> list[int]:
-        """Candidates that become nodes, the most valuable first, none without its parent; ``growth.nodes`` at most."""
+    def chosen(self, tree: CandidateTree) -> list[int]:
+        """Candidates that become nodes, the most valuable first, none without its parent; ``tree.nodes`` at most."""
         ...

@@ -16,7 +16,7 @@ __all__ = ["CoupledVerifier"]
 
 
 class CoupledVerifier(Verifier):
-    """Keeps the longest path of the target's own noisy choices; takes every draft and reads no draft probability."""
+    """Accepts the longest path of the target's noisy choices, of every kind of draft; reads no draft probabilities."""
 
     name = "coupled"
     rule: Rule = "coupled"

@@ -1,4 +1,4 @@
-"""Temperature 0: a node stays if it is the target's most probable token."""
+"""Temperature 0: a node is accepted if it is the target's most probable token."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["GreedyVerifier", "follow"]
 
 
 def follow(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
-    """Walk down while the tree holds a child with the token that the target chose.
+    """Accept nodes as long as one of the children is the token that the target chose.
 
-    The output is the target's choices alone: the draft only decides how many of them one pass can give.
+    The output is the target's choices alone: the draft only decides how many of them one pass yields.
 
     Args:
         draft: of any kind.
@@ -38,7 +38,7 @@ def follow(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
 
 
 class GreedyVerifier(Verifier):
-    """Keeps the longest path of most probable tokens; takes every draft, and needs no distribution and no noise."""
+    """Accepts the longest path of most probable tokens, of every kind of draft; needs no distribution and no noise."""
 
     name = "greedy"
     rule: Rule = "greedy"

@@ -1,4 +1,4 @@
-"""Traversal verification: a tree is judged from its leaves to its root, so that every path is tried as a whole.
+"""Traversal verification: a tree is verified from its leaves to its root, so that every path is tried as a whole.
 
 Source of the idea: Weng et al. 2025 (arXiv 2505.12398); of a chain it makes block verification (``block.py``, whose
 notation this uses). The form here and its proof are our own; it also takes point masses, several drafters, and nodes
@@ -37,10 +37,10 @@ class _Place:
     """A node on the path that is tried, or the root (-1).
 
     Attributes:
-        level: probability with which the path to here may stay.
-        draws: those behind it; the first ``tried`` of them have been judged or are being judged.
+        level: probability with which the path to here may be accepted.
+        draws: of its children; the first ``tried`` of them have been judged or are being judged.
         target: p, (V,); None until it is needed.
-        untried: q of siblings without replacement, once one was refused.
+        untried: q of siblings without replacement, once one was rejected.
         source: q of the draw that is being judged.
     """
 
@@ -55,7 +55,7 @@ class _Place:
 
 
 class TraversalVerifier(Verifier):
-    """Judges every leaf before its parent; on the way up it takes from p what was refused."""
+    """Judges every leaf before its parent; on the way up, what was rejected is removed from p."""
 
     name = "traversal"
     rule: Rule = "ratio"
@@ -72,7 +72,7 @@ class TraversalVerifier(Verifier):
                 child = self._next(draft, place, probs)
                 if child.level > 0.0:
                     way.append(child)
-                else:  # without a look at what hangs from it
+                else:  # its descendants are not looked at
                     self._refuse(draft, place)
             elif len(way) == 1 or noise.uniform() < place.level:
                 row = place.node + 1
@@ -85,7 +85,7 @@ class TraversalVerifier(Verifier):
 
     @staticmethod
     def _next(draft: Draft, place: _Place, probs: Row | None) -> _Place:
-        """The place of the next draw behind this one, to be judged."""
+        """The place of this one's next draw, to be judged."""
         drawn = place.draws[place.tried]
         place.tried += 1
         source = source_of(drawn, probs)
@@ -96,7 +96,7 @@ class TraversalVerifier(Verifier):
 
     @staticmethod
     def _refuse(draft: Draft, place: _Place) -> None:
-        """Take what was judged last, and refused, from the place's distribution and level."""
+        """Remove the draw that was rejected last from the place's distribution and level."""
         token = draft.tree.tokens[place.draws[place.tried - 1].node]
         source = place.source
         assert place.target is not None
@@ -106,7 +106,7 @@ class TraversalVerifier(Verifier):
 
 
 def _refused(way: list[_Place]) -> list[int]:
-    """Nodes that were refused beside the path and behind its end, from the root on; not those behind refused ones."""
+    """Rejected nodes beside the path and after its end, from the root on; without descendants of rejected nodes."""
     path = {place.node for place in way}
     tried = [drawn.node for place in way for drawn in place.draws[: place.tried]]
     return [node for node in dict.fromkeys(tried) if node not in path]

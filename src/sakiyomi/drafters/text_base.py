@@ -1,4 +1,4 @@
-"""What drafters have in common that read nothing but the text: a reader a request, kept level with its tokens."""
+"""What the drafters have in common that read nothing but the text: one reader for each request, kept up to date."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Protocol
 
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.growth import GuessedTree
+from sakiyomi.drafters.guessed_tree import GuessedTree
 
 __all__ = ["FLOOR", "Reader", "TextDrafter"]
 
 FLOOR = 0.04
-"""Least chance of being reached with which a token is proposed: about what one more row of a pass costs, in tokens."""
-CHUNK = 4096  # tokens that are taken in before others have their turn: some 20 ms
+"""Tokens reached with a smaller chance are not proposed: it is about what one more row of a pass costs, in tokens."""
+CHUNK = 4096  # tokens that are read in one round, so that other requests do not wait long: some 20 ms
 
 
 class Reader(Protocol):
-    """What is known of one request's text."""
+    """Learns from one request's text, and proposes how it goes on."""
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take in what the text goes on with."""
+        """Learn the next tokens of the text."""
         ...
 
     def branch(self, head: Sequence[int]) -> None:
-        """Go on behind ``head``, the beginning of what was read; what came behind it is another text from now on."""
+        """Continue after ``head``, the beginning of what was read; what followed it is another text from now on."""
         ...
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
-        """What may come next: at most ``context.nodes`` nodes, at most ``depth`` deep; all of the text was read."""
+        """What may come next after all that was read: at most ``context.nodes`` nodes, at most ``depth`` deep."""
         ...
 
 
 @dataclass(eq=False, slots=True)
-class _Following:
+class _ReadText:
     """A reader, and how many of the request's tokens it has read."""
 
     reader: Reader
@@ -57,7 +57,7 @@ class TextDrafter(Drafter):
 
     @abstractmethod
     def reader(self, context: Context) -> Reader:
-        """For a new request; nothing was read yet."""
+        """A reader for a new request, of which nothing was read yet."""
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
@@ -67,42 +67,42 @@ class TextDrafter(Drafter):
         return drafts
 
     def inherit(self, context: Context, earlier: Context) -> None:
-        """Go on with what was read of an earlier request of the same conversation."""
-        following: _Following | None = earlier.memory.pop(self.name, None)
-        if following is None:
+        """See ``Drafter.inherit``: the reader goes on from the tokens that both requests begin with."""
+        text: _ReadText | None = earlier.memory.pop(self.name, None)
+        if text is None:
             return
         shared = 0
-        for old, new in zip(earlier.tokens[: following.read], context.tokens, strict=False):
+        for old, new in zip(earlier.tokens[: text.read], context.tokens, strict=False):
             if old != new:
                 break
             shared += 1
-        if shared < following.read:
-            following.reader.branch(context.tokens[:shared])
-            following.read = shared
-        context.memory[self.name] = following
+        if shared < text.read:
+            text.reader.branch(context.tokens[:shared])
+            text.read = shared
+        context.memory[self.name] = text
 
     def _propose(self, context: Context, gamma: int) -> Draft:
-        following: _Following | None = context.memory.get(self.name)
-        if following is None:
-            following = context.memory[self.name] = _Following(self.reader(context))
+        text: _ReadText | None = context.memory.get(self.name)
+        if text is None:
+            text = context.memory[self.name] = _ReadText(self.reader(context))
             if context.source is not None:
                 began = time.perf_counter()
-                following.reader.read(context.source.tokens)
+                text.reader.read(context.source.tokens)
                 self.prefill_seconds += time.perf_counter() - began
         tokens = context.tokens
-        missing = len(tokens) - following.read
+        missing = len(tokens) - text.read
         if missing > 64:
             began = time.perf_counter()
-            end = min(len(tokens), following.read + CHUNK)
-            following.reader.read(tokens[following.read : end])
-            following.read = end
+            end = min(len(tokens), text.read + CHUNK)
+            text.reader.read(tokens[text.read : end])
+            text.read = end
             self.prefill_seconds += time.perf_counter() - began
             if end < len(tokens):
                 return Draft.empty()
         elif missing:
-            following.reader.read(tokens[following.read :])
-            following.read = len(tokens)
+            text.reader.read(tokens[text.read :])
+            text.read = len(tokens)
         if context.worth is None:
-            return following.reader.guess(context, gamma).draft(self.name)
-        guessed = following.reader.guess(context, context.worth.depth)
+            return text.reader.guess(context, gamma).draft(self.name)
+        guessed = text.reader.guess(context, context.worth.depth)
         return guessed.best(context.nodes, context.worth).draft(self.name)

@@ -1,6 +1,6 @@
-"""From guesses about single tokens to a draft: a chain of the likeliest, or the tree of the likeliest paths.
+"""From guesses about single tokens to a draft: a chain of the likeliest tokens, or the tree of the likeliest paths.
 
-Knows no text and no model: whoever guesses says what may follow a place, and how likely each is.
+Knows no text and no model: the caller says which tokens may follow a place, and how likely each of them is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Expand", "GuessedTree", "grow"]
 
 Place = TypeVar("Place")
 Expand = Callable[[Place], Sequence[tuple[int, float, Place]]]
-"""From a place to (token, its chance if the place is right, the place behind it), the likeliest first."""
+"""From a place to its continuations (token, its chance if the place is reached, the place after it), best first."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class GuessedTree:
         return TokenTree(tuple(self.tokens), tuple(self.parents))
 
     def best(self, nodes: int, worth: TokenValue | None) -> Self:
-        """So many of the nodes, the likeliest to be reached, and no more than pay for their rows of the pass."""
+        """The nodes most likely to be reached: at most so many, and no more than pay for their rows of the pass."""
         values: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):
             values.append(chance * (1.0 if parent < 0 else values[parent]))
@@ -60,19 +60,19 @@ class GuessedTree:
 def grow(
     start: Place, expand: Expand[Place], depth: int, nodes: int, floor: float, ends: Collection[int]
 ) -> GuessedTree:
-    """The nodes of largest chance to be reached: best-first, which is optimal for the chances given.
+    """The nodes with the largest chance of being reached, found best-first, which is optimal for the given chances.
 
     The expected number of accepted tokens is the sum over nodes of the product of the chances down to them, so that
     the best n nodes are the n of largest product; a child's is never above its parent's (Sequoia, arXiv 2402.12374,
     section 3.1, calls this the positional acceptance assumption).
 
     Args:
-        start: the place behind the last committed token.
+        start: the place after the last committed token.
         expand: see ``Expand``.
         depth: longest path.
-        nodes: most nodes; not above ``depth``: one path, of the likeliest token each.
-        floor: what is reached with a smaller chance is not proposed.
-        ends: tokens behind which nothing is.
+        nodes: most nodes; if not more than ``depth``, the result is one path of the likeliest tokens.
+        floor: tokens that are reached with a smaller chance are not proposed.
+        ends: tokens after which nothing is proposed.
     """
     found = GuessedTree()
     tokens, parents, chances = found.tokens, found.parents, found.chances

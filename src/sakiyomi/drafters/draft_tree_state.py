@@ -1,4 +1,4 @@
-"""One request's draft while a model reads it: from rows of logits to candidates, and from these to a tree."""
+"""The draft of one request while it grows: from rows of logits to candidates, and from candidates to a tree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
-from sakiyomi.drafters.trees import Builder, Growth
+from sakiyomi.drafters.trees import Builder, CandidateTree
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.probs import best, best_token, leading
 from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
@@ -36,29 +36,30 @@ class DraftTreeState:
 
     Attributes:
         context, sampler: of the request.
-        name: of the drafter; its stream of uniforms goes by it.
-        growth, builder: the tree, and who decides its shape.
-        confidence: makes chances of scores.
-        drawn: candidates are drawn, and not chosen: then nothing may be dropped for what it is.
-        slot: the request's place in the model's cache.
-        held: committed tokens whose keys and values lay there when the reading began.
-        rows: candidates that were read, in the order of their rows in the cache.
-        fresh: candidates to be read in the next pass.
-        listed: of each place that was read the number of its first candidate, and all tokens that were listed with
-            their scores.
+        name: of the drafter; it names the stream of uniforms that candidates are drawn with.
+        candidates: the tokens that may become nodes of the tree.
+        builder: decides the shape of the tree.
+        confidence: turns scores into chances of acceptance.
+        drawn: whether candidates are drawn rather than chosen: then none may be left out because of its token.
+        slot: of the request in the model's cache.
+        held: committed tokens whose keys and values were in that slot at the beginning.
+        rows: candidates that the model has read, in the order of their rows in the cache.
+        unread: candidates that the model reads in the next pass.
+        listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
+            tokens that were listed as children, with their scores.
     """
 
     context: Context
     sampler: Sampler
     name: str
-    growth: Growth
+    candidates: CandidateTree
     builder: Builder
     confidence: Confidence
     drawn: bool
     slot: int
     held: int
     rows: list[int] = field(default_factory=list)
-    fresh: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
     listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
     _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
     _drawn_from: list[Row] = field(default_factory=list)
@@ -70,32 +71,32 @@ class DraftTreeState:
 
     @property
     def worth(self) -> TokenValue | None:
-        """What a token is worth, where the size is a matter of that and of the candidates' own chances."""
+        """What a token is worth, where the tree's size follows from that and from the candidates' own chances."""
         return None if self.drawn else self.context.worth
 
     @property
     def columns(self) -> int:
-        """Columns of the slot that are taken after the next pass."""
-        return self._first + len(self.rows) + len(self.fresh)
+        """Columns of the slot that are in use after the next pass."""
+        return self._first + len(self.rows) + len(self.unread)
 
     def segment(self) -> SequenceRows:
-        """The rows of the next pass: first the committed tokens that are missing, then a level a pass."""
-        growth, done = self.growth, len(self.rows)
-        if not growth.levels:
+        """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""
+        candidates, done = self.candidates, len(self.rows)
+        if not candidates.levels:
             return SequenceRows(self.slot, self.held, self.context.tokens[self.held :])
-        rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.fresh))}
-        parents = tuple(rows.get(growth.parents[candidate], -1) for candidate in rows)
-        tokens = [growth.tokens[candidate] for candidate in self.fresh]
+        rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.unread))}
+        parents = tuple(rows.get(candidates.parents[candidate], -1) for candidate in rows)
+        tokens = [candidates.tokens[candidate] for candidate in self.unread]
         return SequenceRows(self.slot, self._first + done, tokens, parents, done=done)
 
-    def settle(self, tokens: Sequence[int]) -> list[int]:
-        """Learn from what the target chose at every place that it came to.
+    def learn(self, tokens: Sequence[int]) -> list[int]:
+        """Learn from what the target chose at every node that it reached.
 
         Args:
-            tokens: the committed ones by now.
+            tokens: all tokens that are committed by now.
 
         Returns:
-            Rows of the path that was accepted, but for the last committed token: its logits are still wanted.
+            Rows of the accepted path, without the last committed token, whose logits are still wanted.
         """
         rows = {candidate: row for row, candidate in enumerate(self.rows)}
         first, place = self._first, -1
@@ -105,95 +106,95 @@ class DraftTreeState:
                 break
             start, listed, scores = self.listed[place]
             rank = listed.index(tokens[position]) if tokens[position] in listed else None
-            self.sureness(position - first).learn(scores, rank)
-            place = start + rank if rank is not None else len(self.growth.tokens)
+            self.confidence_at(position - first).learn(scores, rank)
+            place = start + rank if rank is not None else len(self.candidates.tokens)
             if place in rows and len(path) == position - first and position < len(tokens) - 1:
                 path.append(rows[place])
         return path
 
     def advance(self, places: Sequence[int], logits: Tensor) -> None:
-        """Take a pass in: candidates behind these places, one level deeper, and which of them to read next.
+        """Add a level from the logits of a pass, and decide which of its candidates to read next.
 
         Args:
-            places: as for ``read``.
-            logits: (places, V of the target) of the draft.
+            places: the candidates that were read, -1 for the last committed token.
+            logits: (places, V of the target) of the draft model.
         """
-        growth, sampler = self.growth, self.sampler
-        self.fresh = []
-        growth.begin_level()
+        candidates, sampler = self.candidates, self.sampler
+        self.unread = []
+        candidates.begin_level()
         edited = logits
         if sampler.edits:
             try:
                 edited = sampler.process(logits, [self._path(place) for place in places], self.context.tokens)
             except Exception:
-                # The user's own processor. If the target comes to such a text too, this request ends there.
+                # The user's own processor raised. If the target reaches this text too, it ends the request.
                 return
         try:
             for place, row, ranked in zip(places, edited, self._ranked(places, edited), strict=True):
                 self.read(place, row, ranked)
         except InputError:
             if not sampler.edits or bool(logits.isnan().any()):
-                raise  # the draft model's own numbers
-            return  # the request's options leave no token here
-        if growth.levels < growth.depth:
+                raise  # the draft model computes no numbers
+            return  # the request's options leave no token
+        if candidates.levels < candidates.depth:
             stops = self.context.stop_ids
-            self.fresh = [c for c in self.builder.expand(growth) if growth.tokens[c] not in stops]
+            self.unread = [c for c in self.builder.expand(candidates) if candidates.tokens[c] not in stops]
 
     def _ranked(self, places: Sequence[int], logits: Tensor) -> Sequence[_Listed | None]:
-        """The likeliest tokens of every place in one call, where they are the candidates and there are many places."""
+        """The likeliest tokens after every place in one call, where these are the candidates; else None for each."""
         if len(places) < 2 or self.sampler.edits or self.context.rule != "greedy":
             return [None] * len(places)
-        count = max(self.wanted(place) for place in places)
+        count = max(self.candidate_count(place) for place in places)
         return leading(logits, count) if count > 1 else [None] * len(places)
 
     def read(self, place: int, logits: Tensor, ranked: _Listed | None = None) -> None:
-        """Offer the candidates of a place.
+        """Add the children of a place.
 
         Args:
-            place: candidate that was read, -1 for the last committed token.
-            logits: (V of the target,) of the draft, as the request's options change them.
+            place: the candidate that was read, -1 for the last committed token.
+            logits: (V of the target,) of the draft model, as the request's options change them.
             ranked: the likeliest tokens, as ``leading`` gives them, where they are known.
         """
-        growth = self.growth
-        count = self.wanted(place)
+        candidates = self.candidates
+        count = self.candidate_count(place)
         if not count:
             return
         if ranked is not None:
             tokens, scores = ranked[0][:count], ranked[1][:count]
             probs: list[float | None] = [math.exp(score) for score in scores]
         else:
-            tokens, probs, scores = self._candidates(place, logits, count, self._first + growth.levels - 1)
+            tokens, probs, scores = self._candidates(place, logits, count, self._first + candidates.levels - 1)
         chances = (
-            self.sureness(growth.levels - 1).chances(scores)
+            self.confidence_at(candidates.levels - 1).chances(scores)
             if len(scores) > 1
             else [0.5 if probs[0] is None else probs[0]]
         )
-        self.listed[place] = (len(growth.tokens), tokens, scores)
-        self._probs.extend(probs[: growth.offer(place, tokens, chances)])
+        self.listed[place] = (len(candidates.tokens), tokens, scores)
+        self._probs.extend(probs[: candidates.offer(place, tokens, chances)])
 
-    def wanted(self, place: int) -> int:
-        """How many candidates a place should have."""
-        return self.builder.wanted(self.growth, place)
+    def candidate_count(self, place: int) -> int:
+        """How many children a place should have."""
+        return self.builder.candidate_count(self.candidates, place)
 
-    def sureness(self, level: int) -> Confidence:
-        """What makes chances of the scores of a level's candidates; 0 is the first level."""
+    def confidence_at(self, level: int) -> Confidence:
+        """What turns the scores of a level's candidates into chances; 0 is the first level."""
         return self.confidence
 
     def draft(self) -> Draft:
-        """What is proposed."""
-        growth, worth = self.growth, self.worth
-        chosen = self.builder.chosen(growth)
+        """The proposal."""
+        candidates, worth = self.candidates, self.worth
+        chosen = self.builder.chosen(candidates)
         if worth is not None:
-            chosen = chosen[: worth.size([growth.values[candidate] for candidate in chosen])]
+            chosen = chosen[: worth.size([candidates.values[candidate] for candidate in chosen])]
         chosen.sort()
-        tree = TokenTree(tuple(growth.tokens), tuple(growth.parents)).keep(chosen)
+        tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents)).keep(chosen)
         draws = tuple(
             Draw(
                 node,
                 self.name,
-                self._row_of.get(growth.parents[candidate]),
+                self._row_of.get(candidates.parents[candidate]),
                 self._probs[candidate],
-                growth.chances[candidate],
+                candidates.chances[candidate],
             )
             for node, candidate in enumerate(chosen)
         )
@@ -206,18 +207,19 @@ class DraftTreeState:
         """Tokens from the root down to a candidate."""
         tokens: list[int] = []
         while candidate >= 0:
-            tokens.append(self.growth.tokens[candidate])
-            candidate = self.growth.parents[candidate]
+            tokens.append(self.candidates.tokens[candidate])
+            candidate = self.candidates.parents[candidate]
         return tokens[::-1]
 
     def _candidates(
         self, place: int, logits: Tensor, count: int, position: int
     ) -> tuple[list[int], list[float | None], list[float]]:
-        """(tokens, the draft's probabilities, scores) of a place, the likeliest or the first drawn first."""
+        """(tokens, probabilities, scores) of a place's children: the likeliest, or the first drawn, comes first."""
         context = self.context
         if context.rule == "greedy":
             if count == 1:
-                # Its probability as the target's in traces, at temperature 1. An accelerator is not asked for it.
+                # In traces it has its probability at temperature 1, as the target's tokens have. On an accelerator
+                # that would take another read-back.
                 token, prob = best(logits) if logits.is_cpu else (best_token(logits), None)
                 return [token], [prob], [0.0]
             tokens, scores = leading(logits[None], count)[0]
@@ -246,7 +248,7 @@ class RequestMemory:
 
     @classmethod
     def of(cls, context: Context, name: str, vocab_size: int) -> Self:
-        """That of a request, where there was none a new one; what the target made of its last tree is learnt.
+        """The memory of a request, a new one where there is none. It learns what the target accepted of the last tree.
 
         Args:
             context: of the request.
@@ -257,6 +259,6 @@ class RequestMemory:
         if found is None:
             found = context.memory[name] = cls(Sampler(context.params, vocab_size))
         if found.tree is not None:
-            found.tree.settle(context.tokens)
+            found.tree.learn(context.tokens)
             found.tree = None
         return found
