@@ -12,7 +12,8 @@ from architectures import VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, DraftError, SamplingParams
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.features import PassOutput
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -24,7 +25,7 @@ def params(**values: Any) -> SamplingParams:
 
 
 def llm(**options: Any) -> LLM:
-    draft = ModelDrafter(ModelRunner(model_of("mistral"), compile=False), VOCAB)
+    draft = ModelDrafter(build_runner(model_of("mistral"), compile=False), VOCAB)
     return LLM((model_of("llama"), TOKENIZER), draft, compile=False, **options)
 
 
@@ -33,9 +34,10 @@ def not_a_number(own: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     assert own.draft is not None and own.draft.model is not None
     score, calls = own.draft.model.score, [0]
 
-    def overflown(*given: Any, **how: Any) -> Tensor:
+    def overflown(*given: Any, **how: Any) -> PassOutput:
         calls[0] += 1
-        return torch.full_like(score(*given, **how), torch.nan)
+        found = score(*given, **how)
+        return PassOutput(torch.full_like(found.logits, torch.nan), found.features)
 
     monkeypatch.setattr(own.draft.model, "score", overflown)
     return calls
@@ -64,7 +66,7 @@ def test_a_fault_of_the_drafter_is_not_silent(fault: Any, monkeypatch: pytest.Mo
     calls = fault(own, monkeypatch)
     (out,) = own.generate([PROMPT], params())
     assert out.token_ids == greedy(model_of("llama"), PROMPT, 12)
-    assert own.engine._drafting.broken == 1 and 1 <= calls[0] <= 2
+    assert own.engine._speculation.broken == 1 and 1 <= calls[0] <= 2
 
 
 @pytest.mark.parametrize("nodes", [3, 9])
@@ -97,4 +99,4 @@ def test_options_that_leave_no_token_are_no_fault_of_the_drafter() -> None:
 
     own = llm(strict=True)
     (out,) = own.generate([PROMPT], params(logits_processors=[only_right], gamma=4))
-    assert out.token_ids == expected and not own.engine._drafting.broken
+    assert out.token_ids == expected and not own.engine._speculation.broken

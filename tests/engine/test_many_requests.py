@@ -12,7 +12,7 @@ from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -24,7 +24,7 @@ def llm_with(draft: Any = "none", **options: Any) -> LLM:
 
 
 def test_new_prompts_share_the_drafts_passes() -> None:
-    draft = ModelRunner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
+    draft = build_runner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
     prompts = [prompt(9 + i, i) for i in range(4)]
     seen: list[int] = []
@@ -36,7 +36,7 @@ def test_new_prompts_share_the_drafts_passes() -> None:
 
 def test_prompts_beyond_a_chunk_take_more_than_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.drafters.model.CHUNK", 20)
-    draft = ModelRunner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
+    draft = build_runner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
     seen: list[tuple[int, int]] = []
 
@@ -52,7 +52,7 @@ def test_prompts_beyond_a_chunk_take_more_than_one_pass(monkeypatch: pytest.Monk
 
 def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
     llm = llm_with(max_batch=32)
-    drafting, largest = llm.engine._drafting, llm.target.sizes[-1]
+    drafting, largest = llm.engine._speculation, llm.target.sizes[-1]
     rows: list[int] = []
     for batch in (1, 8, 32, 200):
         costs = drafting._costs(batch, frozenset())
@@ -63,7 +63,7 @@ def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
 
 
 def test_one_request_alone_does_not_inherit_the_speed_of_many() -> None:
-    drafting = llm_with(max_batch=32).engine._drafting
+    drafting = llm_with(max_batch=32).engine._speculation
     for _ in range(50):
         drafting._gain(32, frozenset()).add(1.0, 1.0)
     assert drafting._costs(32, frozenset()).rate == pytest.approx(1.0)

@@ -29,6 +29,7 @@ from sakiyomi.cache.quantized import QuantizedKV
 from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.attention.torch import TorchBackend
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
@@ -62,7 +63,7 @@ def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[l
     drafter = skill(texts_of(PROMPTS, plain(name, spec)), "sometimes", VOCAB)
     llm = LLM((model_of(name), TOKENIZER), drafter, **(options(spec) | more))
     done = llm.generate(PROMPTS, params(gamma=gamma))
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
     packed = llm.target.cache.packed
     assert packed is not None and int(packed.count.max()) >= 32, "nothing was packed"
@@ -319,6 +320,6 @@ def test_refusals() -> None:
         ):
             LLM((model_of(name), TOKENIZER), "none", cache="kvquant-4")
     with pytest.raises(InputError, match=r"levels are fitted on a text"):
-        ModelRunner(model_of("llama"), eviction=EvictingCache(None, None, 64, packing=LeveledPacking(4)))
+        build_runner(model_of("llama"), eviction=EvictingCache(None, None, 64, packing=LeveledPacking(4)))
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")

@@ -33,7 +33,7 @@ def test_greedy(name: str) -> None:
     llm = make(name, f"self-evicted:{BUDGET}")
     done = llm.generate(PROMPTS, params())
     assert [out.token_ids for out in done] == [out.token_ids for out in make(name, "none").generate(PROMPTS, params())]
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 10
     assert llm.draft.model.cache.free == 8  # type: ignore[union-attr]
 

@@ -23,6 +23,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
@@ -42,7 +43,7 @@ def noisy(name: str, size: float = 0.08, seed: int = 0) -> ModelRunner:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += size * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return ModelRunner(model, max_slots=8, compile=False)
+    return build_runner(model, max_slots=8, compile=False)
 
 
 class Watched(ModelDrafter):
@@ -65,7 +66,7 @@ def params(**values: Any) -> SamplingParams:
 
 def texts(target: LLM, values: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
     done = target.generate([list(tokens) for tokens in prompts], values)
-    assert not target.engine._drafting.broken, "the drafter raised"
+    assert not target.engine._speculation.broken, "the drafter raised"
     return [out.token_ids for out in done]
 
 

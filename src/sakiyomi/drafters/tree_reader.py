@@ -124,7 +124,7 @@ class TreeReader:
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
         while active:
             segments = [state.segment() for state in active]
-            logits = self.model.score(segments)
+            logits = self.model.score(segments).logits
             self.passes += 1
             row = 0
             for state, segment in zip(active, segments, strict=True):
