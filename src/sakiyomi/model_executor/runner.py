@@ -452,13 +452,13 @@ class ModelRunner:
             UnsupportedError: the cache does not hold all keys and values, or the model keeps its own.
         """
         with self.lock:
-            if isinstance(self.eviction, QueryTrackingCache):
-                return self.eviction
             if isinstance(self.eviction, EvictingCache) or self.weights.own_attention or self.sources is not None:
                 raise UnsupportedError(
                     f"the cache of {type(self.module).__name__} does not hold all keys and values that the model "
                     "attends to, or the model keeps them itself; use cache='full'"
                 )
+            if isinstance(self.eviction, QueryTrackingCache):
+                return self.eviction
             tracked = self.eviction = QueryTrackingCache(self.cache)
             self._note, self._evicts = note_queries, True
             if self.device.type == "cpu":  # the backend stays: an early exit may share it
