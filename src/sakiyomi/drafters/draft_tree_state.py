@@ -205,11 +205,7 @@ class DraftTreeState:
 
     def _path(self, candidate: int) -> list[int]:
         """Tokens from the root down to a candidate."""
-        tokens: list[int] = []
-        while candidate >= 0:
-            tokens.append(self.candidates.tokens[candidate])
-            candidate = self.candidates.parents[candidate]
-        return tokens[::-1]
+        return [self.candidates.tokens[each] for each in self.candidates.path(candidate)]
 
     def _candidates(
         self, place: int, logits: Tensor, count: int, position: int

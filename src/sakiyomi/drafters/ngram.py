@@ -130,11 +130,11 @@ class NgramReader:
         """See ``Reader.read``."""
         if self._online is not None:
             self._online.read(self._last, tokens)
-        self._last = (*self._last, *tokens)[-self._longest :] if self._longest else ()
+        self._last = self._end_of((*self._last, *tokens))
 
     def branch(self, head: Sequence[int]) -> None:
         """See ``Reader.branch``."""
-        self._last = tuple(head[-self._longest :]) if self._longest else ()
+        self._last = self._end_of(head)
 
     def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
@@ -160,8 +160,7 @@ class NgramReader:
         found = []
         for token, chance in ranked:
             kind = bisect(EDGES, chance) + later
-            behind = (*last, token)[-self._longest :] if self._longest else ()
-            found.append((token, known[kind], (behind, guessed + 1)))
+            found.append((token, known[kind], (self._end_of((*last, token)), guessed + 1)))
         if found and place is self._end:
             self._path.append((bisect(EDGES, ranked[0][1]) + later, found[0][0]))
             self._end = found[0][2]
@@ -187,9 +186,10 @@ class NgramReader:
             chances[token] = chance
         return chances
 
-    @property
-    def _longest(self) -> int:
-        return self._tables.order - 1
+    def _end_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The last tokens, as many as the longest run that the tables know."""
+        longest = self._tables.order - 1
+        return tuple(tokens[-longest:]) if longest else ()
 
     def _noisy(self, context: Context, chances: dict[int, float], position: int) -> list[tuple[int, float]]:
         """The tokens with the largest log chance + noise of the position, as the target will choose among its own."""

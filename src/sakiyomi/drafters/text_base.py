@@ -17,6 +17,7 @@ __all__ = ["FLOOR", "Reader", "TextDrafter"]
 FLOOR = 0.04
 """Tokens reached with a smaller chance are not proposed: it is about what one more row of a pass costs, in tokens."""
 CHUNK = 4096  # tokens that are read in one round, so that other requests do not wait long: some 20 ms
+LONG = 64  # more tokens than these at once are a prompt
 
 
 class Reader(Protocol):
@@ -86,23 +87,22 @@ class TextDrafter(Drafter):
         if text is None:
             text = context.memory[self.name] = _ReadText(self.reader(context))
             if context.source is not None:
-                began = time.perf_counter()
-                text.reader.read(context.source.tokens)
-                self.prefill_seconds += time.perf_counter() - began
-        tokens = context.tokens
-        missing = len(tokens) - text.read
-        if missing > 64:
-            began = time.perf_counter()
-            end = min(len(tokens), text.read + CHUNK)
-            text.reader.read(tokens[text.read : end])
-            text.read = end
-            self.prefill_seconds += time.perf_counter() - began
-            if end < len(tokens):
-                return Draft.empty()
+                self._prefill(text.reader, context.source.tokens)
+        missing = context.tokens[text.read : text.read + CHUNK]
+        if len(missing) > LONG:
+            self._prefill(text.reader, missing)
         elif missing:
-            text.reader.read(tokens[text.read :])
-            text.read = len(tokens)
+            text.reader.read(missing)
+        text.read += len(missing)
+        if text.read < len(context.tokens):
+            return Draft.empty()
         if context.worth is None:
             return text.reader.guess(context, gamma).draft(self.name)
         guessed = text.reader.guess(context, context.worth.depth)
         return guessed.best(context.nodes, context.worth).draft(self.name)
+
+    def _prefill(self, reader: Reader, tokens: Sequence[int]) -> None:
+        """Read tokens, and count the time as spent on prompts."""
+        began = time.perf_counter()
+        reader.read(tokens)
+        self.prefill_seconds += time.perf_counter() - began

@@ -69,13 +69,17 @@ class CandidateTree:
             self.values.append(value)
         return len(tokens)
 
-    def rank_path(self, place: int) -> tuple[int, ...]:
-        """Ranks on the way from the last committed token (-1, the empty path) down to a candidate."""
-        ranks: list[int] = []
+    def path(self, place: int) -> list[int]:
+        """Candidates from the last committed token (-1, the empty path) down to a candidate, itself included."""
+        found: list[int] = []
         while place >= 0:
-            ranks.append(self.ranks[place])
+            found.append(place)
             place = self.parents[place]
-        return tuple(reversed(ranks))
+        return found[::-1]
+
+    def rank_path(self, place: int) -> tuple[int, ...]:
+        """Ranks of the candidates on the path to a candidate."""
+        return tuple(self.ranks[candidate] for candidate in self.path(place))
 
     def best(self, count: int) -> list[int]:
         """The ``count`` candidates of largest value, best first; none stands there without those above it."""
