@@ -19,6 +19,7 @@ from sakiyomi.drafters.draft_length import (
     AutoSize,
     Costs,
     FixedSize,
+    Phase,
     Size,
     TokenValue,
     make_policy,
@@ -34,7 +35,7 @@ def after(accepted: float, rounds: int = 60, gamma: int = 4, seconds: float = 1.
     """Having seen drafts of which every token is accepted, or none, in turn, so that the mean is right."""
     policy, level = AutoSize(trees), 0.0
     for _ in range(rounds):
-        policy._asked = True
+        policy._phase = Phase.DRAFTING
         kept = 0
         while kept < gamma:
             level += accepted

@@ -87,7 +87,7 @@ def drafted(name: str, policy: str, skill: Any, **values: Any) -> list[list[int]
     limits = {"kv_budget": budget_of(policy), "chunk_size": CHUNK}
     llm = LLM((model_of(name), TOKENIZER), drafter, cache=policy, compile=False, **limits)
     done = llm.generate(PROMPTS, params(**values))
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
     return [out.token_ids for out in done]
 

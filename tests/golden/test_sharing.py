@@ -182,7 +182,7 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(EvictingCache, "fork", forgetting)
     else:
-        monkeypatch.setattr(llm.engine._places, "_exact", False)
+        monkeypatch.setattr(llm.engine._slots, "_exact", False)
     assert not same()
 
 
@@ -325,7 +325,7 @@ def test_an_encoder_says_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     llm = LLM((seq2seq_toys.model_of("bart"), seq2seq_toys.TOKENIZER), "none", compile=False)
     assert texts(llm, True) == (wanted := texts(llm, False))
-    monkeypatch.setattr(llm.engine._places, "_akin", lambda request, other: request is not other)
+    monkeypatch.setattr(llm.engine._slots, "_akin", lambda request, other: request is not other)
     assert texts(llm, True) != wanted
 
 
@@ -441,7 +441,7 @@ def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
             assert request.error is not None or len(request.output) == 24
         while places:
             llm.engine.release(places.pop())
-        assert llm.target.cache.free == 4 and not llm.engine._places._seated
+        assert llm.target.cache.free == 4 and not llm.engine._slots._seated
         assert llm.draft.model.cache.free == 4  # type: ignore[union-attr]
 
     play()

@@ -1,9 +1,10 @@
-"""How far and how wide to read ahead, from what the last rounds brought and from measured costs."""
+"""How long a draft should be, and how wide: from what the last rounds accepted and from measured costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from sakiyomi.theory import marginal_gamma
@@ -26,13 +27,13 @@ __all__ = [
 
 MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
-# The same where every pass has to fetch the weights: the rows beside the first cost next to nothing.
+# The same where every pass has to fetch the weights: all rows but the first cost next to nothing.
 FAR, FAR_NODES = 32, 127
 PATIENCE = 6  # rounds before a measured loss switches speculation off
 LOSS = 0.98  # measured gain below which it is a loss
-PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds without speculation until it is tried again: doubled each time in vain
-PROBE_AGAIN = 96  # the same for a request that begins when others were losing
-PROBE, PROBE_ROUNDS = 2, 3
+PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds without speculation until the next probe: doubled after one in vain
+PROBE_AGAIN = 96  # the same for a request that begins while others were losing
+PROBE, PROBE_ROUNDS = 2, 3  # least depth, and number of rounds, of a probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,8 @@ class Costs:
         draft: time of one draft step of the whole batch.
         overhead: time a round spends outside forwards.
         batch: requests that share the passes.
-        rate: tokens a second that a request committed lately in rounds that read ahead; 0: nobody knows yet.
-        depth, nodes: deepest draft and largest tree that are worth a thought.
+        rate: tokens a second that a request committed lately in rounds with drafts; 0: not known yet.
+        depth, nodes: deepest draft and largest tree that are considered.
     """
 
     score: Callable[[int], float]
@@ -64,11 +65,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TokenValue:
-    """What a draft's tokens are worth against the time that they take.
+    """Weighs the tokens of a draft against the time that they take.
 
-    A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of reading ahead. Whatever is
-    expected to bring more than that makes the whole faster, and nothing else does: the largest ratio of tokens to time
-    is where tokens - rate x time is largest (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
+    A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of drafting. Only what is
+    expected to bring more than that makes it faster: the ratio of tokens to time is largest where tokens - rate x time
+    is (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
 
     Attributes:
         rate: tokens a second that the request commits now.
@@ -85,7 +86,7 @@ class TokenValue:
         return tokens > self.rate * seconds
 
     def price(self, nodes: int) -> float:
-        """What a node costs on the way to a tree of so many: its share of the pass, in tokens."""
+        """Cost of one node in a tree of so many: its share of the pass, in tokens."""
         score, batch = self.costs.score, self.costs.batch
         return self.rate * max(0.0, score(batch * (nodes + 1)) - score(batch)) / nodes
 
@@ -110,8 +111,8 @@ class Size:
 
     Attributes:
         depth: draft tokens, or levels of a tree; 0: nothing.
-        nodes: most nodes of the tree; as many as levels: a chain.
-        worth: for drafters that can weigh what a token is worth: they may then stop before, or go deeper.
+        nodes: most nodes of the tree; if it equals the depth, a chain.
+        worth: for drafters that weigh their tokens against the time: they may then stop earlier, or go deeper.
     """
 
     depth: int
@@ -123,28 +124,28 @@ class DraftLengthPolicy(Protocol):
     """Decides for one request."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """What to draft in the next round. ``costs`` is only asked by those who weigh them."""
+        """What to draft in the next round. ``costs`` takes time, and is called only by policies that weigh costs."""
         ...
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """A round proposed ``drafted`` tokens on its longest path, kept ``accepted`` and took ``seconds``."""
+        """A round proposed ``drafted`` tokens on its longest path, accepted ``accepted`` and took ``seconds``."""
         ...
 
 
 @dataclass(slots=True)
 class Heuristic:
-    """Two more after a wholly accepted draft, else one less, at least one (transformers' "heuristic" schedule)."""
+    """Two more after a draft that was accepted in full, else one less, at least one (``transformers``' "heuristic")."""
 
     number: int = 5
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """A round proposed ``drafted`` tokens on its longest path and kept ``accepted``."""
+        """A round proposed ``drafted`` tokens on its longest path and accepted ``accepted``."""
         if drafted:
             self.number = self.number + 2 if accepted == drafted else max(1, self.number - 1)
 
 
 class NoDraft:
-    """Nothing is read ahead."""
+    """Nothing is drafted."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
@@ -158,12 +159,12 @@ NO_DRAFT = NoDraft()
 
 
 class FixedSize:
-    """Depth and nodes as they were asked for: a number, a schedule, or what pays.
+    """Depth and nodes as requested: a number, a schedule, or as many as pay.
 
     Args:
         depth: levels; None: as many as pay.
         nodes: of the tree; None: as many as pay.
-        chain: the draft is one path, so that there are as many nodes as levels.
+        chain: the draft is one path, with as many nodes as levels.
     """
 
     def __init__(self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool) -> None:
@@ -190,16 +191,25 @@ class FixedSize:
                 dial.observe(drafted, accepted)
 
 
+class Phase(Enum):
+    """Whether a request with an "auto" size drafts."""
+
+    UNDECIDED = "no round was weighed yet"
+    DRAFTING = "drafts pay; every round is weighed"
+    RESTING = "drafts do not pay: nothing is drafted, and nothing weighed, for a number of rounds"
+    PROBING = "after a rest, drafts are tried for a few rounds whatever they brought before"
+
+
 class AutoSize:
-    """What pays on this machine now; nothing where plain decoding is as fast.
+    """The size that pays on this machine now; nothing where plain decoding is as fast.
 
-    A drafter that knows its own chances is told what a token is worth, and weighs every level and node of its tree. The
-    others are asked for the chain with the largest predicted speed-up: the acceptance of each place in the draft is
-    estimated from the rounds that reached it, older ones counting less; a place never reached is taken to be as the one
-    before. Costs are the machine's own, measured while it works.
+    A drafter that knows its own chances is given the value of a token, and weighs every level and node of its tree. The
+    others are asked for the chain with the largest predicted speed-up: the acceptance of each position in the draft is
+    estimated from the rounds that reached it, older ones counting less; a position that was never reached is taken to
+    be as the one before. Costs are measured on this machine while it works.
 
-    However it was predicted: where the measured tokens per second fall below those of plain decoding, speculation is
-    switched off for the request, and tried again now and then: text changes.
+    Whatever was predicted: where the measured tokens per second fall below those of plain decoding, the request rests,
+    and drafts are tried again now and then, since texts change; see ``Phase``.
 
     Args:
         trees: whether the drafter may branch.
@@ -218,11 +228,11 @@ class AutoSize:
         self._kept: list[float] = []
         self._tried: list[float] = []
         self._gain = Throughput()
-        self._quiet, self._wait = 0, PROBE_EVERY
-        self._asked, self._grace = False, 0
+        self._phase, self._left = Phase.UNDECIDED, 0  # rounds left of a rest or a probe
+        self._wait = PROBE_EVERY  # rounds of the next rest
 
     def alphas(self) -> list[float]:
-        """Estimated acceptance by place."""
+        """Estimated acceptance by position in the draft."""
         alphas, prior = [], self._start
         for kept, tried in zip(self._kept, self._tried, strict=True):
             prior = (kept + prior * self._weight) / (tried + self._weight)
@@ -231,37 +241,41 @@ class AutoSize:
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
-        if self._quiet > 1:  # nothing is weighed meanwhile: that takes time too
-            self._quiet -= 1
-            return Size(0, 0)
-        now = costs()
-        if self._quiet:
-            self._quiet, self._wait = 0, min(2 * self._wait, PROBE_LATEST)
+        if self._phase is Phase.RESTING:
+            if self._left:
+                self._left -= 1
+                return Size(0, 0)
+            self._phase, self._left = Phase.PROBING, PROBE_ROUNDS
+            self._wait = min(2 * self._wait, PROBE_LATEST)
             self._forget(0.3)
-            self._grace = PROBE_ROUNDS
-        if self._grace:
-            self._grace -= 1
-            return self._asking(max(PROBE, self._depth(now)), now)
+        now = costs()
+        if self._phase is Phase.PROBING and self._left:
+            self._left -= 1
+            return self._size(max(PROBE, self._depth(now)), now)
+        return self._weigh(now)
+
+    def _weigh(self, now: Costs) -> Size:
+        """Draft if that pays, else rest."""
+        known = self._gain.rounds >= PATIENCE
         # What other requests lost counts from the first round on.
-        settled = self._gain.rounds >= PATIENCE
-        losing = (settled or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
+        losing = (known or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
         depth = 0 if losing else self._depth(now)
         if not depth:
-            self._asked = False
-            self._quiet = self._wait if settled else max(self._wait, PROBE_AGAIN)
+            rest = self._wait if known else max(self._wait, PROBE_AGAIN)
+            self._phase, self._left = Phase.RESTING, rest - 1  # this round is the first of them
             return Size(0, 0)
-        if settled:
+        self._phase = Phase.DRAFTING
+        if known:
             self._wait = PROBE_EVERY
-        return self._asking(depth, now)
+        return self._size(depth, now)
 
     def _forget(self, share: float) -> None:
-        """Let what was seen so far count less."""
+        """Have what was measured so far count less."""
         self._gain.fade(share)
         self._kept = [kept * share for kept in self._kept]
         self._tried = [tried * share for tried in self._tried]
 
-    def _asking(self, depth: int, now: Costs) -> Size:
-        self._asked = True
+    def _size(self, depth: int, now: Costs) -> Size:
         if not self._trees:
             return Size(depth, depth)
         return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
@@ -282,7 +296,7 @@ class AutoSize:
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        if self._asked:  # to no avail, perhaps: that takes time too
+        if self._phase in (Phase.DRAFTING, Phase.PROBING):  # also if nothing was proposed: asking takes time too
             self._gain.add(accepted + 1, seconds)
         places = min(drafted, accepted + 1)
         while len(self._tried) < places:
@@ -294,7 +308,7 @@ class AutoSize:
 
 
 class Throughput:
-    """Tokens per second of the rounds that read ahead, older ones counting less."""
+    """Tokens per second of the rounds with drafts, older ones counting less."""
 
     __slots__ = ("_seconds", "_tokens", "rounds")
 
@@ -308,19 +322,19 @@ class Throughput:
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def expected(self, costs: Costs) -> float:
-        """Tokens a second to expect: what was seen, and before that what other requests had, or plain decoding has."""
+        """Tokens a second to expect: as measured, and before that as other requests had, or as plain decoding has."""
         weight = PATIENCE * costs.plain
         return (self._tokens + weight * (costs.rate or 1.0 / costs.plain)) / (self._seconds + weight)
 
     def add(self, tokens: float, seconds: float) -> None:
-        """A round committed so many tokens in so many seconds."""
+        """Count a round that committed so many tokens in so many seconds."""
         self.fade(0.92)
         self._tokens += tokens
         self._seconds += seconds
         self.rounds += 1
 
     def fade(self, share: float) -> None:
-        """Let what was seen so far count less."""
+        """Have what was measured so far count less."""
         self._tokens *= share
         self._seconds *= share
 

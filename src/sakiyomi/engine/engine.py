@@ -24,6 +24,7 @@ from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
+from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
 from sakiyomi.engine.batch import Batch, score_alone
@@ -67,7 +68,7 @@ class Engine:
     def __init__(
         self,
         target: ModelRunner,
-        drafter: Drafter | None,
+        drafter: Drafter | Proposer | None,
         tokenizer: Any,
         *,
         intake: InputProcessor | None = None,
@@ -79,6 +80,7 @@ class Engine:
         settle: Callable[[], None] = lambda: None,
         depth: int | None = None,
     ) -> None:
+        drafter = as_drafter(drafter) if drafter is not None else None
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
@@ -86,7 +88,7 @@ class Engine:
         self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._slots = SlotManager(target.cache, target.eviction, drafter, chunk_size, exact)
+        self._slots = SlotManager(target, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._speculation = SpeculationController(target, drafter, exact=exact, strict=strict)

@@ -22,7 +22,7 @@ from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.core.progress import progress
 from sakiyomi.core.prompts import judging_text
-from sakiyomi.drafters import Context, Drafter, DrafterContext, make_drafter, parse_drafters
+from sakiyomi.drafters import Context, Drafter, DrafterContext, Proposer, make_drafter, parse_drafters
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
@@ -91,7 +91,7 @@ class LLM:
     def __init__(
         self,
         target: str | os.PathLike[str] | tuple[Any, Any],
-        draft: str | Drafter | Sequence[str | Drafter] = "auto",
+        draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer] = "auto",
         *,
         cache: str = "full",
         kv_budget: int | str | None = None,
@@ -326,7 +326,7 @@ class LLM:
 
     # ------------------------------------------------------------ models
 
-    def drafter(self, draft: str | Drafter | Sequence[str | Drafter]) -> Drafter | None:
+    def drafter(self, draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer]) -> Drafter | None:
         """A drafter beside this target, for an engine of one's own; the LLM keeps the one that it has.
 
         Args:
@@ -339,9 +339,8 @@ class LLM:
             InputError, LoadError, UnsupportedError: its model or file cannot be used beside this target.
         """
         made = make_drafter(parse_drafters(draft), self._around, strict=self._strict)
-        given = getattr(made, "model", None)  # a drafter that the caller made has its graphs waited for too
-        if isinstance(given, ModelRunner) and given not in self._models:
-            self._models.append(given)
+        if made is not None and made.model is not None and made.model not in self._models:
+            self._models.append(made.model)  # a drafter that the caller made has its graphs waited for too
         return made
 
     def compiled(self) -> bool:

@@ -122,7 +122,7 @@ def costs(llm: LLM, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
         ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model).
     """
     target = pass_seconds(llm.target, ROWS, context=context, repeats=repeats)
-    model = getattr(llm.draft, "model", None)
+    model = llm.draft.model if llm.draft is not None else None
     draft = None
     if model is not None:
         draft = pass_seconds(model, (1,), context=context, repeats=repeats)[1]

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source, SourceCache
-from sakiyomi.cache.eviction import FullCache, ManagedCache
+from sakiyomi.cache.eviction import FullCache, ManagedCache, QueryTrackingCache
 from sakiyomi.cache.eviction_plan import ENDLESS, EvictionPlan
 from sakiyomi.cache.policies import Policy
+from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
@@ -448,6 +449,33 @@ class ModelRunner:
             self._prompts = TorchBackend(needs, self.cache)
         if plan.reassigned:
             self.max_context = ENDLESS
+
+    def track_queries(self) -> QueryTrackingCache:
+        """Keep the queries of each slot's last row from now on, if that is not done already.
+
+        Running requests go on; their slots' queries are kept from the next text on. Passes are recorded anew.
+
+        Raises:
+            UnsupportedError: the cache does not hold all keys and values, or the model keeps its own.
+        """
+        with self.lock:
+            tracked = self.eviction.tracking_queries()
+            apart = self.weights.own_attention or self.sources is not None or self.weights.stateful
+            if tracked is None or apart:
+                raise UnsupportedError(
+                    f"the cache of {type(self.module).__name__} does not hold all keys and values that the model "
+                    "attends to, or the model keeps them itself; use cache='full'"
+                )
+            if tracked is self.eviction:
+                return tracked
+            self.eviction = tracked
+            self._note, self._evicts = scaled_queries, True
+            if self.device.type == "cpu":  # the backend stays: an early exit may share it
+                self._listen()
+                self._adopt(self.backend)
+            else:
+                self.take_backend()
+            return tracked
 
     # ------------------------------------------------------------ what passes cost
 
