@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from sakiyomi.cache.eviction import EvictingCache
-from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
-from sakiyomi.cache.prefix import Prefix, read_prefix
+from sakiyomi.cache.policies import CacheSpec, read_cache
+from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError
-from sakiyomi.core.memory import parse_bytes, readable, returned_when_freed
+from sakiyomi.core.memory import parse_bytes
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
-from sakiyomi.core.progress import progress
-from sakiyomi.core.prompts import judging_text
-from sakiyomi.drafters import Context, Drafter, DrafterContext, make_drafter, parse_drafters
+from sakiyomi.drafters import Drafter, make_drafter, parse_drafters
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
-from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
+from sakiyomi.engine.model_pool import ModelPool, answer
+from sakiyomi.engine.prefixes import Prefixes
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.kernels.build import builder
-from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
-from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+from sakiyomi.model_executor.loading import load_model, stop_tokens
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["LLM"]
 
-logger = logging.getLogger("sakiyomi")
 Prompt = str | Sequence[int] | Audio | Tensor
 
 
@@ -108,53 +104,38 @@ class LLM:
         allow_pickle: bool = False,
         trust_remote_code: bool = False,
     ) -> None:
-        if kv_memory is not None:
-            if kv_budget is not None:
-                raise InputError(f"kv_memory={kv_memory!r} and kv_budget={kv_budget!r} say the same; give one of them")
-            parse_bytes(str(kv_memory), "kv_memory")
-            kv_budget = f"{kv_memory}b" if str(kv_memory).isdigit() else kv_memory
-        self._cache = cache, kv_budget
-        said = read_cache(cache)
-        eviction = _eviction(cache, said, kv_budget, chunk_size or CHUNK)
-        if quantize not in (None, *QUANTIZATIONS):
-            raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
-        if compile != "auto" and not isinstance(compile, bool):
-            raise InputError(f"compile={compile!r}; expected 'auto', True or False")
-        for name, value in (("max_batch", max_batch), ("chunk_size", chunk_size), ("max_context", max_context)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InputError(f"{name}={value!r}; expected a whole number of at least 1")
+        budget = _budget(kv_budget, kv_memory)
+        spec = read_cache(cache)
+        eviction = _eviction(cache, spec, budget, chunk_size or CHUNK)
+        _check_options(quantize, compile, max_batch=max_batch, chunk_size=chunk_size, max_context=max_context)
         drafters = parse_drafters(draft)
-        if said.offloaded is not None:
-            said.offloaded.prepare()
-        self._options: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "trust_remote_code": trust_remote_code,
-            "allow_pickle": allow_pickle,
-        }
-        self._pack_options: dict[str, Any] = {"max_slots": max_batch, "compile": compile, "exact": exact}
-        loaded = load_model(
-            target, quantize=quantize, offload=offload, packed=True, encoder_decoder=True, **self._options
+        if spec.offloaded is not None:
+            spec.offloaded.prepare()
+        self._pool = ModelPool(
+            target,
+            functools.partial(
+                load_model,
+                packed=True,
+                encoder_decoder=True,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                allow_pickle=allow_pickle,
+            ),
+            functools.partial(ModelRunner, max_slots=max_batch, compile=compile),
+            quantize=quantize,
+            offload=offload,
+            eviction=eviction,
+            watched=eviction is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters),
+            offloaded=spec.offloaded,
+            exact=exact,
         )
-        self._config = loaded.model.config
-        self.name, self.tokenizer = loaded.name, loaded.tokenizer
-        watched = eviction is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters)
-        self.target = self._pack_target(loaded, quantize, eviction=eviction, watched=watched, offloaded=said.offloaded)
-        self._models = [self.target]
+        loaded, self.target = self._pool.loaded, self._pool.target
+        self.name, self.tokenizer, self.vocab_size = loaded.name, loaded.tokenizer, self.target.vocab_size
         self.profile = find_profile(self.target, self.tokenizer) if drafters == ["auto"] else None
-        self._around = DrafterContext(
-            loaded,
-            self.target.vocab_size,
-            self._load_beside,
-            self._pack_beside,
-            self.target,
-            functools.partial(self._rounded, target),
-            self._answer,
-            allow_pickle,
-        )
+        self._context = self._pool.context(lambda context: answer(self.engine, context), allow_pickle=allow_pickle)
         self._strict = strict
         self.draft = self.drafter(self.profile.draft if self.profile is not None else drafters)
-        self.vocab_size = self.target.vocab_size
         own = self.target.max_context
         if max_context is not None and max_context > own:
             raise InputError(f"max_context={max_context} exceeds the model's {own} positions; leave it out or lower it")
@@ -163,15 +144,16 @@ class LLM:
             self.target,
             self.draft,
             self.tokenizer,
-            intake=self._intake(loaded),
+            intake=self._pool.input_processor(self.max_context),
             stop_ids=stop_tokens(loaded.model, loaded.tokenizer),
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
             exact=exact,
             strict=strict,
-            settle=self._settle,
+            settle=self._pool.settle,
             depth=self.profile.depth if self.profile is not None else None,
         )
+        self._prefixes = Prefixes(self.engine, cache, budget)
 
     # ------------------------------------------------------------ generation
 
@@ -199,41 +181,36 @@ class LLM:
             InputError, MemoryLimitError: before any work is done.
         """
         params = as_params(params)
-        if isinstance(prompts, str | Audio) or (isinstance(prompts, Tensor) and prompts.is_floating_point()):
-            return self.generate([prompts], params, rounds_trace=rounds_trace, prefix=prefix)[0]
-        if not isinstance(prompts, Iterable):
+        alone = isinstance(prompts, str | Audio) or (isinstance(prompts, Tensor) and prompts.is_floating_point())
+        if not alone and not isinstance(prompts, Iterable):
             raise InputError(f"prompts is {prompts!r:.80}; expected a text, or a list of texts or of token-id lists")
-        prompts = list(prompts)
-        if prompts and all(isinstance(token, int) for token in prompts):
+        given: list[Any] = [prompts] if alone else list(prompts)  # type: ignore[arg-type]
+        if given and all(isinstance(token, int) for token in given):
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
         if prefix is not None:
-            prefix.check(self.recipe())
-            prompts = [[*prefix.tokens, *self._ids(prompt)] for prompt in prompts]
-        places: list[RetainedSlot] = []
-
-        def place() -> RetainedSlot | None:
-            if prefix is not None:
-                places.append(RetainedSlot(prefix=prefix))
-            return places[-1] if places else None
-
+            given = self._prefixes.prepend(prefix, given)
+        samples = [(i, j) for i in range(len(given)) for j in range(params.n)]
+        places = [RetainedSlot(prefix=prefix) if prefix is not None else None for _ in samples]
         try:
             done = self.engine.complete(
                 self.engine.submit(
-                    *(prompt, params),
+                    given[i],
+                    params,
                     key=(i, j) if params.n > 1 else (i,),
                     rounds_trace=rounds_trace,
                     live=False,
-                    place=place(),
+                    place=place,
                 )
-                for i, prompt in enumerate(prompts)
-                for j in range(params.n)
+                for (i, j), place in zip(samples, places, strict=True)
             )
         finally:
-            for made in places:
-                self.engine.release(made)
-        if params.n == 1:
-            return done
-        return [done[i : i + params.n] for i in range(0, len(done), params.n)]
+            for place in places:
+                if place is not None:
+                    self.engine.release(place)
+        found: list[Any] = done
+        if params.n > 1:
+            found = [done[i : i + params.n] for i in range(0, len(done), params.n)]
+        return found[0] if alone else found
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0) -> Iterator[Step]:
         """Generate for one prompt and give every round's tokens and text as they come.
@@ -270,11 +247,7 @@ class LLM:
             InputError: it is empty, or longer than the context.
             MemoryLimitError: it does not fit.
         """
-        said = text if isinstance(text, str) else ""
-        with Conversation(self.engine, beginning=True) as conversation:
-            ids = self._ids(text, begin=True)
-            conversation.generate(ids, SamplingParams(max_new_tokens=1, ignore_eos=True))
-            return conversation.snapshot(said, self.recipe())
+        return self._prefixes.make(text)
 
     def load_prefix(self, path: str | os.PathLike[str]) -> Prefix:
         """A prefix from its file.
@@ -283,29 +256,11 @@ class LLM:
             LoadError: it is no such file, or damaged.
             InputError: it was made by another model, or its cache is kept in another way.
         """
-        prefix = read_prefix(path)
-        prefix.check(self.recipe(), str(path))
-        return prefix
+        return self._prefixes.load(path)
 
     def recipe(self) -> dict[str, str]:
         """What must be equal where a prefix is used again: the model, and how its cache is kept."""
-        from sakiyomi.cache.policies.retaining.formats import fingerprint
-
-        rounding = self.target.quantization
-        return {
-            **fingerprint(self.target.module, self.tokenizer),
-            "dtype": str(self.target.dtype).removeprefix("torch."),
-            "quantize": str(rounding.kind if rounding is not None else None),
-            "cache": without_place(self._cache[0]),
-            "kv_budget": str(self._cache[1]),
-            "chunk_size": str(self.engine.chunk_size),
-        }
-
-    def _ids(self, prompt: Any, *, begin: bool = False) -> list[int]:
-        """Token ids of a text; behind a prefix without what a text begins with."""
-        if not isinstance(prompt, str):
-            return list(prompt)
-        return list(self.tokenizer(prompt, add_special_tokens=begin).input_ids)
+        return self._prefixes.recipe()
 
     def conversation(self, prefix: Prefix | None = None) -> Conversation:
         """Requests that follow one another: of each prompt only what is new is computed.
@@ -337,15 +292,15 @@ class LLM:
         Raises:
             InputError, LoadError, UnsupportedError: its model or file cannot be used beside this target.
         """
-        made = make_drafter(parse_drafters(draft), self._around, strict=self._strict)
+        made = make_drafter(parse_drafters(draft), self._context, strict=self._strict)
         given = getattr(made, "model", None)  # a drafter that the caller made has its graphs waited for too
-        if isinstance(given, ModelRunner) and given not in self._models:
-            self._models.append(given)
+        if isinstance(given, ModelRunner) and given not in self._pool.models:
+            self._pool.models.append(given)
         return made
 
     def compiled(self) -> bool:
         """Whether a request that begins now runs on compiled graphs."""
-        return all(model.compiled() for model in self._models)
+        return all(model.compiled() for model in self._pool.models)
 
     def wait(self, timeout: float | None = None, *, batches: bool = False) -> bool:
         """Wait for kernels and graphs that are made in the background.
@@ -362,96 +317,39 @@ class LLM:
         def left() -> float | None:
             return None if end is None else max(0.0, end - time.monotonic())
 
-        if any(model.unsettled for model in self._models):
+        if any(model.unsettled for model in self._pool.models):
             builder().join(left())
             self.engine.settle()
-        for model in self._models:
+        for model in self._pool.models:
             if model.graphs is not None:
                 model.graphs.wait(left(), every=batches)
         return self.compiled()
 
-    def _intake(self, loaded: Loaded) -> InputProcessor | None:
-        """Where the target has an encoder: what makes sources for it."""
-        if not has_encoder(self._config):
-            return None
-        from sakiyomi.engine.encoder_inputs import SourceInputProcessor
 
-        model = self.target
-        return SourceInputProcessor(
-            loaded.model, loaded.tokenizer, loaded.extractor, model.vocab_size, self.max_context, model.first_logits
-        )
-
-    def _settle(self) -> None:
-        for model in self._models:
-            model.settle()
-
-    def _pack_target(self, loaded: Loaded, quantize: str | None, **how: Any) -> ModelRunner:
-        if loaded.prepared is not None or loaded.model.device.type == "cuda":  # rounded already, or by torchao
-            quantize = None
-        size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
-        eviction: EvictingCache | None = how.get("eviction")
-        wants_text = quantize or (eviction is not None and eviction.packing is not None and eviction.packing.fitted)
-        with returned_when_freed(), progress(f"rounding {loaded.name} ({readable(size)}) to {quantize}", size=size):
-            packed = ModelRunner(
-                loaded.model,
-                owned=loaded.owned,
-                quantize=quantize,
-                text=judging_text(loaded.model, loaded.tokenizer) if wants_text else (),
-                prepared=loaded.prepared,
-                **{**self._pack_options, **how},
-            )
-            if loaded.save is not None:
-                loaded.save(packed)
-        return packed
-
-    def _rounded(self, target: Any, kind: str) -> ModelRunner:
-        """The target once more, its weights rounded, to run beside itself."""
-        loaded = load_model(target, quantize=kind, packed=True, encoder_decoder=True, **self._options)
-        packed = self._pack_target(loaded, kind, first_sizes=DRAFT_SIZES, exact=False)
-        self._models.append(packed)
-        return packed
-
-    def _answer(self, context: Context) -> tuple[list[int], float] | None:
-        """What the target says to a request by itself, and the seconds it took; None while every slot is taken."""
-        if not self.target.cache.free:
-            return None
-        own = self.engine
-        limits: dict[str, Any] = {"max_context": own.max_context, "chunk_size": own.chunk_size, "exact": own.exact}
-
-        def intake(prompt: Any, params: SamplingParams) -> TokenizedPrompt:
-            return TokenizedPrompt(list(context.tokens), params, context.source)
-
-        plain = Engine(self.target, None, self.tokenizer, intake=intake, **limits)
-        before = self.target.forward_seconds
-        params = replace(context.params, n=1, logprobs=None, stop_token_ids=sorted(context.stop_ids))
-        request = plain.submit(context.tokens, params, live=False)
-        request.context.noise = context.noise
-        (done,) = plain.complete([request])
-        spent = self.target.forward_seconds - before
-        self.target.forward_seconds = before  # it is not the target's own work for this request
-        return done.token_ids, spent
-
-    def _load_beside(self, name: str) -> Loaded:
-        def fits(config: Any) -> None:
-            check_family(self._config, config, name)
-
-        return load_model(name, packed=True, encoder_decoder=True, fits=fits, **self._options)
-
-    def _pack_beside(self, loaded: Loaded) -> ModelRunner:
-        packed = ModelRunner(
-            loaded.model,
-            owned=loaded.owned,
-            first_sizes=DRAFT_SIZES,
-            prepared=loaded.prepared,
-            **{**self._pack_options, "exact": False},
-        )
-        self._models.append(packed)
-        return packed
+def _check_options(quantize: object, compile: object, **counts: object) -> None:
+    """Refuse values that cannot be meant."""
+    if quantize not in (None, *QUANTIZATIONS):
+        raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
+    if compile != "auto" and not isinstance(compile, bool):
+        raise InputError(f"compile={compile!r}; expected 'auto', True or False")
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise InputError(f"{name}={value!r}; expected a whole number of at least 1")
 
 
-def _eviction(cache: str, said: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictingCache | None:
+def _budget(kv_budget: int | str | None, kv_memory: int | str | None) -> int | str | None:
+    """The budget that one of the two names."""
+    if kv_memory is None:
+        return kv_budget
+    if kv_budget is not None:
+        raise InputError(f"kv_memory={kv_memory!r} and kv_budget={kv_budget!r} say the same; give one of them")
+    parse_bytes(str(kv_memory), "kv_memory")
+    return f"{kv_memory}b" if str(kv_memory).isdigit() else kv_memory
+
+
+def _eviction(cache: str, spec: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictingCache | None:
     """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
-    policy, packing, sparse, _ = said
+    policy, packing, sparse, _ = spec
     if policy is None:
         if budget is not None:
             raise InputError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -17,8 +17,12 @@ from sakiyomi.engine.encoder_inputs import token_source
 from sakiyomi.engine.hf_generate.engines import NO_TEXT
 from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
+from sakiyomi.model_executor.loading import has_encoder
 
-__all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "requests", "sampling"]
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "sampling"]
 
 _WARPERS = (
     transformers.TemperatureLogitsWarper,
@@ -122,26 +126,47 @@ def length_limit(criteria: Sequence[Any], config: Any) -> int:
     return min([*own, int(config.max_length)]) if own else int(config.max_length)
 
 
-def prompts(ids: Tensor, mask: Tensor | None, positions: Tensor | None, vocab_size: int, most: int) -> list[list[int]]:
-    """Tokens of every row without its padding, which must lie on the left.
+def prompts(
+    ids: Tensor,
+    kwargs: Mapping[str, Any],
+    inputs: Tensor | None,
+    config: Any,
+    target: ModelRunner,
+    params: SamplingParams,
+    processors: Sequence[Any],
+) -> list[TokenizedPrompt]:
+    """What each row of the batch begins with.
 
     Args:
-        ids: (B, L).
-        mask: (B, L), 0 where a token is padding; None: nowhere.
-        positions: (B or 1, L) as ``generate`` prepared them, or as the user gave them; None: the model takes none.
-        vocab_size, most: of the model, for the check of the tokens.
+        ids: (B, L) prompts with their padding, which must lie on the left.
+        kwargs: arguments for the model's ``forward``: masks and positions among them.
+        inputs: what the model's encoder reads; not used where it has none.
+        config: of the model.
+        target: the model as it runs.
+        params, processors: of the whole batch.
 
     Raises:
         InputError: padding elsewhere, or tokens that the model does not know.
-        UnsupportedError: positions that do not count a row's tokens from 0 on.
+        UnsupportedError: positions that do not count a row's tokens from 0 on, or ``encoder_outputs`` were given.
     """
-    rows = []
-    for i, row in enumerate(ids):
+    encoder = has_encoder(config)
+    mask = kwargs.get("decoder_attention_mask" if encoder else "attention_mask")
+    positions = None if encoder else kwargs.get("position_ids")
+    sources: list[Source | None] = [None] * len(ids)
+    if encoder:
+        assert inputs is not None
+        sources = _sources(config, inputs, kwargs.get("attention_mask"), len(ids), target.vocab_size)
+    made = []
+    for i, (row, source) in enumerate(zip(ids, sources, strict=True)):
         pad = _padding(mask, i, ids.shape[1], "attention_mask")
         if positions is not None and not _counted(positions, i, pad):
             raise _refused("position_ids", "a tensor", "positions count a prompt's tokens from 0 on: leave it out")
-        rows.append(prompt_tokens(row[pad:].tolist(), NO_TEXT, vocab_size, most))
-    return rows
+        tokens = prompt_tokens(row[pad:].tolist(), NO_TEXT, target.vocab_size, target.max_context)
+        own = list(processors)
+        if len(ids) > 1 or pad:
+            own = [_OfRow(processor, i, len(ids), ids[i : i + 1, :pad]) for processor in own]
+        made.append(TokenizedPrompt(tokens, replace(params, logits_processors=own), source))
+    return made
 
 
 def _padding(mask: Tensor | None, row: int, length: int, name: str) -> int:
@@ -237,29 +262,7 @@ class _OfRow:
         return own
 
 
-def requests(
-    ids: Tensor, rows: Sequence[list[int]], params: SamplingParams, processors: Sequence[Any], sources: Sequence[Any]
-) -> list[TokenizedPrompt]:
-    """A request for each row.
-
-    Args:
-        ids: (B, L) with the padding.
-        rows: the tokens of each row without it.
-        params: of all of them.
-        processors: of the whole batch.
-        sources: what each row's encoder reads; None where there is none.
-    """
-    asked = []
-    for i, (tokens, source) in enumerate(zip(rows, sources, strict=True)):
-        padding = ids[i : i + 1, : ids.shape[1] - len(tokens)]
-        own = list(processors)
-        if len(rows) > 1 or padding.shape[1]:
-            own = [_OfRow(processor, i, len(rows), padding) for processor in own]
-        asked.append(TokenizedPrompt(tokens, replace(params, logits_processors=own), source))
-    return asked
-
-
-def sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_size: int) -> list[Source]:
+def _sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_size: int) -> list[Source | None]:
     """What the encoder reads for each row; rows of one prompt share theirs.
 
     Args:
@@ -274,7 +277,7 @@ def sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_si
         UnsupportedError: ``encoder_outputs`` were given instead of what the encoder reads.
     """
     family, each = family_of(config), rows // given.shape[0]
-    made = []
+    made: list[Source] = []
     for i, row in enumerate(given):
         if family.hears:
             made.append(Source({"input_features": row[None]}, int(family.source_positions(config) or 0)))
