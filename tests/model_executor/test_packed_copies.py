@@ -574,14 +574,9 @@ def test_torchao_rounds_what_is_loaded_for_a_gpu(fresh: Path) -> None:
 
 @pytest.fixture
 def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to be rounded for the CPU goes the way of a GPU instead."""
+    """What is to be quantized for the CPU goes the way of a GPU instead."""
     pytest.importorskip("torchao")
-    monkeypatch.setattr(
-        "sakiyomi.model_executor.loading.model._to_be_rounded",
-        lambda reader, config, tokenizer, kind, beside: loading_model._rounded_by_torchao(
-            reader, config, tokenizer, kind
-        ),
-    )
+    monkeypatch.setattr(loading_model, "_to_be_quantized", loading_model._by_torchao)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "40kB"}])

@@ -35,11 +35,11 @@ Prompt = str | Sequence[int] | Audio | Tensor
 
 
 class LLM:
-    """A language model that reads ahead.
+    """A language model with speculative decoding.
 
     Args:
         target: name of an embedded model, a folder in Hugging Face format, a GGUF file, a hub id, or a loaded
-            ``(model, tokenizer)`` pair; of a model that hears (whisper) ``(model, processor)``.
+            ``(model, tokenizer)`` pair; of a speech model (whisper) ``(model, processor)``.
         draft: "none", "auto", "model:<path or id>", "medusa:<heads>" (a folder, or ``tales-medusa``), "self-int8" (the
             target once more, with weights of 8 bits), "self-evicted" (the target on an excerpt of its cache, for long
             contexts), "early-exit:<layers>" (its own first layers), "oracle" or
@@ -47,25 +47,25 @@ class LLM:
             ("prompt-lookup", "suffix", "ngram"), a Drafter object, or several: joined by "+", or in a list. "auto" uses
             what ``sakiyomi tune`` found for this target on this machine (``profile``), else ``tales-draft`` for
             ``tales``.
-        cache: which keys and values stay: "full", or the name of a policy (see ``docs/policies.md``), with options as
-            ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2" (all but
-            the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4", "kvquant-3",
-            "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy drops is merged into
-            some of what stays. "minference", alone or joined to those, has prompts read in part, while all that would
-            stay stays. "offload" and "offload:FOLDER" keep everything in mapped files, on a CPU: the system takes
-            their memory back when it is short.
+        cache: which keys and values the cache keeps: "full", or the name of a policy (see ``docs/policies.md``), with
+            options as ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2"
+            (all but the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4",
+            "kvquant-3", "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy evicts is merged into
+            some of what stays. "minference", alone or joined to those, computes the attention of prompts in part and
+            evicts nothing. "offload" and "offload:FOLDER" keep everything in mapped files, on a CPU: the system can
+            take their memory back.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
         chunk_size: prompt tokens in one pass; None for a default.
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
-        quantize: "int8" or "int4" rounds the target's weights to so many bits and, on the CPU, rows to 8; then
-            ``target.rounding`` says what that changed, and a packed copy is kept beside the model, from which it is
-            loaded the next time. On a GPU torchao rounds. None: nothing is rounded.
+        quantize: "int8" or "int4" quantizes the target's weights to so many bits and, on the CPU, activations to 8;
+            then ``target.quantization`` says what that changed, and a packed copy is kept beside the model, from which
+            it is loaded the next time. On a GPU torchao quantizes. None: nothing is quantized.
         offload: where the target's weights stay between passes, for a model that does not fit: "disk" (in its own
             files), "cpu" (in main memory, for a GPU), "auto" (as much as fits on the device, then in main memory, the
             rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
-            there for as long as the model lives. Every pass then reads them, so that reading far ahead pays most.
+            there for as long as the model lives. Every pass then reads them, so that long drafts pay most.
             Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
         compile: "auto" compiles in the background and uses it when it is ready, True waits for it, False never does.
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
@@ -77,7 +77,7 @@ class LLM:
         trust_remote_code: run code that comes with a model.
 
     Attributes:
-        profile: what was tuned, where draft "auto" follows it; None: nothing was, or another draft was asked for.
+        profile: what ``sakiyomi tune`` found, if draft "auto" uses it; None: it found nothing, or ``draft`` is another.
 
     Raises:
         InputError, LoadError, UnsupportedError, MemoryLimitError: see ``errors``.
@@ -169,10 +169,10 @@ class LLM:
 
         Args:
             prompts: text, or a list of texts or of token-id lists. Where the target has an encoder, what it reads: a
-                source text or its tokens, or, of a model that hears, an ``Audio`` or a tensor of its input features.
+                source text or its tokens, or, of a speech model, an ``Audio`` or a tensor of its input features.
             params: for all of them; None for the defaults.
             rounds_trace: keep every round's tree in ``Generation.rounds_trace``.
-            prefix: what each prompt goes on from, see ``prefix``; it is not read again.
+            prefix: comes before each prompt and is not computed again, see ``prefix``.
 
         Returns:
             A ``Generation`` for each prompt; with ``params.n`` above 1 a list of n in the place of each.
@@ -230,7 +230,7 @@ class LLM:
             yield from alone.stream(prompt, params, index=index)
 
     def prefix(self, text: str | Sequence[int]) -> Prefix:
-        """Read a beginning once, to go on from it many times: a document, a system prompt.
+        """Compute a beginning once, to continue it many times: a document, a system prompt.
 
         ::
 
@@ -238,7 +238,7 @@ class LLM:
             prefix.save("document.safetensors")
             answer = llm.generate("Who wrote it?", prefix=llm.load_prefix("document.safetensors"))
 
-        A prompt's tokens come behind those of the prefix as they are: where a word ends at the border, it ends.
+        A prompt's tokens follow those of the prefix: no word spans the two.
 
         Args:
             text: or token ids.
@@ -259,11 +259,11 @@ class LLM:
         return self._prefixes.load(path)
 
     def recipe(self) -> dict[str, str]:
-        """What must be equal where a prefix is used again: the model, and how its cache is kept."""
+        """What has to be equal for a prefix to be used again: the model, and how its cache is kept."""
         return self._prefixes.recipe()
 
     def conversation(self, prefix: Prefix | None = None) -> Conversation:
-        """Requests that follow one another: of each prompt only what is new is computed.
+        """Successive requests: only the new part of each prompt is computed.
 
         ::
 
@@ -272,7 +272,7 @@ class LLM:
                     print(conversation.generate(text).text)
 
         Args:
-            prefix: what its first prompt goes on from, if it begins with the same tokens.
+            prefix: used for the first prompt, if that begins with the same tokens.
         """
         if prefix is not None:
             prefix.check(self.recipe())
@@ -281,7 +281,7 @@ class LLM:
     # ------------------------------------------------------------ models
 
     def drafter(self, draft: str | Drafter | Sequence[str | Drafter]) -> Drafter | None:
-        """A drafter beside this target, for an engine of one's own; the LLM keeps the one that it has.
+        """A drafter for this target, for an engine of one's own; the LLM's own drafter stays.
 
         Args:
             draft: as of ``LLM``.
@@ -327,7 +327,7 @@ class LLM:
 
 
 def _check_options(quantize: object, compile: object, **counts: object) -> None:
-    """Refuse values that cannot be meant."""
+    """Refuse values that make no sense."""
     if quantize not in (None, *QUANTIZATIONS):
         raise InputError(f"quantize={quantize!r}; expected None, {' or '.join(map(repr, QUANTIZATIONS))}")
     if compile != "auto" and not isinstance(compile, bool):
@@ -348,7 +348,7 @@ def _budget(kv_budget: int | str | None, kv_memory: int | str | None) -> int | s
 
 
 def _eviction(cache: str, spec: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictingCache | None:
-    """What keeps the cache within the budget, packs it, or has prompts read in part; None: nothing does."""
+    """What keeps the cache within the budget, quantizes it, or computes prompts in part; None: nothing does."""
     policy, packing, sparse, _ = spec
     if policy is None:
         if budget is not None:

@@ -1,4 +1,4 @@
-"""What ``generate`` of transformers prepared, as requests of ours; what cannot be honoured is refused by its name."""
+"""Turns what transformers' ``generate`` prepared into prompts and parameters; refuses by name what is not supported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STATEFUL = {
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config (SynthID)",
     "WhisperNoSpeechDetection": "no_speech_threshold",
 }
-"""Processors that run the model themselves, or remember the step before: a draft would be judged by the wrong step."""
+"""Processors that run the model or remember the step before: a draft would be verified with the wrong step's values."""
 _MODES = {
     "beam_search": "num_beams",
     "beam_sample": "num_beams",
@@ -56,7 +56,7 @@ _MODES = {
 }
 _DECODER = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 _TAKEN = {False: _DECODER, True: _DECODER | {"encoder_outputs", "decoder_attention_mask"}}
-"""Arguments of ``forward`` that are understood, with an encoder and without."""
+"""Arguments of ``forward`` that are supported, without an encoder (False) and with one (True)."""
 
 
 def _refused(name: str, value: Any, remedy: str = "") -> UnsupportedError:
@@ -68,13 +68,13 @@ def _refused(name: str, value: Any, remedy: str = "") -> UnsupportedError:
 
 
 def check_settings(config: Any, kwargs: Mapping[str, Any], synced_gpus: bool, *, encoder: bool) -> None:
-    """Refuse what would change the text, or what comes back, and is not done here.
+    """Refuse settings that would change the text or the result and are not supported here.
 
     Args:
         config: the GenerationConfig that ``generate`` put together.
         kwargs: arguments for the model's ``forward``.
-        synced_gpus: several processes must go on together.
-        encoder: the model has one.
+        synced_gpus: several processes must stay in step.
+        encoder: whether the model has an encoder.
 
     Raises:
         UnsupportedError: it names the argument and says what to do.
@@ -83,7 +83,7 @@ def check_settings(config: Any, kwargs: Mapping[str, Any], synced_gpus: bool, *,
     if mode in _MODES:
         argument = _MODES[mode]
         value = getattr(config, argument.split(" ")[0], None)
-        raise _refused(argument, value, "sampling and greedy search alone are read ahead: leave custom_generate out")
+        raise _refused(argument, value, "only sampling and greedy search are supported: leave custom_generate out")
     if synced_gpus:
         raise _refused("synced_gpus", True, "the processes would not stay in step: leave custom_generate out")
     if not config.use_cache:
@@ -193,7 +193,7 @@ def _counted(positions: Tensor, row: int, pad: int) -> bool:
 
 
 def sampling(processors: Sequence[Any], do_sample: bool) -> tuple[SamplingParams, list[Any]]:
-    """Temperature, top-k, top-p and min-p as ours where they come last, and the processors before them.
+    """Sampling parameters from the last warpers (temperature, top-k, top-p, min-p), and the processors before them.
 
     Raises:
         UnsupportedError: a processor that depends on more than tokens and logits.
@@ -203,7 +203,7 @@ def sampling(processors: Sequence[Any], do_sample: bool) -> tuple[SamplingParams
         argument = _STATEFUL.get(type(processor).__name__)
         if argument is not None:
             raise _refused(argument, type(processor).__name__)
-    while left and type(left[-1]) is transformers.LogitNormalization:  # no choice depends on it
+    while left and type(left[-1]) is transformers.LogitNormalization:  # it changes no choice
         left.pop()
     if not do_sample:
         return SamplingParams(temperature=0.0), left
@@ -220,7 +220,7 @@ def sampling(processors: Sequence[Any], do_sample: bool) -> tuple[SamplingParams
 
 
 def _as_ours(processor: Any) -> tuple[int, tuple[str, Any]] | None:
-    """Place and value of one of transformers' warpers; None: it is none, or has settings of its own."""
+    """Place and value of one of transformers' warpers; None for another processor, or for unusual settings."""
     if type(processor) not in _WARPERS:
         return None
     if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
@@ -236,14 +236,14 @@ def _as_ours(processor: Any) -> tuple[int, tuple[str, Any]] | None:
 
 
 def _by_row(processor: Any) -> bool:
-    """Whether it may matter to a processor which row of the batch it is given; one of the user's is never known."""
+    """Whether a processor may depend on the row's place in the batch; of a user's own that is not known."""
     if not type(processor).__module__.startswith("transformers."):
         return True
     return type(processor) in _BY_ROW and getattr(processor, "prompt_ignore_length", 0) is not None
 
 
 class _OfRow:
-    """A processor as it sees one row of the batch: with its padding, and in its own place.
+    """Calls a processor with one row: with its padding, and at its own place in the batch.
 
     Args:
         processor: transformers' or the user's.
@@ -263,7 +263,7 @@ class _OfRow:
 
 
 def _sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_size: int) -> list[Source | None]:
-    """What the encoder reads for each row; rows of one prompt share theirs.
+    """The encoder's source for each row; rows of the same prompt share it.
 
     Args:
         config: of an encoder-decoder model.

@@ -1,8 +1,8 @@
 """``model.generate(**inputs, custom_generate=sakiyomi.custom_generate, assistant_model=draft)``.
 
-transformers prepares everything (prompts, settings, processors, criteria) and then calls what it was given as
-``custom_generate`` in place of its own loop. This module is that loop: it makes requests of what was prepared, runs
-them on an engine that is kept for the model, and gives back what ``generate`` gives back.
+transformers prepares prompts, settings, processors and criteria, and then calls ``custom_generate`` in place of its own
+loop. This module is that loop: it turns what was prepared into requests, runs them on an engine that is kept for the
+model, and returns what ``generate`` returns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLLECT = "_extract_generation_mode_kwargs"
 
 @dataclass(frozen=True)
 class _Settings:
-    """What ``using`` takes; the defaults of ``SamplingParams`` and ``LLM``."""
+    """The options of ``using``, with the defaults of ``SamplingParams`` and ``LLM``."""
 
     draft: Any = "none"
     gamma: int | str = "auto"
@@ -84,10 +84,10 @@ class CustomGenerate:
     def prepare(
         self, model: Any, assistant_model: Any = None, *, tokenizer: Any = None, assistant_tokenizer: Any = None
     ) -> None:
-        """Make the engine now and wait until it is fast, which the first calls would do meanwhile.
+        """Make the engine now and wait for its kernels and graphs; else the first calls make them.
 
         Args:
-            model: of whose ``generate`` this will be the loop.
+            model: whose ``generate`` will run this loop.
             assistant_model, tokenizer, assistant_tokenizer: as ``generate`` will be given them.
 
         Raises:
@@ -96,7 +96,7 @@ class CustomGenerate:
         self._ready(model, assistant_model, tokenizer, assistant_tokenizer).wait()
 
     def forget(self, model: Any = None) -> None:
-        """Free what is kept for a model, or for all: packed weights and caches. The next call makes it anew."""
+        """Free the packed weights and caches of a model, or of all models. The next call makes them anew."""
         self._engines.forget(model)
 
     def __call__(
@@ -114,7 +114,7 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Called by ``generate``, with what it prepared.
+        """Run the decoding loop; ``generate`` calls this with what it prepared.
 
         Returns:
             Token ids (B, length) with the prompts, or transformers' own output object where
@@ -147,7 +147,7 @@ class CustomGenerate:
             **self._settings.draft_params(None if assistant_model is not None else config.prompt_lookup_num_tokens),
         )
         prompts = arguments.prompts(
-            input_ids, model_kwargs, inputs_tensor, model.config, ready.target, params, processors
+            input_ids, model_kwargs, inputs_tensor, model.config, ready.engine.target, params, processors
         )
         engine, turn = ready.engine, self._engines.turn
         requests: list[Request] = []
