@@ -19,7 +19,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     """
     if not hasattr(tokenizer, "get_vocab"):
         raise UnsupportedError(
-            f"the tokenizer {type(tokenizer).__name__} does not give its vocabulary (get_vocab); a file of tokens needs "
-            "a transformers tokenizer"
+            f"the tokenizer {type(tokenizer).__name__} does not give its vocabulary (get_vocab); a file of tokens "
+            "needs a transformers tokenizer"
         )
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

@@ -50,9 +50,9 @@ class LLM:
         cache: which keys and values the cache keeps: "full", or the name of a policy (see ``docs/policies.md``), with
             options as ``"h2o[sinks=4,local=32]"``; or in how many bits they are stored: "quant-8", "quant-4", "quant-2"
             (all but the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4",
-            "kvquant-3", "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy evicts is merged into
-            some of what stays. "minference", alone or joined to those, computes the attention of prompts in part and
-            evicts nothing. "offload" and "offload:FOLDER" keep everything in mapped files, on a CPU: the system can
+            "kvquant-3", "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy
+            evicts is merged into some of what stays. "minference", alone or joined to those, computes the attention of
+            prompts in part and evicts nothing. "offload" and "offload:FOLDER" keep everything in mapped files, on a CPU: the system can
             take their memory back.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
