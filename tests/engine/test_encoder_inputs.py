@@ -358,7 +358,9 @@ def test_drafts_of_another_kind_are_refused_before_weights_are_read(
     refuse(load(whispering, mels), UnsupportedError, "num_mel_bins 8", "16")
     refuse(
         lambda: LLM((tiny_llama(VOCAB), TOKENIZER), f"model:{bart}", compile=False),
-        *(UnsupportedError, "draft has an encoder", "target has none"),
+        UnsupportedError,
+        "draft has an encoder",
+        "target has none",
     )
 
 

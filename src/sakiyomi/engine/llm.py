@@ -52,8 +52,8 @@ class LLM:
             (all but the last tokens; ``"quant-4[residual=64]"``), with levels fitted to the model: "kvquant-4",
             "kvquant-3", "kvquant-2"; or both, as ``"h2o+quant-4"``. With ``"h2o+lococo:FOLDER"`` what a policy
             evicts is merged into some of what stays. "minference", alone or joined to those, computes the attention of
-            prompts in part and evicts nothing. "offload" and "offload:FOLDER" keep everything in mapped files, on a CPU: the system can
-            take their memory back.
+            prompts in part and evicts nothing. "offload" and "offload:FOLDER" keep everything in mapped files, on a
+            CPU: the system can take their memory back.
         kv_budget: with a policy, pairs of a head that stay, or the bytes of a request's cache ("2GiB").
         kv_memory: the same in bytes, a number or "2GiB"; only one of the two.
         chunk_size: prompt tokens in one pass; None for a default.
