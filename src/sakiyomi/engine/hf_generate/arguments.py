@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "sampling"]
 
-_WARPERS = (
-    transformers.TemperatureLogitsWarper,
-    transformers.TopKLogitsWarper,
-    transformers.TopPLogitsWarper,
-    transformers.MinPLogitsWarper,
-)
-"""In the order in which ``sampling`` applies them too."""
+_WARPERS: dict[type, str] = {
+    transformers.TemperatureLogitsWarper: "temperature",
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
+    transformers.MinPLogitsWarper: "min_p",
+}
+"""Our parameter for each, in the order in which the sampler applies them too."""
 _BY_ROW = (
     transformers.RepetitionPenaltyLogitsProcessor,
     transformers.PrefixConstrainedLogitsProcessor,
@@ -208,31 +209,20 @@ def sampling(processors: Sequence[Any], do_sample: bool) -> tuple[SamplingParams
     if not do_sample:
         return SamplingParams(temperature=0.0), left
     values: dict[str, Any] = {"temperature": 1.0}
-    place = len(_WARPERS)
-    while left:
-        found = _as_ours(left[-1])
-        if found is None or found[0] >= place:
-            break
-        place, (name, value) = found[0], found[1]
-        values[name] = value
-        left.pop()
+    earlier = list(_WARPERS)
+    while left and type(left[-1]) in earlier and _as_ours(left[-1]):
+        warper = left.pop()
+        earlier = earlier[: earlier.index(type(warper))]
+        name = _WARPERS[type(warper)]
+        values[name] = (int if name == "top_k" else float)(getattr(warper, name))
     return SamplingParams(**values), left
 
 
-def _as_ours(processor: Any) -> tuple[int, tuple[str, Any]] | None:
-    """Place and value of one of transformers' warpers; None for another processor, or for unusual settings."""
-    if type(processor) not in _WARPERS:
-        return None
-    if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
-        return None
-    if getattr(processor, "min_tokens_to_keep", 1) != 1:
-        return None
-    place = _WARPERS.index(type(processor))
-    name = ("temperature", "top_k", "top_p", "min_p")[place]
-    value = getattr(processor, name)
-    if name == "top_p" and value <= 0:  # theirs keeps the best one then
-        return None
-    return place, (name, int(value) if name == "top_k" else float(value))
+def _as_ours(warper: Any) -> bool:
+    """Whether one of transformers' warpers does what our parameter of that name does: it has no unusual settings."""
+    if getattr(warper, "filter_value", -math.inf) != -math.inf or getattr(warper, "min_tokens_to_keep", 1) != 1:
+        return False
+    return getattr(warper, "top_p", 1.0) > 0  # theirs keeps the most probable token at 0
 
 
 def _by_row(processor: Any) -> bool:

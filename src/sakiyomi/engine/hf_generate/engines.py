@@ -49,30 +49,22 @@ NO_TEXT = _NoText()
 
 @dataclass(frozen=True)
 class Assistance:
-    """What drafts.
+    """What drafts, besides a draft model, and how passes run; calls of the same models that agree share an engine.
 
     Attributes:
-        model: a draft model; None: none.
         tokenizers: of the target and of the draft model, where they were given.
         lookup: longest match of prompt lookup; None: no prompt lookup.
         early_exit: layers of the target that draft; None: no early exit.
-        draft: a spec, a Drafter object or a list of them, besides.
+        draft: further drafters, as of ``LLM``.
         compile, exact: as in ``LLM``.
     """
 
-    model: Any = None
     tokenizers: tuple[Any, Any] = (None, None)
     lookup: int | None = None
     early_exit: int | None = None
     draft: Any = "none"
     compile: str | bool = "auto"
     exact: bool = False
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Calls of the same models that agree in this share an engine."""
-        draft = tuple(self.draft) if isinstance(self.draft, list) else self.draft
-        return (*self.tokenizers, self.lookup, self.early_exit, draft, self.compile, self.exact)
 
 
 @dataclass(frozen=True)
@@ -113,24 +105,23 @@ class Engines:
     def __init__(self) -> None:
         self.turn = threading.RLock()
         self._packed: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Packed]] = WeakKeyDictionary()
-        self._ready: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[Any, ...], Ready]]] = WeakKeyDictionary()
+        self._ready: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Assistance, Ready]]] = WeakKeyDictionary()
 
-    def find(self, model: Any, assistance: Assistance) -> Ready:
+    def find(self, model: Any, assistant: Any, assistance: Assistance) -> Ready:
         """The engine for these, made if it is not there or if a model has changed since.
 
         Raises:
             InputError, UnsupportedError: the models or the drafter cannot work.
         """
         with self.turn:
-            assistant = assistance.model
             models = [self._pack(model, assistance.compile, assistance.exact)]
             if assistant is not None:
                 models.append(self._pack(assistant, assistance.compile, draft=True))
             partners = self._ready.setdefault(model, WeakKeyDictionary())
             kept = partners.setdefault(model if assistant is None else assistant, {})
-            ready = kept.get(assistance.key)
+            ready = kept.get(assistance)
             if ready is None or ready.models != models:
-                ready = kept[assistance.key] = Ready(_make(model, assistance, models), models)
+                ready = kept[assistance] = Ready(_make(model, assistant, assistance, models), models)
             return ready
 
     def forget(self, model: Any = None) -> None:
@@ -166,9 +157,11 @@ def _loaded(model: Any, tokenizer: Any = None) -> Loaded:
     return load_model((model, NO_TEXT if tokenizer is None else tokenizer), packed=True, encoder_decoder=True)
 
 
-def _make(model: Any, assistance: Assistance, models: Sequence[ModelRunner]) -> Engine:
+def _make(model: Any, assistant: Any, assistance: Assistance, models: Sequence[ModelRunner]) -> Engine:
     loaded, target = _loaded(model, assistance.tokenizers[0]), models[0]
-    parts: list[str | Drafter] = [_model_drafter(loaded, assistance, target, draft) for draft in models[1:]]
+    parts: list[str | Drafter] = []
+    for draft in models[1:]:
+        parts.append(_model_drafter(loaded, assistant, assistance.tokenizers, target, draft))
     if assistance.lookup is not None:
         parts.append(PromptLookup(assistance.lookup or MOST))
     if assistance.early_exit is not None:
@@ -193,14 +186,15 @@ def _make(model: Any, assistance: Assistance, models: Sequence[ModelRunner]) -> 
     return Engine(target, drafter, NO_TEXT, max_context=target.max_context, exact=assistance.exact, settle=settle)
 
 
-def _model_drafter(loaded: Loaded, assistance: Assistance, target: ModelRunner, draft: ModelRunner) -> Drafter:
+def _model_drafter(
+    loaded: Loaded, assistant: Any, tokenizers: tuple[Any, Any], target: ModelRunner, draft: ModelRunner
+) -> Drafter:
     """A draft model on the same tokens, or, where two tokenizers were given that differ, on the text."""
-    name = type(assistance.model).__name__
-    check_family(loaded.model.config, assistance.model.config, name)
-    own, theirs = assistance.tokenizers
+    check_family(loaded.model.config, assistant.config, type(assistant).__name__)
+    own, theirs = tokenizers
     if own is None or theirs is None or same_tokenizer(own, theirs):
         return ModelDrafter(draft, target.vocab_size)
-    other = _loaded(assistance.model, theirs)
+    other = _loaded(assistant, theirs)
     check_cross_pair(loaded, other)
     inner = ModelDrafter(draft, draft.vocab_size, "cross-model")
     return CrossDrafter(inner, theirs, own, stop_tokens(other.model, theirs))

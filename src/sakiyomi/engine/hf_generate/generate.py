@@ -176,8 +176,9 @@ class CustomGenerate:
         # The target's tokenizer alone is for stop strings.
         read = assistant_tokenizer is not None or ":" in str(own.draft)
         tokenizers = (tokenizer if read else None, assistant_tokenizer)
-        wanted = Assistance(assistant, tokenizers, draft=own.draft, compile=own.compile, exact=own.exact, **others)
-        return self._engines.find(model, wanted)
+        draft = tuple(own.draft) if isinstance(own.draft, list) else own.draft  # one that has a hash
+        wanted = Assistance(tokenizers, draft=draft, compile=own.compile, exact=own.exact, **others)
+        return self._engines.find(model, assistant, wanted)
 
 
 @functools.cache

@@ -63,14 +63,11 @@ class Lockstep:
         self._scores: tuple[Tensor, ...] | None = () if full and config.output_scores else None
         self._logits: tuple[Tensor, ...] | None = () if full and config.output_logits else None
         self._full = full
-        reports = streamer is not None or self._scores is not None or self._logits is not None
-        self._reports = reports or any(type(criterion) not in _OWN for criterion in criteria)
+        self._keeps_logits = self._scores is not None or self._logits is not None
+        self._reports = (
+            streamer is not None or self._keeps_logits or any(type(criterion) not in _OWN for criterion in criteria)
+        )
         self.over = False
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether logits of every token are returned."""
-        return self._scores is not None or self._logits is not None
 
     def advance(self) -> None:
         """Report every step that is complete.
@@ -103,7 +100,7 @@ class Lockstep:
             self.over = True
             return
         before = self._ids[:, : self._length]
-        if self.keeps_logits:
+        if self._keeps_logits:
             some = self._requests[given.index(True)].logits[step]
             rows = [
                 r.logits[step] if here else torch.zeros_like(some)
