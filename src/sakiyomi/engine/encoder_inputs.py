@@ -88,10 +88,8 @@ class SourceInputProcessor:
                 f"the prompt is a sound, and the model ({self._config.model_type}) reads text; give a text, or a list "
                 "of token ids, or load a speech model (whisper)"
             )
-        size = int(self._config.vocab_size)
-        limit = self._limit + 1 if self._limit is not None else 1 << 30
-        tokens = prompt_tokens(prompt, self._tokenizer, size, 1 << 30)
-        if len(tokens) >= limit:
+        tokens = prompt_tokens(prompt, self._tokenizer, int(self._config.vocab_size), 1 << 30)
+        if self._limit is not None and len(tokens) > self._limit:
             raise InputError(
                 f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; "
                 "shorten it, or give its parts one by one"
@@ -149,10 +147,11 @@ class SourceInputProcessor:
         )
 
     def _prompt(self, prompt: Any, source: Source) -> list[int]:
-        wanted = (prompt.language, prompt.task) if isinstance(prompt, Audio) else (None, None)
         if not self._family.hears:
             return [self._begin]
-        return self._whisper(source, *wanted)
+        if isinstance(prompt, Audio):
+            return self._whisper(source, prompt.language, prompt.task)
+        return self._whisper(source, None, None)
 
     def _whisper(self, source: Source, language: str | None, task: str | None) -> list[int]:
         """The tokens for start, language, task and no timestamps, in the order of transformers' whisper."""
