@@ -178,7 +178,7 @@ class Draft:
 
     @property
     def judged_as(self) -> DraftKind:
-        """The kind to verify it as: "chain" for a path with one draw a token, point masses too; else ``kind``."""
+        """What a rule has to take: "chain" for a path with one draw a token, point masses too; else the kind."""
         path = self.tree.parents == tuple(range(-1, len(self) - 1))
         return "chain" if path and len(self.draws) == len(self) else self.kind
 
