@@ -131,7 +131,7 @@ def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, m
 
     def without_report(pool: ModelPool, *arguments: Any, **options: Any) -> ModelRunner:
         target = pack(pool, *arguments, **options)
-        target.quantization = None
+        target.weights.quantization = None
         return target
 
     monkeypatch.setattr(ModelPool, "_pack", without_report)

@@ -23,9 +23,9 @@ from sakiyomi.core import memory
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.model_executor import compiled as graphs
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
 from sakiyomi.model_executor.loading.reader import Reader
-from sakiyomi.model_executor.runner import ModelRunner
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 
@@ -102,20 +102,20 @@ def test_a_compiler_at_work_does_not_change_the_dtype(good: Path, monkeypatch: p
         reading.set()
         return read(reader, **options)
 
-    monkeypatch.setattr(
-        "sakiyomi.model_executor.loading.model.check_memory", lambda *_, **__: None
-    )  # builds a model, too
+    # It builds a model, too.
+    monkeypatch.setattr("sakiyomi.model_executor.loading.model.check_memory", lambda *_, **__: None)
     monkeypatch.setattr(Reader, "read", watched)
     monkeypatch.setattr(graphs, "_compiled", compiled)
     monkeypatch.setattr(torch, "set_default_dtype", seen)
-    model = ModelRunner(tiny_llama())
-    assert model.graphs is not None
-    model.graphs.start([4])
+    model = build_runner(tiny_llama())
+    passes = graphs.CompiledPasses(model.forward, model.device, model.sizes)
+    compiling = Thread(target=passes.record, args=(model.backend, 4))
+    compiling.start()
     assert began.wait(10.0)
     loaded = load_model(str(good), dtype="bfloat16", quantize="int8", packed=True)
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
-    model.graphs.wait()
+    compiling.join()
 
 
 def test_dtype_auto_is_the_checkpoints(folder: Path) -> None:

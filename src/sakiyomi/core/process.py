@@ -14,7 +14,7 @@ TORCH_STATE = threading.RLock()
 """Held while something changes torch's default dtype, or puts back what it found.
 
 transformers sets the dtype while it builds a model; dynamo, when it has compiled, sets the one that was there when it
-began. A model that is loaded while another is compiled in the background would get parameters of the wrong dtype.
+began. A model that is loaded while another thread compiles would get parameters of the wrong dtype.
 """
 
 _SOFT = 1  # omp_pause_soft: what the program has set stays

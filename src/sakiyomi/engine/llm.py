@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,11 +20,11 @@ from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
 from sakiyomi.drafters import Drafter, make_drafter, parse_drafters
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
-from sakiyomi.engine.model_pool import ModelPool, answer
+from sakiyomi.engine.model_pool import ModelPool, answer, wait
 from sakiyomi.engine.prefixes import Prefixes
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
-from sakiyomi.kernels.build import builder
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -60,14 +59,15 @@ class LLM:
         dtype: "auto" (as stored), "float32", "bfloat16", "float16".
         device: "auto", "cpu", "cuda", "cuda:N".
         quantize: "int8" or "int4" quantizes the target's weights to so many bits and, on the CPU, activations to 8;
-            then ``target.quantization`` says what that changed, and a packed copy is kept beside the model, from which
-            it is loaded the next time. On a GPU torchao quantizes. None: nothing is quantized.
+            then ``target.weights.quantization`` says what that changed, and a packed copy is kept beside the model,
+            from which it is loaded the next time. On a GPU torchao quantizes. None: nothing is quantized.
         offload: where the target's weights stay between passes, for a model that does not fit: "disk" (in its own
             files), "cpu" (in main memory, for a GPU), "auto" (as much as fits on the device, then in main memory, the
             rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
             there for as long as the model lives. Every pass then reads them, so that long drafts pay most.
             Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
-        compile: "auto" compiles in the background and uses it when it is ready, True waits for it, False never does.
+        compile: "auto" traces decoding passes that come often, with the numbers of eager ones; True compiles them while
+            the model is loaded; False runs all passes eagerly.
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
         exact: bit-equal output for every drafter, gamma, tree and batch.
@@ -122,7 +122,7 @@ class LLM:
                 trust_remote_code=trust_remote_code,
                 allow_pickle=allow_pickle,
             ),
-            functools.partial(ModelRunner, max_slots=max_batch, compile=compile),
+            functools.partial(build_runner, max_slots=max_batch, compile=compile),
             quantize=quantize,
             offload=offload,
             eviction=eviction,
@@ -293,36 +293,28 @@ class LLM:
             InputError, LoadError, UnsupportedError: its model or file cannot be used beside this target.
         """
         made = make_drafter(parse_drafters(draft), self._context, strict=self._strict)
-        given = getattr(made, "model", None)  # a drafter that the caller made has its graphs waited for too
+        given = getattr(made, "model", None)  # passes of a drafter that the caller made are recorded too
         if isinstance(given, ModelRunner) and given not in self._pool.models:
             self._pool.models.append(given)
         return made
 
     def compiled(self) -> bool:
-        """Whether a request that begins now runs on compiled graphs."""
-        return all(model.compiled() for model in self._pool.models)
+        """Whether the passes of a request that begins now are recorded, traced or compiled, and need no Python."""
+        return all(model.recorded() for model in self._pool.models)
 
     def wait(self, timeout: float | None = None, *, batches: bool = False) -> bool:
-        """Wait for kernels and graphs that are made in the background.
+        """Wait for kernels that are compiled in the background, and record the passes that any request needs.
+
+        Without this, kernels are taken into use when they are there, and passes are recorded as they come.
 
         Args:
             timeout: so many seconds at most; None: as long as it takes.
-            batches: also for the graphs of many requests at once, which are otherwise made when they are first wanted.
+            batches: also record the larger passes of many requests at once.
 
         Returns:
-            Whether a request that begins now runs on compiled graphs.
+            Whether the passes of a request that begins now are recorded.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-
-        def left() -> float | None:
-            return None if end is None else max(0.0, end - time.monotonic())
-
-        if any(model.unsettled for model in self._pool.models):
-            builder().join(left())
-            self.engine.settle()
-        for model in self._pool.models:
-            if model.graphs is not None:
-                model.graphs.wait(left(), every=batches)
+        wait(self.engine, self._pool.models, timeout, batches=batches)
         return self.compiled()
 
 

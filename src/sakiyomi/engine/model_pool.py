@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,11 @@ from sakiyomi.core.prompts import judging_text
 from sakiyomi.drafters import Context, DrafterContext
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
+from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
 from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
 
-__all__ = ["ModelPool", "answer"]
+__all__ = ["ModelPool", "answer", "wait"]
 
 
 class ModelPool:
@@ -26,9 +28,9 @@ class ModelPool:
     Args:
         target: as of ``LLM``.
         load: ``load_model`` with the options that all models share.
-        run: ``ModelRunner`` with the options that all models share.
+        run: ``build_runner`` with the options that all models share.
         quantize, offload: of the target, as of ``LLM``.
-        **options: of the ``ModelRunner`` of the target alone.
+        **options: of ``build_runner`` for the target alone.
 
     Attributes:
         loaded: the target as it was loaded.
@@ -126,6 +128,30 @@ class ModelPool:
             if loaded.save is not None:
                 loaded.save(packed)
         return packed
+
+
+def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = None, *, batches: bool = False) -> None:
+    """Wait for kernels that are compiled in the background, and record passes in advance.
+
+    Args:
+        engine: runs the models.
+        models: whose passes are recorded.
+        timeout: seconds at most; None: as long as it takes.
+        batches: also record the larger passes of many requests at once.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+
+    def left() -> float | None:
+        return None if end is None else max(0.0, end - time.monotonic())
+
+    if any(model.weights.unsettled for model in models):
+        builder().join(left())
+        engine.settle()
+    for model in models:
+        for size in model.sizes if batches else model.first_sizes:
+            if left() == 0.0:
+                break
+            model.record((size,))
 
 
 def answer(own: Engine, context: Context) -> tuple[list[int], float] | None:

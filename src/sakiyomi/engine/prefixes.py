@@ -32,7 +32,7 @@ class Prefixes:
         from sakiyomi.cache.policies.retaining.formats import fingerprint
 
         target = self._engine.target
-        report = target.quantization
+        report = target.weights.quantization
         return {
             **fingerprint(target.module, self._engine.tokenizer),
             "dtype": dtype_name(target.dtype),

@@ -16,7 +16,8 @@ from sakiyomi.drafters.lookup import MOST, PromptLookup
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.hf_generate.state import ModelState
-from sakiyomi.kernels.build import builder
+from sakiyomi.engine.model_pool import wait
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import (
     Loaded,
     check_cross_pair,
@@ -83,13 +84,8 @@ class Ready:
     models: list[ModelRunner]
 
     def wait(self) -> None:
-        """Wait for kernels and graphs that are made in the background."""
-        if any(model.unsettled for model in self.models):
-            builder().join()
-            self.engine.settle()
-        for model in self.models:
-            if model.graphs is not None:
-                model.graphs.wait(None)
+        """Wait for kernels that are made in the background, and record the passes that any request needs."""
+        wait(self.engine, self.models)
 
 
 class Engines:
@@ -148,7 +144,7 @@ class Engines:
             kept.clear()
         loaded = _loaded(model)
         sizes = DRAFT_SIZES if draft else TARGET_SIZES
-        packed = ModelRunner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
+        packed = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
         kept[key] = _Packed(packed, ModelState(model))
         return packed
 

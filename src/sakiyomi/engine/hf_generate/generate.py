@@ -84,7 +84,7 @@ class CustomGenerate:
     def prepare(
         self, model: Any, assistant_model: Any = None, *, tokenizer: Any = None, assistant_tokenizer: Any = None
     ) -> None:
-        """Make the engine now and wait for its kernels and graphs; else the first calls make them.
+        """Make the engine, its kernels and its recorded passes now; else the first calls make them.
 
         Args:
             model: whose ``generate`` will run this loop.
