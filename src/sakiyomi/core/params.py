@@ -1,4 +1,4 @@
-"""How a request wants its text: the only home of these defaults.
+"""The options of a request; their defaults are nowhere else.
 
 Imports no torch, so that a command line may read the defaults quickly.
 """
@@ -24,7 +24,7 @@ ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal", "typical")
 MOST_CHOICES = 1024  # nodes of a tree that is given as a list
 Shape = str | Sequence[int] | Sequence[Sequence[int]]
 TREES = ("auto", "chain", "best-first", "dynamic", "static")
-QUANTIZATIONS = ("int8", "int4")  # of a target; what they do is in kernels/rounding.py
+QUANTIZATIONS = ("int8", "int4")  # of a target's weights; what they do is in kernels/quantization.py
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SamplingParams:
             probability is above the smaller of epsilon and delta x exp(-entropy).
 
     Raises:
-        InputError: a value that cannot be meant.
+        InputError: a value that makes no sense.
     """
 
     max_new_tokens: int = 128
@@ -119,7 +119,7 @@ class SamplingParams:
         return "best-first" if self.gamma == "auto" and not drawn else "chain"
 
     def validate(self) -> None:
-        """Refuse what cannot be meant; called on construction.
+        """Refuse values that make no sense; called on construction.
 
         Raises:
             InputError: with the value and the remedy.
@@ -139,7 +139,7 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, "None reports none")
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos is {self.ignore_eos!r}; it is True or False")
-        self._validate_gamma()
+        _dial("gamma", self.gamma, "tokens")
         self._validate_tree()
         self._validate_acceptance()
         for text in self.stop:
@@ -159,13 +159,6 @@ class SamplingParams:
                     f"logits_processors has {processor!r} in it; give transformers LogitsProcessor objects"
                 )
 
-    def _validate_gamma(self) -> None:
-        if isinstance(self.gamma, str):
-            if self.gamma not in ("auto", "heuristic"):
-                raise InputError(f'gamma is {self.gamma!r}; it is a number of tokens, "auto" or "heuristic"')
-        else:
-            _integer("gamma", self.gamma, 1, 'to generate without a draft pass draft="none"')
-
     def _validate_tree(self) -> None:
         if isinstance(self.tree, str) and self.tree not in TREES:
             raise InputError(
@@ -177,17 +170,13 @@ class SamplingParams:
                 f"tree is a list, which has its own depth and number of nodes, and gamma is {self.gamma!r} and nodes "
                 f"{self.nodes!r}: leave them out"
             )
-        if isinstance(self.nodes, str):
-            if self.nodes not in ("auto", "heuristic"):
-                raise InputError(f'nodes is {self.nodes!r}; it is a number of nodes, "auto" or "heuristic"')
-        else:
-            _integer("nodes", self.nodes, 1, 'to generate without a draft pass draft="none"')
+        _dial("nodes", self.nodes, "nodes")
         if self.tree == "chain" and self.nodes != "auto":
             raise InputError(f"nodes is {self.nodes!r} and tree is 'chain', which has gamma nodes: leave one out")
 
     def _validate_acceptance(self) -> None:
-        known = ", ".join(f'"{name}"' for name in ACCEPTANCES)
         if self.acceptance not in ACCEPTANCES:
+            known = ", ".join(f'"{name}"' for name in ACCEPTANCES)
             raise InputError(f"acceptance is {self.acceptance!r}; available are {known}")
         if self.acceptance == "typical":
             return
@@ -219,10 +208,10 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _paths(shape: Any) -> tuple[tuple[int, ...], ...]:
-    """The nodes that a list means, level by level.
+    """The nodes that a list describes, level by level.
 
     Raises:
-        InputError: it means no tree.
+        InputError: it describes no tree.
     """
     entries = list(shape) if isinstance(shape, Sequence) else []
     if entries and all(_is_count(entry) for entry in entries):
@@ -265,6 +254,13 @@ def _integer(name: str, value: Any, low: int, remedy: str, high: int | None = No
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InputError(f"{name} is {value!r}; expected an integer of {bounds}: {remedy}")
+
+
+def _dial(name: str, value: int | str, what: str) -> None:
+    if not isinstance(value, str):
+        _integer(name, value, 1, 'to generate without a draft pass draft="none"')
+    elif value not in ("auto", "heuristic"):
+        raise InputError(f'{name} is {value!r}; it is a number of {what}, "auto" or "heuristic"')
 
 
 def _number(name: str, value: Any, low: float, high: float, remedy: str, *, open_low: bool = False) -> None:

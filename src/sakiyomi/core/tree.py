@@ -1,4 +1,4 @@
-"""What a drafter proposes and what a verifier answers: trees of tokens as plain Python integers.
+"""What a drafter proposes and what a verifier decides: trees of tokens as plain Python integers.
 
 A chain is a tree with one path. Nothing here knows a model, a tokenizer or a cache, and no tensor is kept but the rows
 of draft probabilities: at a batch of one, tuples of a few integers are faster than any tensor.
@@ -152,8 +152,8 @@ class Draw:
         row: row of ``Draft.probs`` with the distribution it was drawn from; None: it was chosen, not drawn (a point
             mass), which is always safe to say and only lowers the acceptance.
         prob: the drafter's probability of the token, for traces; None where it has none.
-        chance: how likely the drafter takes it to be accepted, if its parent was; None: as ``prob``. It decides how
-            nodes of several drafters share a tree, and nothing else.
+        chance: how likely the drafter expects it to be accepted if its parent is; None: as ``prob``. It only decides
+            how nodes of several drafters share a tree.
     """
 
     node: int
@@ -279,20 +279,20 @@ def _check_rows(probs: Tensor, used: set[int]) -> None:
         if not (abs(total - 1.0) <= SUM_ERROR and least >= 0.0):
             raise ValueError(
                 f"row {row} of the probabilities sums to {total:.6g} and has {least:.6g} as its least; a row sums to "
-                "1 and has no negative number in it. A token of which it is not known may be left a point mass"
+                "1 and has no negative number in it. A token without a known probability may be a point mass"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target said to a draft.
+    """What the target decided about a draft.
 
     Attributes:
         path: accepted nodes from the root on; empty if none was.
         token: the target's own token, which follows the path.
-        kind: "recovered" if the path ended at a place that had children (all refused), "bonus" if it ended in a leaf,
+        kind: "recovered" if the path ended at a node that had children (all rejected), "bonus" if it ended in a leaf,
             "plain" if nothing had been drafted.
-        refused: nodes that were judged and refused, in that order; those that nobody looked at are in neither list.
+        refused: nodes that were verified and rejected, in that order; further nodes are in neither list.
     """
 
     path: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How long a draft should be, and how wide: from what the last rounds accepted and from measured costs."""
+"""How many tokens to draft in a round, from what the last rounds brought and from measured costs."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ __all__ = [
     "DraftLengthPolicy",
     "FixedSize",
     "Heuristic",
+    "Phase",
     "Size",
     "Throughput",
     "TokenValue",
     "make_policy",
+    "next_phase",
 ]
 
 MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
-# The same where every pass has to fetch the weights: all rows but the first cost next to nothing.
+# The same for a target whose weights are read from disk in every pass: further rows cost next to nothing there.
 FAR, FAR_NODES = 32, 127
-PATIENCE = 6  # rounds before a measured loss switches speculation off
+PATIENCE = 6  # drafting rounds that have to be measured before a loss stops drafting
 LOSS = 0.98  # measured gain below which it is a loss
-PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds without speculation until the next probe: doubled after one in vain
-PROBE_AGAIN = 96  # the same for a request that begins while others were losing
-PROBE, PROBE_ROUNDS = 2, 3  # least depth, and number of rounds, of a probe
+PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds of the first rest and of the longest: each probe in vain doubles it
+PROBE_AGAIN = 96  # least rounds of a rest that begins before enough was measured
+PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Costs:
         draft: time of one draft step of the whole batch.
         overhead: time a round spends outside forwards.
         batch: requests that share the passes.
-        rate: tokens a second that a request committed lately in rounds with drafts; 0: not known yet.
+        rate: tokens a second that a request committed lately in drafting rounds; 0: not measured yet.
         depth, nodes: deepest draft and largest tree that are considered.
     """
 
@@ -65,11 +67,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TokenValue:
-    """Weighs the tokens of a draft against the time that they take.
+    """What a draft's tokens are worth against the time that they take.
 
-    A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of drafting. Only what is
-    expected to bring more than that makes it faster: the ratio of tokens to time is largest where tokens - rate x time
-    is (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
+    A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of drafting. A draft that is
+    expected to bring more than that makes the request faster, and no other does: the largest ratio of tokens to time is
+    where tokens - rate x time is largest (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
 
     Attributes:
         rate: tokens a second that the request commits now.
@@ -86,7 +88,7 @@ class TokenValue:
         return tokens > self.rate * seconds
 
     def price(self, nodes: int) -> float:
-        """Cost of one node in a tree of so many: its share of the pass, in tokens."""
+        """What a node costs on the way to a tree of so many: its share of the pass, in tokens."""
         score, batch = self.costs.score, self.costs.batch
         return self.rate * max(0.0, score(batch * (nodes + 1)) - score(batch)) / nodes
 
@@ -111,8 +113,8 @@ class Size:
 
     Attributes:
         depth: draft tokens, or levels of a tree; 0: nothing.
-        nodes: most nodes of the tree; if it equals the depth, a chain.
-        worth: for drafters that weigh their tokens against the time: they may then stop earlier, or go deeper.
+        nodes: most nodes of the tree; as many as levels: a chain.
+        worth: what a token is worth, for drafters that weigh it: they may then stop earlier, or go deeper.
     """
 
     depth: int
@@ -121,10 +123,10 @@ class Size:
 
 
 class DraftLengthPolicy(Protocol):
-    """Decides for one request."""
+    """Decides how much to draft for one request."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """What to draft in the next round. ``costs`` takes time, and is called only by policies that weigh costs."""
+        """What to draft in the next round. ``costs`` is called only by policies that weigh them."""
         ...
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
@@ -134,7 +136,7 @@ class DraftLengthPolicy(Protocol):
 
 @dataclass(slots=True)
 class Heuristic:
-    """Two more after a draft that was accepted in full, else one less, at least one (``transformers``' "heuristic")."""
+    """Two more after a wholly accepted draft, else one less, at least one (transformers' "heuristic" schedule)."""
 
     number: int = 5
 
@@ -145,7 +147,7 @@ class Heuristic:
 
 
 class NoDraft:
-    """Nothing is drafted."""
+    """Drafts nothing."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
@@ -159,12 +161,12 @@ NO_DRAFT = NoDraft()
 
 
 class FixedSize:
-    """Depth and nodes as requested: a number, a schedule, or as many as pay.
+    """Depth and nodes as the request says: a number, a schedule, or what pays.
 
     Args:
         depth: levels; None: as many as pay.
         nodes: of the tree; None: as many as pay.
-        chain: the draft is one path, with as many nodes as levels.
+        chain: the draft is one path, so that there are as many nodes as levels.
     """
 
     def __init__(self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool) -> None:
@@ -192,28 +194,65 @@ class FixedSize:
 
 
 class Phase(Enum):
-    """Whether a request with an "auto" size drafts."""
+    """What "auto" does with a request in a round."""
 
-    UNDECIDED = "no round was weighed yet"
-    DRAFTING = "drafts pay; every round is weighed"
-    RESTING = "drafts do not pay: nothing is drafted, and nothing weighed, for a number of rounds"
-    PROBING = "after a rest, drafts are tried for a few rounds whatever they brought before"
+    NEW = "new"
+    """No round of the request has been decided yet."""
+    TRYING = "trying"
+    """Drafts what the predictions favour: too few rounds were measured to know better."""
+    DRAFTING = "drafting"
+    """Drafts: enough rounds were measured, and drafting is not slower than plain decoding."""
+    RESTING = "resting"
+    """Drafts nothing for a number of rounds, because a loss was measured or predicted."""
+    PROBING = "probing"
+    """Drafts for a few rounds after a rest, whatever is predicted: the text may have become easier."""
+
+
+def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
+    """The phase of the coming round: the whole state machine.
+
+    ::
+
+        NEW, TRYING, DRAFTING --- it pays -----------------> TRYING, or DRAFTING once enough is measured
+        NEW, TRYING, DRAFTING --- it does not pay ---------> RESTING
+        RESTING ----------------- the rest is over --------> PROBING
+        PROBING ----------------- the probe is over -------> as from TRYING
+
+    Args:
+        phase: of the round before.
+        left: further rounds for which RESTING and PROBING have to stay; 0 for the others.
+        measured: enough drafting rounds were measured to judge by them.
+        pays: drafting is expected to be at least as fast as plain decoding.
+    """
+    if left:
+        return phase
+    if phase is Phase.RESTING:
+        return Phase.PROBING
+    if not pays:
+        return Phase.RESTING
+    return Phase.DRAFTING if measured else Phase.TRYING
 
 
 class AutoSize:
-    """The size that pays on this machine now; nothing where plain decoding is as fast.
+    """Drafts what pays on this machine now, and nothing where plain decoding is as fast.
 
-    A drafter that knows its own chances is given the value of a token, and weighs every level and node of its tree. The
-    others are asked for the chain with the largest predicted speed-up: the acceptance of each position in the draft is
-    estimated from the rounds that reached it, older ones counting less; a position that was never reached is taken to
-    be as the one before. Costs are measured on this machine while it works.
+    A drafter that knows its own chances is told what a token is worth, and weighs every level and node of its tree. The
+    others are asked for the chain with the largest predicted speed-up: the acceptance of each place in the draft is
+    estimated from the rounds that reached it, older ones counting less; a place never reached is taken to be as the one
+    before. Costs are the machine's own, measured while it works.
 
-    Whatever was predicted: where the measured tokens per second fall below those of plain decoding, the request rests,
-    and drafts are tried again now and then, since texts change; see ``Phase``.
+    Whatever was predicted: where the measured tokens per second fall below those of plain decoding, the request stops
+    drafting for a while and then probes again, because text changes. See ``Phase`` and ``next_phase``.
 
     Args:
         trees: whether the drafter may branch.
         depth: length of the chains, where it was tuned; None: the largest predicted speed-up decides.
+        start: acceptance that is assumed before anything was measured.
+        weight: rounds that this assumption counts for.
+        memory: share of its weight that a round keeps with every later one.
+
+    Attributes:
+        phase: what was decided for the last round.
     """
 
     def __init__(
@@ -228,11 +267,12 @@ class AutoSize:
         self._kept: list[float] = []
         self._tried: list[float] = []
         self._gain = Throughput()
-        self._phase, self._left = Phase.UNDECIDED, 0  # rounds left of a rest or a probe
-        self._wait = PROBE_EVERY  # rounds of the next rest
+        self.phase = Phase.NEW
+        self._left = 0  # further rounds of this phase
+        self._rest = PROBE_EVERY  # rounds of the next rest
 
     def alphas(self) -> list[float]:
-        """Estimated acceptance by position in the draft."""
+        """Estimated acceptance by place."""
         alphas, prior = [], self._start
         for kept, tried in zip(self._kept, self._tried, strict=True):
             prior = (kept + prior * self._weight) / (tried + self._weight)
@@ -241,44 +281,41 @@ class AutoSize:
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
-        if self._phase is Phase.RESTING:
-            if self._left:
-                self._left -= 1
-                return Size(0, 0)
-            self._phase, self._left = Phase.PROBING, PROBE_ROUNDS
-            self._wait = min(2 * self._wait, PROBE_LATEST)
-            self._forget(0.3)
-        now = costs()
-        if self._phase is Phase.PROBING and self._left:
+        if self.phase is Phase.RESTING and self._left:  # without asking for costs: that takes time too
             self._left -= 1
-            return self._size(max(PROBE, self._depth(now)), now)
-        return self._weigh(now)
-
-    def _weigh(self, now: Costs) -> Size:
-        """Draft if that pays, else rest."""
-        known = self._gain.rounds >= PATIENCE
-        # What other requests lost counts from the first round on.
-        losing = (known or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
-        depth = 0 if losing else self._depth(now)
-        if not depth:
-            rest = self._wait if known else max(self._wait, PROBE_AGAIN)
-            self._phase, self._left = Phase.RESTING, rest - 1  # this round is the first of them
             return Size(0, 0)
-        self._phase = Phase.DRAFTING
-        if known:
-            self._wait = PROBE_EVERY
-        return self._size(depth, now)
-
-    def _forget(self, share: float) -> None:
-        """Have what was measured so far count less."""
-        self._gain.fade(share)
-        self._kept = [kept * share for kept in self._kept]
-        self._tried = [tried * share for tried in self._tried]
-
-    def _size(self, depth: int, now: Costs) -> Size:
+        now = costs()
+        measured = self._gain.rounds >= PATIENCE
+        # Before enough is measured, what other requests lost counts.
+        losing = (measured or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
+        depth = 0 if losing else self._depth(now)
+        self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0), measured)
+        if self.phase is Phase.RESTING:
+            return Size(0, 0)
+        if self.phase is Phase.PROBING:
+            depth = max(PROBE, self._depth(now))
         if not self._trees:
             return Size(depth, depth)
         return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
+
+    def _enter(self, phase: Phase, measured: bool) -> None:
+        """What a round in this phase changes: how long the phase and the next rest last, and what is remembered."""
+        if phase is self.phase:
+            self._left = max(0, self._left - 1)
+        elif phase is Phase.RESTING:
+            self._left = (self._rest if measured else max(self._rest, PROBE_AGAIN)) - 1
+        elif phase is Phase.PROBING:
+            self._left, self._rest = PROBE_ROUNDS - 1, min(2 * self._rest, PROBE_LATEST)
+            self._forget(0.3)
+        elif phase is Phase.DRAFTING:
+            self._rest = PROBE_EVERY
+        self.phase = phase
+
+    def _forget(self, share: float) -> None:
+        """Let what was seen so far count less."""
+        self._gain.fade(share)
+        self._kept = [kept * share for kept in self._kept]
+        self._tried = [tried * share for tried in self._tried]
 
     def _depth(self, now: Costs) -> int:
         """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
@@ -296,7 +333,7 @@ class AutoSize:
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        if self._phase in (Phase.DRAFTING, Phase.PROBING):  # also if nothing was proposed: asking takes time too
+        if self.phase in (Phase.TRYING, Phase.DRAFTING, Phase.PROBING):  # to ask in vain takes time too
             self._gain.add(accepted + 1, seconds)
         places = min(drafted, accepted + 1)
         while len(self._tried) < places:
@@ -308,7 +345,7 @@ class AutoSize:
 
 
 class Throughput:
-    """Tokens per second of the rounds with drafts, older ones counting less."""
+    """Tokens per second of drafting rounds, older ones counting less."""
 
     __slots__ = ("_seconds", "_tokens", "rounds")
 
@@ -322,19 +359,19 @@ class Throughput:
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def expected(self, costs: Costs) -> float:
-        """Tokens a second to expect: as measured, and before that as other requests had, or as plain decoding has."""
+        """Tokens a second to expect: what was seen, and before that what other requests had, or plain decoding has."""
         weight = PATIENCE * costs.plain
         return (self._tokens + weight * (costs.rate or 1.0 / costs.plain)) / (self._seconds + weight)
 
     def add(self, tokens: float, seconds: float) -> None:
-        """Count a round that committed so many tokens in so many seconds."""
+        """A round committed so many tokens in so many seconds."""
         self.fade(0.92)
         self._tokens += tokens
         self._seconds += seconds
         self.rounds += 1
 
     def fade(self, share: float) -> None:
-        """Have what was measured so far count less."""
+        """Let what was seen so far count less."""
         self._tokens *= share
         self._seconds *= share
 
