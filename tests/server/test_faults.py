@@ -386,6 +386,18 @@ def test_a_round_that_fails_ends_its_requests_and_not_the_server(own: LLM, monke
         assert figures(url)["vllm:request_success_total/error"] == 1
 
 
+def test_gauges_follow_a_request_that_fails_before_its_first_token(site: tuple[Server, str], own: LLM) -> None:
+    """A penalty so small that logits overflow: it fails in the verification of the prompt's row, and nothing drifts."""
+    server, url = site
+    for _ in range(2):
+        reply = web.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "Once", "repetition_penalty": 1e-45})
+        assert reply.status_code >= 400
+    until(lambda: idle(server))
+    found = figures(url)
+    assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+    works(url, own)
+
+
 def test_a_drafter_that_fails_is_left_out(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = toy_llm()
 

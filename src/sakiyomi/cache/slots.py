@@ -153,6 +153,12 @@ class SlotCache:
                 total += groups * self.packed.packing.group_bytes([shape]) // shape.heads
         return total
 
+    def capacity(self, columns: int) -> int:
+        """What ``held_bytes`` of all slots come to at most, where texts have so many tokens."""
+        packed = self.packed.wanted(columns) if self.packed is not None else 0
+        room = columns if self.limits is None else min(columns, max(map(max, self.limits)))
+        return self._bytes(self.max_slots, room, packed)
+
     def _rooms(self, room: int) -> list[list[int]]:
         """Columns of each layer's heads, where the largest have so many."""
         if self.limits is None:

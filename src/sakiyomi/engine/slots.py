@@ -57,6 +57,13 @@ class SlotManager:
         self._kept: list[RetainedSlot] = []  # the longest unused first
         self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values that requests and retained slots hold; evicted ones are not among them."""
+        seated = [(request.slot, request.cached) for request in list(self._seated)]
+        kept = [(place.slot, len(place.held)) for place in list(self._kept)]
+        return sum(self._cache.held_bytes(slot, length) for slot, length in seated + kept if slot is not None)
+
     def seat(self, request: Request) -> None:
         """A slot for a request: that of its conversation or of an open place that it goes on from, rolled back to what
         the prompt shares with it, or a free one, with what others have read of the prompt.

@@ -20,6 +20,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.intake import Intake
+from sakiyomi.server.jobs import Call, Job, JobState
 from sakiyomi.server.logs import failure
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
@@ -27,7 +28,7 @@ from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, S
 from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest
 from sakiyomi.server.stream import DONE, EventStream, event, gone
 from sakiyomi.server.tokens import TokenNames
-from sakiyomi.server.worker import Call, Job, Worker
+from sakiyomi.server.worker import Worker
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -56,15 +57,16 @@ class Server:
         self.intake = Intake(llm, config)
         self.name = self.intake.name
         self.names = TokenNames(llm.tokenizer)
-        self.metrics = Metrics(self.name, self._cache_used)
+        self.metrics = Metrics(
+            self.name,
+            running=lambda: self.worker.count(JobState.RUNNING),
+            waiting=lambda: self.worker.count(JobState.WAITING),
+            cache_used=lambda: llm.engine.cache_usage,
+            cache_bytes=lambda: llm.target.cache.bytes,
+        )
         self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
         self.began = int(time.time())
         self._threads = ThreadPoolExecutor(INTAKE_THREADS, "intake")
-
-    def _cache_used(self) -> tuple[float, int]:
-        cache = self.llm.target.cache
-        held = self.llm.engine.cached
-        return min(1.0, held / max(1, cache.max_slots * self.llm.max_context)), cache.bytes
 
     async def answer(self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: type[Any]) -> Response:
         """The reply to a body: a stream, or one object.

@@ -19,6 +19,7 @@ from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Constraint, Grammars
+from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
 from sakiyomi.server.schema import (
     Ask,
@@ -30,7 +31,6 @@ from sakiyomi.server.schema import (
     ToolCall,
 )
 from sakiyomi.server.tools import ToolFormat, tool_format
-from sakiyomi.server.worker import Job
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

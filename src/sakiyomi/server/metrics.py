@@ -6,15 +6,12 @@ Counted in the engine's thread, once a round and sample; read by whoever asks ``
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from sakiyomi.core.outputs import Step
-
-if TYPE_CHECKING:
-    from sakiyomi.server.worker import Job
+from sakiyomi.server.jobs import Job
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -30,10 +27,20 @@ class Metrics:
 
     Args:
         model: label of all of them, as vLLM has it.
-        cache_used: share of the cache's columns that are in use, and its bytes.
+        running, waiting: count the samples in these states.
+        cache_used: share of the cache's columns that are held.
+        cache_bytes: that are allocated for it.
     """
 
-    def __init__(self, model: str, cache_used: Callable[[], tuple[float, int]]) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        cache_used: Callable[[], float],
+        cache_bytes: Callable[[], float],
+    ) -> None:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -43,16 +50,14 @@ class Metrics:
             made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
             return made.labels(model)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, ("model_name",), registry=self.registry).labels(model)
+        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
+            Gauge(name, text, ("model_name",), registry=self.registry).labels(model).set_function(value)
 
         self._model = model
-        self.running = gauge("vllm:num_requests_running", "Samples that have a place in the cache")
-        self.waiting = gauge("vllm:num_requests_waiting", "Samples that wait for one")
-        gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are in use, 1 is all").set_function(
-            lambda: cache_used()[0]
-        )
-        gauge("sakiyomi:kv_cache_bytes", "Bytes that the cache takes").set_function(lambda: float(cache_used()[1]))
+        gauge("vllm:num_requests_running", "Samples that have a slot of the cache", running)
+        gauge("vllm:num_requests_waiting", "Samples that wait for one", waiting)
+        gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are held, 1 is all", cache_used)
+        gauge("sakiyomi:kv_cache_bytes", "Bytes that are allocated for the cache", cache_bytes)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts that were read").labels(model)
         self.new_tokens = counter("vllm:generation_tokens", "New tokens").labels(model)
         self._queried = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked for").labels(model)
@@ -62,7 +67,7 @@ class Metrics:
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token", FAST)
         self.between = histogram("vllm:inter_token_latency_seconds", "Time for a token after the first", FAST)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token", SLOW)
-        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to a place in the cache", FAST)
+        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to a slot of the cache", FAST)
         self.prompt_sizes = histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample", SIZES)
         self.new_sizes = histogram("vllm:request_generation_tokens", "New tokens of a sample", SIZES)
         self._drafts = counter("vllm:spec_decode_num_drafts", "Rounds that had a draft").labels(model)
@@ -74,7 +79,7 @@ class Metrics:
         self._by_place = [by_place.labels(model, str(place)) for place in range(POSITIONS)]
         self._rounds = counter("sakiyomi:rounds", "Target passes after the prefill, times their samples").labels(model)
         self._committed = counter("sakiyomi:committed_tokens", "Tokens that these passes gave").labels(model)
-        gauge("sakiyomi:tau", "Tokens that a target pass gives a sample, since the start").set_function(self._tau)
+        gauge("sakiyomi:tau", "Tokens that a target pass gives a sample, since the start", self._tau)
         self._totals = [0, 0]
 
     def _tau(self) -> float:
@@ -87,8 +92,6 @@ class Metrics:
         assert request is not None
         count = len(step.token_ids)
         if not job.first and count:
-            self.waiting.dec()
-            self.running.inc()
             self.queued.observe(max(0.0, request.began - job.arrived))
             self.first_token.observe(now - job.arrived)
             self._queried.inc(request.prompt_tokens)
@@ -117,10 +120,6 @@ class Metrics:
             self.whole.observe(now - job.arrived)
             self.prompt_sizes.observe(request.prompt_tokens)
             self.new_sizes.observe(request.stats.tokens)
-
-    def left(self, job: Job) -> None:
-        """A sample that the engine had is gone."""
-        (self.running if job.first else self.waiting).dec()
 
     def ended(self, reason: str) -> None:
         """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""
