@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
-from sakiyomi.cli.chat import Chat
+from sakiyomi.cli.commands import obey
 from sakiyomi.cli.lines import Lines
+from sakiyomi.cli.talk import Chat
 from sakiyomi.engine.chat_template import Dialogue
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -337,7 +338,7 @@ class Typed(Lines):
 def talk(engine: LLM) -> Chat:
     dialogue = Dialogue(engine.tokenizer)
     letter = engine.tokenizer("a")["input_ids"][0]  # a text of which each token can be seen
-    return Chat(engine, dialogue, Typed([]), SamplingParams(max_new_tokens=NEW, logit_bias={letter: 1000}), False)
+    return Chat(engine, dialogue, Typed([]), SamplingParams(max_new_tokens=NEW, logit_bias={letter: 1000}), False, obey)
 
 
 @pytest.fixture(scope="module")

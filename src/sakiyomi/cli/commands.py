@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sakiyomi.cli.chat import REFUSED, Chat, check
 from sakiyomi.cli.common import flag_help, parameters, parsed
 from sakiyomi.cli.output import is_coloured, legend, note, stdout
+from sakiyomi.cli.talk import REFUSED, Chat, check
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams

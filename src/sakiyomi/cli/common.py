@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from sakiyomi.core.params import SamplingParams
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
+__all__ = ["INTERRUPTED", "JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
 """Of the environment: what is no flag of ``serve``, by the names behind its prefix."""
