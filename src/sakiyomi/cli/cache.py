@@ -8,8 +8,9 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, command, load
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.engine.config import LLMConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def register(app: typer.Typer) -> None:
         own,
         "build",
         BuildOptions,
-        ModelOptions,
+        LLMConfig,
         JsonOption,
         help="Read a beginning, and keep what stays of it in a file.\n\n`generate --prefix OUT` goes on from it, with "
         "the same target, cache, kv_budget and chunk_size.",
@@ -53,7 +54,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(own, name="cache", help="Beginnings that are read once: documents, system prompts.")
 
 
-def build(options: BuildOptions, model: ModelOptions, output: JsonOption) -> None:
+def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
     """Run the command."""
     from sakiyomi.cli.output import emit_json, progress, stdout
     from sakiyomi.core.memory import readable

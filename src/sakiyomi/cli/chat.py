@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import typer
 
 from sakiyomi.cli.commands import obey
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, command, load
 from sakiyomi.cli.lines import Lines
 from sakiyomi.cli.output import emit_json, legend, note, stdout
 from sakiyomi.cli.talk import Chat, check
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 
 __all__ = ["register"]
 
@@ -44,7 +45,7 @@ def register(app: typer.Typer) -> None:
         app,
         "chat",
         ChatOptions,
-        ModelOptions,
+        LLMConfig,
         SamplingParams,
         JsonOption,
         defaults={"max_new_tokens": MAX_NEW_TOKENS},
@@ -53,10 +54,10 @@ def register(app: typer.Typer) -> None:
     )(chat)
 
 
-def chat(options: ChatOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
+def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
     """Run the command."""
     if options.name is not None:
-        if model.target not in (ModelOptions.target, options.name):
+        if model.target not in (LLMConfig.target, options.name):
             raise InputError(f"the target is given twice, {options.name!r} and --target {model.target!r}; give one")
         model = dataclasses.replace(model, target=options.name)
     check(params)

@@ -1,6 +1,6 @@
 """Flags from dataclasses: a field is a flag of the same name, with its default; the help is its line in the docstring.
 
-A command takes one object for each group of its flags, ready made: ``SamplingParams``, ``ModelOptions``, its own.
+A command takes one object for each group of its flags, ready made: ``LLMConfig``, ``SamplingParams``, its own.
 """
 
 from __future__ import annotations
@@ -24,80 +24,16 @@ from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
     from sakiyomi.core.params import SamplingParams
+    from sakiyomi.engine.config import LLMConfig
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["INTERRUPTED", "JsonOption", "ModelOptions", "command", "flag_help", "load", "parameters", "parsed"]
+__all__ = ["INTERRUPTED", "JsonOption", "command", "flag_help", "load", "parameters", "parsed"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
 """Of the environment: what is no flag of ``serve``, by the names behind its prefix."""
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """Which models, and how they run: the parameters of ``LLM``, whose defaults these are (a test compares them).
-
-    Attributes:
-        target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
-        draft: drafter: auto (what tune has found, else tales-draft for tales, else none), none, model:FOLDER (an
-            embedded name or a hub id works as well), prompt-lookup, suffix or ngram (from the text itself; suffix:FILE
-            remembers earlier texts, ngram:FILE is trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its
-            first layers), oracle:RATE (the known answer, to measure what a draft could bring); several are joined by +.
-        cache: cache policy (h2o), bits of its numbers (quant-8, quant-4, quant-2; kvquant-4, kvquant-3, kvquant-2 at
-            levels fitted to the model), or both (h2o+quant-4); full keeps everything as it is, offload:FOLDER too,
-            in mapped files.
-        kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
-        kv_memory: bytes (2GiB) of one request's keys and values, in the place of kv_budget.
-        chunk_size: tokens of a prompt that are read at once.
-        dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
-        device: auto, cpu, cuda or cuda:N.
-        quantize: int8 or int4 rounds the target's weights to so many bits; says what that changes, and keeps a packed
-            copy beside the model (or in the cache) for the next time.
-        offload: where weights stay between passes if they do not fit: disk (in the model's own files), cpu (main
-            memory, for a GPU), auto (as much as fits on the device, then in main memory, then on disk), or a folder for
-            weights that cannot be used as they are stored.
-        compile: auto (compiled graphs once they are ready), true (wait for them) or false.
-        max_context: most tokens of prompt and text together; the model's own limit if not given.
-        max_batch: requests at once at most.
-        exact: output is bit-equal for every draft, gamma and batch.
-        strict: a drafter that fails ends the text with an error; otherwise the text goes on without it.
-        allow_pickle: open pickle weights, which can run any code.
-        trust_remote_code: run Python code that comes with the model.
-    """
-
-    target: str = "tales"
-    draft: str = "auto"
-    cache: str = "full"
-    kv_budget: str | None = None
-    kv_memory: str | None = None
-    chunk_size: int | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    quantize: str | None = None
-    offload: str | None = None
-    compile: str = "auto"
-    max_context: int | None = None
-    max_batch: int = 8
-    exact: bool = False
-    strict: bool = False
-    allow_pickle: bool = False
-    trust_remote_code: bool = False
-
-    def values(self) -> dict[str, Any]:
-        """Keyword arguments of ``LLM``, target included."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        values["compile"] = _compile(self.compile)
-        if self.kv_budget is not None and self.kv_budget.isdigit():
-            values["kv_budget"] = int(self.kv_budget)
-        return values
-
-    def load(self, **changed: Any) -> LLM:
-        """The engine, with some values replaced by these."""
-        from sakiyomi.engine.llm import LLM
-
-        return LLM(**(self.values() | changed))
 
 
 @dataclass(frozen=True)
@@ -111,14 +47,16 @@ class JsonOption:
     json: bool = False
 
 
-def load(model: ModelOptions, say: Callable[[str], None] | None = None) -> LLM:
+def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     """The engine, and on stderr, or where ``say`` has it, what a user might not expect of it."""
     from sakiyomi.cli.output import note, progress, quiet
 
     say = say or note
     with progress(f"loading {model.target}"):
+        from sakiyomi.engine.llm import LLM
+
         quiet()
-        llm = model.load()
+        llm = LLM(**dataclasses.asdict(model))
     if llm.target.quantization is not None:
         say(str(llm.target.quantization))
     if llm.profile is not None:
@@ -346,8 +284,8 @@ def _truth(word: str) -> bool:
     return word in ("on", "true")
 
 
-def _number_or_word(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"[+-]?\d+", text) else text
+def _number_or_word(text: str | None) -> int | str | None:
+    return int(text) if text is not None and re.fullmatch(r"[+-]?\d+", text) else text
 
 
 def _compile(text: str) -> bool | str:
@@ -396,6 +334,8 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "float | None": (float | None, _same),
     "bool | None": (bool | None, _same),
     "int | str": (str, _number_or_word),
+    "int | str | None": (str | None, _number_or_word),
+    "str | bool": (str, _compile),
     "Acceptance": (str, _same),
     "Shape": (str, _shape),
     "Sequence[str]": (list[str], tuple),

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load, note_lossy
+from sakiyomi.cli.common import JsonOption, command, load, note_lossy
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -46,14 +47,14 @@ def register(app: typer.Typer) -> None:
         app,
         "generate",
         GenerateOptions,
-        ModelOptions,
+        LLMConfig,
         SamplingParams,
         JsonOption,
         help="Continue prompts.\n\nThe text is that of the target alone, written faster with a draft.",
     )(generate)
 
 
-def generate(options: GenerateOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
+def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
     """Run the command."""
     prompts = _prompts(options)
     if options.stream and params.n > 1:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import typer
 
-from sakiyomi.cli.common import ModelOptions, command, load
+from sakiyomi.cli.common import command, load
 from sakiyomi.core.errors import LoadError
+from sakiyomi.engine.config import LLMConfig
 from sakiyomi.server.config import ENVIRONMENT, ServerConfig
 
 __all__ = ["register"]
@@ -22,7 +23,7 @@ def register(app: typer.Typer) -> None:
         app,
         "serve",
         ServerConfig,
-        ModelOptions,
+        LLMConfig,
         defaults={"max_batch": MAX_BATCH},
         environment=ENVIRONMENT,
         help="Serve a model to OpenAI's clients.\n\nEvery flag may also be set by an environment variable (--max-queue "
@@ -31,7 +32,7 @@ def register(app: typer.Typer) -> None:
     )(serve)
 
 
-def serve(config: ServerConfig, model: ModelOptions) -> None:
+def serve(config: ServerConfig, model: LLMConfig) -> None:
     """Run the command."""
     from sakiyomi.cli.output import note
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, command, load
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def register(app: typer.Typer) -> None:
         app,
         "transcribe",
         TranscribeOptions,
-        ModelOptions,
+        LLMConfig,
         SamplingParams,
         JsonOption,
         help="Write down what is said in sound files.\n\nThe target is a speech model (whisper); the text is its own, "
@@ -42,7 +43,7 @@ def register(app: typer.Typer) -> None:
     )(transcribe)
 
 
-def transcribe(options: TranscribeOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
+def transcribe(options: TranscribeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
     """Run the command."""
     if not options.files:
         raise InputError("no file was given; expected one or more, for instance: sakiyomi transcribe speech.wav")

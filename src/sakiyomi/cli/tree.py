@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, command, load
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -42,7 +43,7 @@ def register(app: typer.Typer) -> None:
         app,
         "tree",
         TreeOptions,
-        ModelOptions,
+        LLMConfig,
         SamplingParams,
         JsonOption,
         help=(
@@ -52,7 +53,7 @@ def register(app: typer.Typer) -> None:
     )(tree)
 
 
-def tree(options: TreeOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
+def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
     """Run the command."""
     if options.rounds < 1:
         raise InputError(f"rounds is {options.rounds}; expected at least 1")
