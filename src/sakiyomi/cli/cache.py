@@ -8,8 +8,10 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command, load
+from sakiyomi.cli.common import FileArgument, JsonOption, command, load
+from sakiyomi.cli.output import progress, say, shortened
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.memory import readable
 from sakiyomi.engine.config import LLMConfig
 
 
@@ -26,17 +28,6 @@ class BuildOptions:
     out: str = field(metadata={"argument": "OUT"})
 
 
-@dataclass(frozen=True)
-class InfoPlace:
-    """Which file.
-
-    Attributes:
-        file: of a prefix.
-    """
-
-    file: str = field(metadata={"argument": "FILE"})
-
-
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     own = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
@@ -50,15 +41,12 @@ def register(app: typer.Typer) -> None:
         "the same target, cache, kv_budget and chunk_size.",
         defaults={"draft": "none"},
     )(build)
-    command(own, "info", InfoPlace, JsonOption, help="Show what a prefix holds, and what made it.")(info)
+    command(own, "info", FileArgument, JsonOption, help="Show what a prefix holds, and what made it.")(info)
     app.add_typer(own, name="cache", help="Beginnings that are read once: documents, system prompts.")
 
 
 def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, stdout
-    from sakiyomi.core.memory import readable
-
     path = Path(options.text).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -72,20 +60,16 @@ def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
     prefix.save(options.out)
     found = {"out": options.out, "tokens": len(prefix.tokens), "pairs": prefix.pairs, "bytes": prefix.bytes}
     full = len(prefix.tokens) * llm.target.cache.pair_bytes
-    stdout().out(
+    say(
         f"{options.out}: {len(prefix.tokens)} tokens, keys and values {readable(prefix.bytes)} "
-        f"(all of them would be {readable(full)})",
-        highlight=False,
+        f"(all of them would be {readable(full)})"
     )
-    if output.json:
-        emit_json(found | {"full_bytes": full, "recipe": prefix.recipe})
+    output.emit(found | {"full_bytes": full, "recipe": prefix.recipe})
 
 
-def info(place: InfoPlace, output: JsonOption) -> None:
+def info(place: FileArgument, output: JsonOption) -> None:
     """Run the command."""
     from sakiyomi.cache.prefix import read_about
-    from sakiyomi.cli.output import emit_json, stdout
-    from sakiyomi.core.memory import readable
 
     about, shapes = read_about(place.file)
     keys = {name: shape for name, shape in shapes.items() if name.startswith("keys.")}
@@ -102,18 +86,13 @@ def info(place: InfoPlace, output: JsonOption) -> None:
         "text": about["text"],
         "recipe": about["recipe"],
     }
-    console = stdout()
     fewest, most = found["pairs"]
     pairs = f"{most}" if fewest == most else f"{fewest} to {most}"
-    console.out(
+    say(
         f"{place.file}: {found['tokens']} tokens, of which {pairs} a head stay in {layers} layers of "
         f"{found['heads']} heads; {readable(found['file_bytes'])}",
-        highlight=False,
+        *(f"  {key}: {value}" for key, value in found["recipe"].items()),
     )
-    for key, value in found["recipe"].items():
-        console.out(f"  {key}: {value}", highlight=False)
-    beginning = " ".join(about["text"].split())
-    if beginning:
-        console.out(f"  begins: {beginning[:100]}{'...' if len(beginning) > 100 else ''}", highlight=False)
-    if output.json:
-        emit_json(found)
+    if beginning := shortened(about["text"], 100):
+        say(f"  begins: {beginning}")
+    output.emit(found)

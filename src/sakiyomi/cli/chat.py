@@ -10,7 +10,7 @@ import typer
 from sakiyomi.cli.commands import obey
 from sakiyomi.cli.common import JsonOption, command, load
 from sakiyomi.cli.lines import Lines
-from sakiyomi.cli.output import emit_json, legend, note, stdout
+from sakiyomi.cli.output import legend, note, stdout
 from sakiyomi.cli.talk import Chat, check
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
@@ -77,7 +77,6 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
             legend(stdout())
     talk = Chat(llm, dialogue, lines, params, options.trace, obey)
     talk.run()
-    if output.json:
-        emit_json({"target": model.target, "draft": model.draft, **talk.to_dict()})
+    output.emit({"target": model.target, "draft": model.draft, **talk.to_dict()})
     if talk.failed and not lines.interactive:
         raise typer.Exit(1)

@@ -14,20 +14,32 @@ import re
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
+from sakiyomi.cli.output import emit_json, note, progress, quiet
 from sakiyomi.core.errors import InputError, LoadError
 
 if TYPE_CHECKING:
+    from sakiyomi.core.outputs import Generation
     from sakiyomi.core.params import SamplingParams
     from sakiyomi.engine.config import LLMConfig
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["INTERRUPTED", "JsonOption", "command", "flag_help", "load", "parameters", "parsed"]
+__all__ = [
+    "INTERRUPTED",
+    "FileArgument",
+    "JsonOption",
+    "command",
+    "flag_help",
+    "load",
+    "parameters",
+    "parsed",
+    "samples_of",
+]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -46,11 +58,25 @@ class JsonOption:
 
     json: bool = False
 
+    def emit(self, found: Mapping[str, Any]) -> None:
+        """Print the object, if it is wanted."""
+        if self.json:
+            emit_json(found)
+
+
+@dataclass(frozen=True)
+class FileArgument:
+    """Which file.
+
+    Attributes:
+        file: the file to look at.
+    """
+
+    file: str = field(metadata={"argument": "FILE"})
+
 
 def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     """The engine, and on stderr, or where ``say`` has it, what a user might not expect of it."""
-    from sakiyomi.cli.output import note, progress, quiet
-
     say = say or note
     with progress(f"loading {model.target}"):
         from sakiyomi.engine.llm import LLM
@@ -73,10 +99,13 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     return llm
 
 
+def samples_of(result: Generation | list[Generation]) -> list[Generation]:
+    """What ``LLM.generate`` gives for one prompt, as a list also where n is 1."""
+    return result if isinstance(result, list) else [result]
+
+
 def note_lossy(params: SamplingParams) -> None:
     """Say on stderr where what is asked for changes the text's distribution."""
-    from sakiyomi.cli.output import note
-
     if params.acceptance == "typical" and not params.greedy:
         note("acceptance typical is lossy: the text has another distribution than the target's own")
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.output import legend, printed, progress, quiet, say, stdout, table, write
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sakiyomi.core.outputs import Step
     from sakiyomi.engine.llm import LLM
     from sakiyomi.evaluation.bench.report import Row
@@ -83,7 +82,6 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         count=2,
     )
     config.draft_model  # noqa: B018  refuses a draft that is no model, before any work
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
 
     began = time.time()  # not the process's own start: a shell that ends in this command has lived before it
     with progress(f"loading {options.target}"):
@@ -91,14 +89,12 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
 
         quiet()
         llm = LLM(options.target, draft=options.draft, dtype=options.dtype)
-    console = stdout()
-    story, first = _story(console, llm, options.prompt, params)
+    story, first = _story(llm, options.prompt, params)
     stats = story[-1].stats
     assert stats is not None
-    console.out(
+    say(
         f"{stats.tokens} tokens, {stats.tau:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s while graphs "
-        f"compile; first token {first - began:.1f} s after the start",
-        highlight=False,
+        f"compile; first token {first - began:.1f} s after the start"
     )
     found: dict[str, Any] = {
         "target": options.target,
@@ -111,31 +107,24 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         "first_token_seconds": first - began,
     }
     if options.table:
-        found["table"] = _table(console, llm, config, began)
-    if output.json:
-        emit_json(found | {"seconds": time.time() - began})
+        found["table"] = _table(llm, config, began)
+    output.emit(found | {"seconds": time.time() - began})
 
 
-def _story(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
+def _story(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
     """Stream the story; its steps, and when its first token came."""
-    from sakiyomi.cli.output import TokenPainter, legend, write
-
-    legend(console)
-    write(console, prompt)
-    painter = TokenPainter(console, llm.tokenizer)
+    legend(stdout())
+    write(stdout(), prompt)
     steps: list[Step] = []
     first = 0.0
-    for step in llm.stream(prompt, params):
+    for step in printed(llm.stream(prompt, params), llm.tokenizer, params.stop, coloured=True):
         first = first or time.time()
         steps.append(step)
-        painter.add(step.trace)
-    painter.finish()
     return steps, first
 
 
-def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
+def _table(llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
     """Measure, print and give the table; on stderr what is waited for."""
-    from sakiyomi.cli.output import progress, table
     from sakiyomi.evaluation.bench.report import condition_line
     from sakiyomi.model_executor.compiled import stop_compiling
 
@@ -145,11 +134,9 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
             status.update("measuring without graphs; the next run has more of them")
             stop_compiling()
         row = _measure(llm, config, began, status.update)
-    console.out()
+    say("")
     table(row.lines, title=row.title)
-    for note in row.notes:
-        console.out(f"  {note}", highlight=False)
-    console.out(f"  {condition_line(row.conditions)}", highlight=False)
+    say(*(f"  {line}" for line in (*row.notes, condition_line(row.conditions))))
     return row.to_dict()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.output import progress, quiet, say
 from sakiyomi.core.errors import InputError
 
 
@@ -51,14 +53,10 @@ def register(app: typer.Typer) -> None:
 
 def medusa(options: ExportOptions, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
-
     if options.format == "merged" and options.target is None:
         raise InputError("format merged holds the target too; give it with --target")
     with progress("reading"):
         quiet()
-        from pathlib import Path
-
         from sakiyomi.core.embedded import folder_of
         from sakiyomi.drafters.medusa_heads.backbone import check_heads
         from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
@@ -81,11 +79,6 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         write_heads(found.heads, out, options.format, base=base, head=head)  # type: ignore[arg-type]
         if options.format == "merged":
             loaded.tokenizer.save_pretrained(out)
+    say(f"{out}: {shape.heads} heads of {shape.layers} layers as format {options.format}, read from {found.format}")
     summary = {"heads": shape.heads, "layers": shape.layers, "from": found.format, "format": options.format}
-    summary["folder"] = str(out)
-    stdout().out(
-        f"{out}: {shape.heads} heads of {shape.layers} layers as format {options.format}, read from {found.format}",
-        highlight=False,
-    )
-    if output.json:
-        emit_json(summary)
+    output.emit(summary | {"folder": str(out)})

@@ -6,13 +6,14 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command, load, note_lossy
+from sakiyomi.cli.common import JsonOption, command, load, note_lossy, samples_of
+from sakiyomi.cli.output import printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.outputs import Generation
+from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.config import LLMConfig
 
@@ -69,8 +70,6 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
         raise InputError("prefix comes with whole texts, not with streamed ones; leave out --stream")
     if (output.json or options.prefix is not None) and options.stream is None:
         stream = False
-    from sakiyomi.cli.output import emit_json, progress
-
     llm = load(model)
     note_lossy(params)
     rounding = llm.target.quantization
@@ -79,15 +78,15 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
     else:
         with progress(f"writing {len(prompts)} texts"):
-            results = _flat(llm.generate(prompts, params, rounds_trace=options.rounds_trace, prefix=prefix))
+            found = llm.generate(prompts, params, rounds_trace=options.rounds_trace, prefix=prefix)
+        results = [sample for result in found for sample in samples_of(result)]
         if not output.json:
             _show(llm, results, params, options.trace)
-    if output.json:
-        generations = [result.to_dict() for result in results]
-        rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
-        emit_json(
-            {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
-        )
+    generations = [result.to_dict() for result in results]
+    rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
+    output.emit(
+        {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
+    )
 
 
 def _prompts(options: GenerateOptions) -> list[str]:
@@ -113,18 +112,7 @@ def _from_stdin() -> str:
     return text.removesuffix("\n")
 
 
-def _flat(results: Any) -> list[Generation]:
-    """Samples of one prompt (n > 1) are a list in the place of one."""
-    found: list[Generation] = []
-    for result in results:
-        found.extend(result if isinstance(result, list) else [result])
-    return found
-
-
 def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloured: bool) -> Generation:
-    from sakiyomi.cli.output import printed
-    from sakiyomi.core.outputs import Stats
-
     steps = list(printed(llm.stream(prompt, params, index=index), llm.tokenizer, params.stop, coloured))
     return Generation(
         text="".join(step.text for step in steps),
@@ -137,15 +125,8 @@ def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloure
 
 
 def _show(llm: LLM, results: Sequence[Generation], params: SamplingParams, coloured: bool) -> None:
-    from sakiyomi.cli.output import TokenPainter, stdout, write
-
-    console = stdout()
     for index, result in enumerate(results):
         if index:
-            write(console, "", end="\n")
-        if coloured:
-            painter = TokenPainter(console, llm.tokenizer, params.stop)
-            painter.add(result.trace)
-            painter.finish()
-        else:
-            write(console, result.text, end="\n")
+            say("")
+        whole = Step(result.text, tuple(result.token_ids), tuple(result.trace))
+        list(printed([whole], llm.tokenizer, params.stop, coloured))

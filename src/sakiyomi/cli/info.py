@@ -9,6 +9,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.output import progress, quiet, say
 from sakiyomi.core.errors import InputError
 
 
@@ -50,8 +51,6 @@ def register(app: typer.Typer) -> None:
 
 def info(options: InfoOptions, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
-
     with progress("looking around") as status:
         from sakiyomi.engine import machine
 
@@ -68,11 +67,8 @@ def info(options: InfoOptions, output: JsonOption) -> None:
             status.update("timing passes")
             found["pair"] = {"target": options.target, "draft": options.draft}
             found["pair"] |= machine.costs(llm, context=options.context, repeats=options.repeats)
-    console = stdout()
-    for line in _lines(found):
-        console.out(line, highlight=False)
-    if output.json:
-        emit_json(found)
+    say(*_lines(found))
+    output.emit(found)
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:

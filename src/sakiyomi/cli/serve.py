@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 from sakiyomi.cli.common import command, load
+from sakiyomi.cli.output import note
 from sakiyomi.core.errors import LoadError
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.server.config import ENVIRONMENT, ServerConfig
@@ -34,8 +35,6 @@ def register(app: typer.Typer) -> None:
 
 def serve(config: ServerConfig, model: LLMConfig) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import note
-
     try:
         from sakiyomi.server.logs import set_up
         from sakiyomi.server.run import check

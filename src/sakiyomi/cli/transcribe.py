@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command, load
+from sakiyomi.cli.common import JsonOption, command, load, samples_of
+from sakiyomi.cli.output import progress, stdout, write
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.config import LLMConfig
@@ -47,22 +49,18 @@ def transcribe(options: TranscribeOptions, model: LLMConfig, params: SamplingPar
     """Run the command."""
     if not options.files:
         raise InputError("no file was given; expected one or more, for instance: sakiyomi transcribe speech.wav")
-    from sakiyomi.cli.output import emit_json, progress, stdout, write
     from sakiyomi.core.audio import Audio
 
     # Before the model, which takes longer.
     sounds = [Audio.read(name, language=options.language, task=options.task) for name in options.files]
     llm = load(model)
     with progress(f"listening to {len(sounds)} files"):
-        results = llm.generate(sounds, params)
-    results = [result if isinstance(result, list) else [result] for result in results]
-    if output.json:
-        files = [
-            {"file": name, "seconds": sound.seconds, "generations": [sample.to_dict() for sample in samples]}
-            for name, sound, samples in zip(options.files, sounds, results, strict=True)
-        ]
-        emit_json({"target": model.target, "draft": model.draft, "files": files})
-        return
-    for samples in results:
-        for sample in samples:
+        results = [samples_of(result) for result in llm.generate(sounds, params)]
+    files = [
+        {"file": name, "seconds": sound.seconds, "generations": [sample.to_dict() for sample in samples]}
+        for name, sound, samples in zip(options.files, sounds, results, strict=True)
+    ]
+    output.emit({"target": model.target, "draft": model.draft, "files": files})
+    if not output.json:
+        for sample in itertools.chain(*results):
             write(stdout(), sample.text.strip(), end="\n")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command, load
+from sakiyomi.cli.output import progress, stdout, table
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.config import LLMConfig
@@ -61,7 +62,6 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
         raise InputError(f"top is {options.top}; expected 0 or more")
     if params.n > 1:
         raise InputError(f"n is {params.n}; one text is drawn: leave it out")
-    from sakiyomi.cli.output import emit_json, progress
     from sakiyomi.evaluation.predictions import predictions
 
     llm = load(model)
@@ -82,8 +82,7 @@ def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output:
     if not output.json:
         _show_places(places, text)
         _show_rounds(rounds, text, len(result.rounds_trace))
-        return
-    emit_json(
+    output.emit(
         {
             "target": model.target,
             "draft": model.draft,
@@ -102,8 +101,6 @@ def _place(place: Prediction, text: Any) -> dict[str, Any]:
 
 
 def _show_places(places: Sequence[Prediction], text: Any) -> None:
-    from sakiyomi.cli.output import table
-
     if not places:
         return
     rows = []
@@ -117,8 +114,6 @@ def _show_places(places: Sequence[Prediction], text: Any) -> None:
 
 
 def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
-    from sakiyomi.cli.output import stdout
-
     console = stdout()
     if not rounds:
         console.print(

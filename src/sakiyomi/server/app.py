@@ -123,32 +123,31 @@ class Server:
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
 
-    async def _pieces(self, call: Call) -> list[Piece]:
+    async def _read(self, call: Call) -> AsyncIterator[Piece]:
+        """What each round gave to a choice; raises what ended one of them instead of its text."""
         samples = [Sample(job, self.names, self.llm.tokenizer) for job in call.jobs]
-        pieces = [Piece(job.index) for job in call.jobs]
         async for happened in call:
             if happened.step.error is not None:
                 raise happened.step.error
-            index = happened.job.index
-            pieces[index].add(samples[index].read(happened))
+            yield samples[happened.job.index].read(happened)
+
+    async def _pieces(self, call: Call) -> list[Piece]:
+        pieces = [Piece(job.index) for job in call.jobs]
+        async for piece in self._read(call):
+            pieces[piece.index].add(piece)
         return pieces
 
     async def _events(
         self, call: Call, style: Style, figures: bool, until: float, told: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        samples = [Sample(job, self.names, self.llm.tokenizer) for job in call.jobs]
-        fresh = set(range(len(samples)))
+        fresh = {job.index for job in call.jobs}
         try:
             async with asyncio.timeout_at(until):
-                async for happened in call:
-                    if happened.step.error is not None:
-                        raise happened.step.error
-                    index = happened.job.index
-                    piece = samples[index].read(happened)
+                async for piece in self._read(call):
                     if self.config.log_prompts:
                         told["reply"] = told.get("reply", "") + piece.text
-                    yield event(style.chunk(piece, index in fresh))
-                    fresh.discard(index)
+                    yield event(style.chunk(piece, piece.index in fresh))
+                    fresh.discard(piece.index)
             if figures:
                 yield event(style.figures(usage(call.jobs)))
             yield DONE
@@ -198,7 +197,7 @@ class Server:
             "created": self.began,
             "owned_by": "sakiyomi",
             "max_model_len": self.llm.max_context,
-            "drafter": getattr(self.llm.draft, "name", None),
+            "drafter": self.intake.drafter,
             "chat_template": self.intake.has_template,
         }
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.process import release_workers
 from sakiyomi.engine.request import RetainedSlot
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.jobs import Call, Event, Job, JobState
 from sakiyomi.server.metrics import Metrics
 
@@ -89,7 +89,7 @@ class Worker:
         if self._draining or not self._thread.is_alive():
             raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
         if len(jobs) > self._most:
-            raise ApiError(400, f"{len(jobs)} samples at once; this server takes {self._most}", code="invalid_value")
+            raise bad_request(f"{len(jobs)} samples at once; this server takes {self._most}")
         if self.load + len(jobs) > self._most:
             self.metrics.refused.inc()
             wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
