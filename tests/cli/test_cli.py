@@ -203,7 +203,7 @@ def test_tree_draws_a_round(pair: list[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--draft", "none"], "nothing to draw without a draft"),
+        (["--draft", "none"], "without a draft there is no tree"),
         (["--rounds", "0"], "rounds is 0"),
         (["--top", "-1"], "top is -1"),
         (["--n", "2"], "n is 2"),

@@ -1,4 +1,4 @@
-"""``sakiyomi cache``: beginnings that are read once and gone on from many times."""
+"""``sakiyomi cache``: prompt caches, prefilled once and continued many times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sakiyomi.engine.config import LLMConfig
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What is read, and where it goes.
+    """What is prefilled, and where it goes.
 
     Attributes:
-        text: file with the beginning, UTF-8.
-        out: file of the prefix, .safetensors.
+        text: file with the text to prefill, UTF-8.
+        out: prompt cache file to write, .safetensors.
     """
 
     text: str = field(metadata={"argument": "TEXT"})
@@ -37,12 +37,12 @@ def register(app: typer.Typer) -> None:
         BuildOptions,
         LLMConfig,
         JsonOption,
-        help="Read a beginning, and keep what stays of it in a file.\n\n`generate --prefix OUT` goes on from it, with "
-        "the same target, cache, kv_budget and chunk_size.",
+        help="Prefill a text, and keep its keys and values in a file.\n\n`generate --prefix OUT` continues from it. It "
+        "needs the same target, cache, kv_budget and chunk_size.",
         defaults={"draft": "none"},
     )(build)
-    command(own, "info", FileArgument, JsonOption, help="Show what a prefix holds, and what made it.")(info)
-    app.add_typer(own, name="cache", help="Beginnings that are read once: documents, system prompts.")
+    command(own, "info", FileArgument, JsonOption, help="Show what a prompt cache holds, and how it was made.")(info)
+    app.add_typer(own, name="cache", help="Prompt caches: documents and system prompts that are prefilled once.")
 
 
 def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
@@ -53,16 +53,16 @@ def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"{path} cannot be read as UTF-8 text ({error}); check the path") from error
     if not text.strip():
-        raise InputError(f"{path} holds no text; expected the beginning that is to be read")
+        raise InputError(f"{path} holds no text; expected the text to prefill")
     llm = load(model)
-    with progress(f"reading {path.name}"):
+    with progress(f"prefilling {path.name}"):
         prefix = llm.prefix(text)
     prefix.save(options.out)
     found = {"out": options.out, "tokens": len(prefix.tokens), "pairs": prefix.pairs, "bytes": prefix.bytes}
     full = len(prefix.tokens) * llm.target.cache.pair_bytes
     say(
         f"{options.out}: {len(prefix.tokens)} tokens, keys and values {readable(prefix.bytes)} "
-        f"(all of them would be {readable(full)})"
+        f"(a full cache: {readable(full)})"
     )
     output.emit(found | {"full_bytes": full, "recipe": prefix.recipe})
 
@@ -89,7 +89,7 @@ def info(place: FileArgument, output: JsonOption) -> None:
     fewest, most = found["pairs"]
     pairs = f"{most}" if fewest == most else f"{fewest} to {most}"
     say(
-        f"{place.file}: {found['tokens']} tokens, of which {pairs} a head stay in {layers} layers of "
+        f"{place.file}: {found['tokens']} tokens, {pairs} KV pairs kept per head, {layers} layers of "
         f"{found['heads']} heads; {readable(found['file_bytes'])}",
         *(f"  {key}: {value}" for key, value in found["recipe"].items()),
     )

@@ -26,11 +26,11 @@ class ChatOptions:
     """With whom, and how.
 
     Attributes:
-        name: embedded name, folder or hub id, as --target.
-        system: what the model is told before everything else.
-        template: auto (the tokenizer's chat template, or plain text where it has none), none (plain text: what you say
-            and what the model writes is one text), or a Jinja file.
-        trace: colour each token by its origin (accepted, recovered, bonus, plain).
+        name: the target: embedded name, folder or hub id, as --target.
+        system: system prompt.
+        template: auto (the tokenizer's chat template, or plain text if it has none), none (plain text: messages and
+            replies form one continuing text), or a Jinja file.
+        trace: colour each token by its source (accepted, recovered, bonus, plain).
     """
 
     name: str | None = field(default=None, metadata={"argument": "TARGET"})
@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
         SamplingParams,
         JsonOption,
         defaults={"max_new_tokens": MAX_NEW_TOKENS},
-        help="Talk with a model.\n\nOf every message only what is new is computed. Type /help for commands; Ctrl-C "
+        help="Talk with a model.\n\nOnly the new tokens of each message are computed. Type /help for commands; Ctrl-C "
         "stops a reply, Ctrl-D leaves. From a pipe each line is a message.",
     )(chat)
 
@@ -68,11 +68,13 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
     dialogue = Dialogue(llm.tokenizer, template, options.system)
     lines = Lines()
     if dialogue.plain:
-        note(f"{model.target} runs without a chat template: what you say and what it writes is one text that goes on")
+        note(f"{model.target} runs without a chat template: your messages and its replies form one continuing text")
     if model.exact:
-        note(f"exact: of earlier prompts whole chunks of {llm.engine.chunk_size} tokens are used again (--chunk-size)")
+        note(f"exact: earlier prompts are reused in whole chunks of {llm.engine.chunk_size} tokens (--chunk-size)")
     if lines.interactive:
-        note('/help lists commands, """ begins and ends several lines, Ctrl-C stops a reply, Ctrl-D leaves')
+        note(
+            '/help lists commands, """ begins and ends a message of several lines, Ctrl-C stops a reply, Ctrl-D leaves'
+        )
         if options.trace:
             legend(stdout())
     talk = Chat(llm, dialogue, lines, params, options.trace, obey)

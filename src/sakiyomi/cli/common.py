@@ -88,13 +88,14 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
     if llm.profile is not None:
         found = llm.profile
         say(
-            "sakiyomi tune has found that reading ahead does not pay here: writing without a draft"
+            "sakiyomi tune found that speculation does not pay on this machine: generating without a draft"
             if llm.draft is None
-            else f"draft {found.draft}, gamma {found.gamma}, as sakiyomi tune has found"
+            else f"draft {found.draft}, gamma {found.gamma}: the result of sakiyomi tune"
         )
     elif model.draft == "auto" and llm.draft is None:
         say(
-            f"no draft is known for {model.target}: writing without one; a small model of its tokenizer goes in --draft"
+            f"no draft is known for {model.target}: generating without one; try --draft suffix, prompt-lookup or "
+            "self-int8, or --draft model:FOLDER with a small model of its tokenizer; sakiyomi tune finds the fastest"
         )
     return llm
 
@@ -107,7 +108,7 @@ def samples_of(result: Generation | list[Generation]) -> list[Generation]:
 def note_lossy(params: SamplingParams) -> None:
     """Say on stderr where what is asked for changes the text's distribution."""
     if params.acceptance == "typical" and not params.greedy:
-        note("acceptance typical is lossy: the text has another distribution than the target's own")
+        note("acceptance typical is lossy: the output does not follow the target's own distribution")
 
 
 def command(
@@ -209,7 +210,7 @@ def _config_flag(kinds: Mapping[str, Any], environment: str) -> inspect.Paramete
         if wrong := [name for name in values if name not in kinds]:
             near = difflib.get_close_matches(wrong[0].replace("-", "_"), kinds, 1)
             known = f"did you mean {near[0]!r}? " if near else ""
-            raise InputError(f"{path!r} sets {wrong[0]!r}; {known}what there is: {', '.join(kinds)}")
+            raise InputError(f"{path!r} sets {wrong[0]!r}; {known}known names: {', '.join(kinds)}")
         ctx.default_map = {name: _of_file(path, name, kinds[name], value) for name, value in values.items()}
 
     text = "TOML file with values of the other flags, by their names (with _ for -)."
@@ -227,7 +228,10 @@ def _check_environment(kinds: Mapping[str, Any], prefix: str) -> None:
             continue
         if flag not in kinds:
             if near := difflib.get_close_matches(flag, kinds, 1, cutoff=0.8):
-                typer.echo(f"{name} is set and means nothing; did you mean {prefix}{near[0].upper()}?", err=True)
+                typer.echo(
+                    f"{name} is set, and is no setting of this command; did you mean {prefix}{near[0].upper()}?",
+                    err=True,
+                )
         elif kinds[flag] in (bool, int, float) and not _reads(kinds[flag], text):
             raise InputError(f"{name} is {text!r}; expected {_EXPECTED[kinds[flag]]}")
 
@@ -276,7 +280,7 @@ def _parameter(
         )
     flag = "--" + field.name.replace("_", "-")
     # What is off by default needs no flag that says so.
-    names = (f"{flag}/--no-{flag[2:]}",) if "bool" in str(field.type) and default is not False else (flag,)
+    names = (f"{flag}/--no-{flag[2:]}",) if bool in (kind, *get_args(kind)) and default is not False else (flag,)
     option = typer.Option(
         *names,
         help=text,

@@ -27,19 +27,19 @@ COMPILE_UNTIL, TABLE_UNTIL = 30.0, 46.0
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The story, and the table behind it.
+    """The story, and the table after it.
 
     Attributes:
-        prompt: how the story begins.
+        prompt: beginning of the story.
         max_new_tokens: length of the story.
         temperature: 0 is greedy.
         seed: of a sampled story.
-        gamma: draft tokens a round, here and in the table.
+        gamma: draft tokens per round, in the story and in the table.
         target: embedded name, folder or hub id.
         draft: model:FOLDER.
-        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16. In float32 equal tokens are no
-            matter of rounding.
-        table: measure plain and speculative generation, ours and transformers', after the story.
+        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16. In float32 rounding hardly ever
+            changes a token, so that the outputs of all ways can be compared.
+        table: after the story, measure plain and speculative generation, ours and transformers'.
     """
 
     prompt: str = PROMPT
@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
         "demo",
         DemoOptions,
         JsonOption,
-        help="Watch a model write with its draft, then compare speeds.",
+        help="Stream a story written with a draft, then compare speeds.",
     )(demo)
 
 

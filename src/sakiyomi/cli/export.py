@@ -1,4 +1,4 @@
-"""``sakiyomi export``: what was trained here, as other tools have it."""
+"""``sakiyomi export``: trained heads in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class ExportOptions:
 
     Attributes:
         heads: folder of the heads in any of the formats, or tales-medusa.
-        out: folder that is made.
+        out: folder to create.
         format: medusa (FasterDecoding's, which TGI reads), vllm (its release 0.11 and earlier), or merged (one
             checkpoint with the target).
-        target: the model that they belong to; needed for merged, and for vllm where heads use the target's own head.
+        target: the model that the heads belong to; needed for merged, and for vllm if they use the target's output
+            layer.
         allow_pickle: read heads that are stored as pickle.
     """
 
@@ -35,7 +36,7 @@ class ExportOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    own = typer.Typer(help="Write what was trained for other tools.", no_args_is_help=True, rich_markup_mode=None)
+    own = typer.Typer(help="Export trained heads to other tools.", no_args_is_help=True, rich_markup_mode=None)
     command(
         own,
         "medusa",

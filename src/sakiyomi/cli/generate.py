@@ -28,10 +28,10 @@ class GenerateOptions:
     Attributes:
         prompts: texts to continue; - reads one from stdin.
         file: read prompts from this file: one a line, or .jsonl with text, prompt or turns.
-        stream: print text while it is written; by default for a single prompt.
-        trace: colour each token by its origin (accepted, recovered, bonus, plain).
-        rounds_trace: with --json: every round's draft and what became of it.
-        prefix: file of a beginning that was read before (cache build): each prompt goes on from it.
+        stream: print the text while it is generated; the default for a single prompt.
+        trace: colour each token by its source (accepted, recovered, bonus, plain).
+        rounds_trace: with --json: each round's draft tree, and which of its tokens were accepted.
+        prefix: prompt cache file, written by `sakiyomi cache build`; every prompt continues from it.
     """
 
     prompts: tuple[str, ...] = field(default=(), metadata={"argument": "PROMPT"})
@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
         LLMConfig,
         SamplingParams,
         JsonOption,
-        help="Continue prompts.\n\nThe text is that of the target alone, written faster with a draft.",
+        help="Continue prompts.\n\nThe output is the target's own; a draft makes it faster.",
     )(generate)
 
 
@@ -59,15 +59,15 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     """Run the command."""
     prompts = _prompts(options)
     if options.stream and params.n > 1:
-        raise InputError(f"stream is on and n is {params.n}; samples of one prompt are not streamed: leave one out")
+        raise InputError(f"stream is on and n is {params.n}; several samples cannot be streamed: drop --stream, or --n")
     for name, value in (("rounds_trace", options.rounds_trace), ("logprobs", params.logprobs is not None)):
         if value and not output.json:
             raise InputError(f"{name} is shown by --json only; add --json")
     if options.rounds_trace and options.stream:
-        raise InputError("rounds_trace comes with whole texts, not with streamed ones; leave out --stream")
+        raise InputError("rounds_trace needs the whole text; drop --stream")
     stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
     if options.prefix is not None and options.stream:
-        raise InputError("prefix comes with whole texts, not with streamed ones; leave out --stream")
+        raise InputError("prefix needs whole texts; drop --stream")
     if (output.json or options.prefix is not None) and options.stream is None:
         stream = False
     llm = load(model)
@@ -77,7 +77,7 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
     else:
-        with progress(f"writing {len(prompts)} texts"):
+        with progress(f"generating {len(prompts)} texts"):
             found = llm.generate(prompts, params, rounds_trace=options.rounds_trace, prefix=prefix)
         results = [sample for result in found for sample in samples_of(result)]
         if not output.json:

@@ -20,8 +20,7 @@ class ShowOptions:
     """What is shown beside sizes.
 
     Attributes:
-        target: model whose tokenizer wrote the file (embedded name, folder or hub id): the beginning of each text is
-            shown.
+        target: model whose tokenizer wrote the file (embedded name, folder or hub id); shows how each text begins.
     """
 
     target: str | None = None
@@ -36,8 +35,8 @@ def register(app: typer.Typer) -> None:
         FileArgument,
         ShowOptions,
         JsonOption,
-        help="Show what a memory file holds.\n\nThe texts of requests, prompts included, are in it as token ids: with "
-        "--target they are shown as text.",
+        help="Show what a memory file holds.\n\nIt holds the token ids of requests, prompts included. With --target "
+        "they are shown as text.",
     )(show)
     command(own, "clear", FileArgument, JsonOption, help="Remove a memory file, damaged or not.")(clear)
     app.add_typer(own, name="memory", help="What the draft suffix:FILE remembers of earlier requests.")
@@ -101,5 +100,5 @@ def _decoder(target: str, digest: str) -> Any:
         quiet()
         tokenizer = load_model(target).tokenizer
     if tokenizer_digest(tokenizer) != digest:
-        raise InputError(f"the file is of another tokenizer than that of {target}; give the target that it was made by")
+        raise InputError(f"the file belongs to another tokenizer than that of {target}; pass the target that wrote it")
     return tokenizer.decode

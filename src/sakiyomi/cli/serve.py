@@ -27,9 +27,9 @@ def register(app: typer.Typer) -> None:
         LLMConfig,
         defaults={"max_batch": MAX_BATCH},
         environment=ENVIRONMENT,
-        help="Serve a model to OpenAI's clients.\n\nEvery flag may also be set by an environment variable (--max-queue "
-        f"by {ENVIRONMENT}MAX_QUEUE), or in a TOML file (max_queue = 8) that --config names. A flag counts before the "
-        "environment, and that before the file.",
+        help="Serve a model over an OpenAI-compatible HTTP API.\n\nEvery flag can also be set by an environment "
+        f"variable (--max-queue by {ENVIRONMENT}MAX_QUEUE), or in a TOML file (max_queue = 8) that --config names. "
+        "Flags override the environment, and the environment overrides the file.",
     )(serve)
 
 
@@ -51,7 +51,7 @@ def serve(config: ServerConfig, model: LLMConfig) -> None:
     llm = load(model, say)
     if config.warm_up != "none":
         if not llm.compiled():
-            say("compiling for this machine: seconds, or minutes where it was not done before (--warm-up)")
+            say("compiling for this machine: seconds, or minutes the first time (--warm-up)")
         llm.wait(batches=config.warm_up == "all")
     set_up(config.log_format)
     run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))

@@ -32,14 +32,14 @@ class Reply:
 
 
 REFUSED = {
-    "n": "a conversation has one reply to a message, and /again gives another one",
+    "n": "a message has one reply, and /again generates another",
     "logprobs": "they are shown by sakiyomi generate --json only; leave them out",
 }
-"""Parameters that a conversation has no place for, and what to do instead."""
+"""Parameters that do not fit a conversation, and what to do instead."""
 
 
 def check(params: SamplingParams) -> None:
-    """Refuse what a conversation has no place for.
+    """Refuse parameters that do not fit a conversation.
 
     Raises:
         InputError: with the remedy.
@@ -63,7 +63,7 @@ class Chat:
 
     Attributes:
         attempt: how many other replies the last message had before: with a seed the next one has other randomness.
-        replies: figures of each reply, also of those taken back.
+        replies: figures of each reply, also of those that were removed.
         failed: a message had no reply.
     """
 
@@ -121,7 +121,7 @@ class Chat:
         if len(prompt) >= self.llm.max_context:
             raise InputError(
                 f"with this message the conversation has {len(prompt)} tokens, and the context holds "
-                f"{self.llm.max_context}: /undo takes the last exchange back, /reset begins anew"
+                f"{self.llm.max_context}: /undo removes the last exchange, /reset starts over"
             )
         said: list[str] = []
         reason = "interrupted"
@@ -137,7 +137,7 @@ class Chat:
         self.replies.append(Reply(len(prompt), reason, self.conversation.stats))
         text = "".join(said)
         if reason == "interrupted" and not text.strip():
-            note("stopped before the first word: nothing of this exchange is kept")
+            note("stopped before the first word: this exchange was not kept")
             return
         self.dialogue.exchanges = [*before, (message, text)]
         self.attempt = attempt
@@ -148,7 +148,7 @@ class Chat:
         last = self.replies[-1]
         if self.used >= self.llm.max_context:
             full = f"the context of {self.llm.max_context} tokens is full"
-            note(f"{full}: /undo takes the last exchange back, /reset begins anew")
+            note(f"{full}: /undo removes the last exchange, /reset starts over")
         elif last.finish_reason == "length" and self.lines.interactive and not self._told:
             self._told = True  # once is enough for those who want their replies short
             note(f"cut after {last.stats.tokens} tokens: /set max_new_tokens N for longer replies")

@@ -1,4 +1,4 @@
-"""``sakiyomi transcribe``: what is said in sound files, by a speech model."""
+"""``sakiyomi transcribe``: the text of sound files, by a speech model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sakiyomi.engine.config import LLMConfig
 
 @dataclass(frozen=True)
 class TranscribeOptions:
-    """What to listen to.
+    """What to transcribe.
 
     Attributes:
         files: WAV files.
-        language: what is spoken, by name or code (en); the model hears which if not given.
-        task: transcribe or translate (into English); the model's own choice if not given.
+        language: spoken language, by name or code (en); the model detects it if it is not given.
+        task: transcribe, or translate (into English); by default the model's own.
     """
 
     files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE"})
@@ -39,9 +39,9 @@ def register(app: typer.Typer) -> None:
         LLMConfig,
         SamplingParams,
         JsonOption,
-        help="Write down what is said in sound files.\n\nThe target is a speech model (whisper); the text is its own, "
-        "written faster with a smaller one as draft. Longer sounds than it hears at once are refused: cut them.",
-        defaults={"target": dataclasses.MISSING},  # none that is embedded hears
+        help="Transcribe sound files.\n\nThe target is a speech model (whisper); the output is its own, and a smaller "
+        "model as draft makes it faster. Files longer than the model's window are refused: split them.",
+        defaults={"target": dataclasses.MISSING},  # no embedded model takes sound
     )(transcribe)
 
 
@@ -54,7 +54,7 @@ def transcribe(options: TranscribeOptions, model: LLMConfig, params: SamplingPar
     # Before the model, which takes longer.
     sounds = [Audio.read(name, language=options.language, task=options.task) for name in options.files]
     llm = load(model)
-    with progress(f"listening to {len(sounds)} files"):
+    with progress(f"transcribing {len(sounds)} files"):
         results = [samples_of(result) for result in llm.generate(sounds, params)]
     files = [
         {"file": name, "seconds": sound.seconds, "generations": [sample.to_dict() for sample in samples]}

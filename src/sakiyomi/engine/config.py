@@ -15,28 +15,29 @@ class LLMConfig:
 
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, GGUF file, or hub id.
-        draft: drafter: auto (what tune has found, else tales-draft for tales, else none), none, model:FOLDER (an
-            embedded name or a hub id works as well), prompt-lookup, suffix or ngram (from the text itself; suffix:FILE
-            remembers earlier texts, ngram:FILE is trained), self-int8 (the target in 8 bits), early-exit:LAYERS (its
-            first layers), oracle:RATE (the known answer, to measure what a draft could bring); several are joined by +.
-        cache: cache policy (h2o), bits of its numbers (quant-8, quant-4, quant-2; kvquant-4, kvquant-3, kvquant-2 at
-            levels fitted to the model), or both (h2o+quant-4); full keeps everything as it is, offload:FOLDER too,
-            in mapped files.
-        kv_budget: KV pairs per head, or bytes (2GiB), for policies that need a budget.
-        kv_memory: bytes (2GiB) of one request's keys and values, in the place of kv_budget.
-        chunk_size: tokens of a prompt that are read at once.
+        draft: what proposes draft tokens: auto (the result of `sakiyomi tune`, else tales-draft for tales, else none),
+            none, model:FOLDER (or an embedded name or hub id), prompt-lookup, suffix or ngram (from the text itself;
+            suffix:FILE remembers earlier texts, ngram:FILE is trained), self-int8 (the target in 8 bits),
+            early-exit:LAYERS (its first layers), oracle:RATE (the known answer, to measure what a draft could bring).
+            Join several with +.
+        cache: eviction policy (h2o), quantization of keys and values (quant-8, quant-4, quant-2; kvquant-4, kvquant-3,
+            kvquant-2 at levels fitted to the model), or both (h2o+quant-4). full keeps all keys and values unchanged;
+            offload:FOLDER does the same in mapped files.
+        kv_budget: how much an eviction policy keeps: KV pairs per head, or bytes (2GiB).
+        kv_memory: the same in bytes (2GiB) per request, instead of kv_budget.
+        chunk_size: prompt tokens that are prefilled in one pass.
         dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
-        quantize: int8 or int4 rounds the target's weights to so many bits; says what that changes, and keeps a packed
-            copy beside the model (or in the cache) for the next time.
-        offload: where weights stay between passes if they do not fit: disk (in the model's own files), cpu (main
+        quantize: int8 or int4: quantize the target's weights. The command reports what that changes, and keeps a packed
+            copy beside the model (or in the cache folder) for the next time.
+        offload: where weights lie between passes if they do not fit: disk (in the model's own files), cpu (main
             memory, for a GPU), auto (as much as fits on the device, then in main memory, then on disk), or a folder for
-            weights that cannot be used as they are stored.
-        compile: auto (compiled graphs once they are ready), true (wait for them) or false.
-        max_context: most tokens of prompt and text together; the model's own limit if not given.
-        max_batch: requests at once at most.
-        exact: output is bit-equal for every draft, gamma and batch.
-        strict: a drafter that fails ends the text with an error; otherwise the text goes on without it.
+            weights that cannot be used in their stored form.
+        compile: auto (use compiled graphs once they are ready), true (wait for them) or false.
+        max_context: most tokens of prompt and output together; by default the model's own limit.
+        max_batch: most requests that run at once.
+        exact: bit-equal output for every draft, gamma and batch.
+        strict: a failing drafter ends the request with an error; by default the request continues without it.
         allow_pickle: open pickle weights, which can run any code.
         trust_remote_code: run Python code that comes with the model.
     """

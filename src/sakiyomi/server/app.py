@@ -163,7 +163,7 @@ class Server:
         # The client is not to try again by itself: that would take as long.
         return ApiError(
             504,
-            f"the text was not done within {self.config.request_timeout:g} s; ask for fewer tokens",
+            f"the text was not finished within {self.config.request_timeout:g} s; ask for fewer tokens",
             code="timeout",
             headers={"x-should-retry": "false"},
         )
@@ -253,7 +253,7 @@ def make_app(server: Server) -> FastAPI:
     async def health() -> dict[str, str]:
         """Whether requests are taken and rounds go well."""
         if not server.worker.alive:
-            raise ApiError(503, "the server is stopping, or its last round failed; its log says how", code="unhealthy")
+            raise ApiError(503, "the server is stopping, or its last round failed; see its log", code="unhealthy")
         return {"status": "ok"}
 
     @app.get("/version")

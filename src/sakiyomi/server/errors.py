@@ -84,7 +84,7 @@ def api_error(error: BaseException) -> ApiError:
         return bad_request(error.message)
     if isinstance(error, SakiyomiError):
         return ApiError(500, error.message, code="failed")
-    return ApiError(500, "the server failed; its log says how", code="internal_error")
+    return ApiError(500, "internal error; see the log of the server", code="internal_error")
 
 
 def reply_to(error: BaseException) -> JSONResponse:
@@ -106,7 +106,7 @@ def body_of(error: RequestValidationError) -> ApiError:
         place = next((part for part in first["loc"] if isinstance(part, int)), None)
         where = "" if place is None else f" at character {place}"
         what = first.get("ctx", {}).get("error", first["msg"])
-        return bad_request(f"the body is no JSON: {what}{where}", code="invalid_json")
+        return bad_request(f"the body is not valid JSON: {what}{where}", code="invalid_json")
     if len(first["loc"]) < 2 and isinstance(error.body, dict):
         return bad_request("the body has a name in it that is no Unicode text", code="invalid_body")
     if len(first["loc"]) < 2:
@@ -148,10 +148,10 @@ def _cut(value: Any) -> str:
 
 
 ELSEWHERE = {
-    "/v1/embeddings": "this server writes text and gives no embeddings",
-    "/v1/responses": "this server has chats at /v1/chat/completions",
-    "/api/": "that is Ollama's; OpenAI's clients find chats at /v1/chat/completions",
-    "/completion": "that is llama.cpp's; this server has /v1/completions",
+    "/v1/embeddings": "this server generates text and has no embeddings",
+    "/v1/responses": "this server has /v1/chat/completions",
+    "/api/": "that is Ollama's API; this server has OpenAI's, with /v1/chat/completions",
+    "/completion": "that is llama.cpp's API; this server has /v1/completions",
 }
 """What users of other servers look for, by the beginning of the path."""
 
@@ -179,7 +179,11 @@ def install(app: FastAPI) -> None:
             (text for begin, text in ELSEWHERE.items() if path.startswith(begin)), "/openapi.json lists all paths"
         )
         packed = request.headers.get("content-encoding")
-        why = f"it is packed by {packed!r:.40}; send it as it is" if packed else "it is not UTF-8, or nested too deeply"
+        why = (
+            f"it is compressed with {packed!r:.40}; send it uncompressed"
+            if packed
+            else "it is not UTF-8, or nested too deeply"
+        )
         methods = (error.headers or {}).get("Allow", "other methods")
         known = {
             400: (f"the body cannot be read as JSON: {why}", "invalid_json"),

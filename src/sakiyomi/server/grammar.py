@@ -141,7 +141,7 @@ class Grammars:
                     )
                 except (ValueError, TypeError, AttributeError) as error:
                     raise bad_request(
-                        f"this model's tokenizer cannot keep to grammars: {error}", field, code=None
+                        f"this model's tokenizer does not support grammars: {error}", field, code=None
                     ) from None
             return self._made
 
@@ -210,4 +210,4 @@ class _Lark:
 
 
 def _refused(reason: str, field: str) -> ApiError:
-    return bad_request(f"{field} cannot be kept to: {' '.join(reason.split())[:300]}", field, code="invalid_schema")
+    return bad_request(f"{field} cannot be enforced: {' '.join(reason.split())[:300]}", field, code="invalid_schema")

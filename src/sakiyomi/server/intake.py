@@ -53,9 +53,7 @@ class Intake:
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         if has_encoder(llm.target.config):
-            raise UnsupportedError(
-                f"{llm.name} has an encoder, and the server is for models that go on with their prompt"
-            )
+            raise UnsupportedError(f"{llm.name} has an encoder; the server supports decoder-only models")
         self._llm, self._config = llm, config
         self.name = config.served_name or llm.name
         self.drafter = None if llm.draft is None else llm.draft.name
@@ -140,7 +138,7 @@ class Intake:
 
     def _check_count(self, count: int) -> None:
         if count > self._config.max_n:
-            raise bad_request(f"{count} samples in one request; this server gives {self._config.max_n} at most", "n")
+            raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", "n")
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
         with _blaming(field):
@@ -158,7 +156,7 @@ class Intake:
             )
         if asked is not None and asked > room:
             raise bad_request(
-                f"{field} is {asked}, and behind the prompt's {len(tokens)} tokens the context has room for {room}",
+                f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
                 field,
                 code="context_length_exceeded",
             )
@@ -174,7 +172,7 @@ class Intake:
         matcher: LLMatcher | None,
     ) -> list[Job]:
         if matcher is not None and body.ignore_eos:
-            raise bad_request("with a grammar the text ends where it is whole; leave ignore_eos out", "ignore_eos")
+            raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
         count = body.n or 1
         keys = [(number, j) if count > 1 else (number,) for j in range(count)]
         drafted = self._drafted(body)
@@ -206,7 +204,7 @@ class Intake:
         if choice == "none":
             return body.tools, self._format(body), None
         if body.response_format is not None and body.response_format.type != "text":
-            raise bad_request("a reply calls a tool or keeps to response_format; give one of them", "response_format")
+            raise bad_request("tools and response_format cannot be combined; send one of them", "response_format")
         form = tool_format(self._dialogue.template)
         offered = body.tools
         if isinstance(choice, NamedChoice):

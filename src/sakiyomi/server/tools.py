@@ -118,12 +118,12 @@ def tool_format(template: str) -> ToolFormat:
             return form
     if not template:
         raise bad_request(
-            "without a chat template nothing tells the model of tools; leave them out",
+            "the model has no chat template that could describe tools to it; leave tools out",
             "tools",
             code="unsupported_value",
         )
     raise bad_request(
-        "the model's chat template has it call tools in a way that this server does not know; it knows those of "
+        "the model's chat template uses a format of tool calls that this server does not know; it knows those of "
         f"{', '.join(form.models for form in FORMATS)}. Leave tools out, or start the server with a --chat-template of "
         "one of these",
         "tools",

@@ -95,7 +95,7 @@ class Worker:
             wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
             raise ApiError(
                 429,
-                f"{self.load} requests are under way, as many as this server takes; try again in about {wait} s",
+                f"{self.load} requests run or wait, as many as this server takes; try again in about {wait} s",
                 code="queue_full",
                 headers={"retry-after": str(wait)},
             )
