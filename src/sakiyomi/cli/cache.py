@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import FileArgument, JsonOption, command, load
+from sakiyomi.cli.common import FileArgument, JsonOption, add_command, load
 from sakiyomi.cli.output import progress, say, shortened
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import readable
@@ -31,22 +31,16 @@ class BuildOptions:
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     own = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-    command(
-        own,
-        "build",
-        BuildOptions,
-        LLMConfig,
-        JsonOption,
-        help="Prefill a text, and keep its keys and values in a file.\n\n`generate --prefix OUT` continues from it. It "
-        "needs the same target, cache, kv_budget and chunk_size.",
-        defaults={"draft": "none"},
-    )(build)
-    command(own, "info", FileArgument, JsonOption, help="Show what a prompt cache holds, and how it was made.")(info)
+    add_command(own, build, defaults={"draft": "none"})
+    add_command(own, info)
     app.add_typer(own, name="cache", help="Prompt caches: documents and system prompts that are prefilled once.")
 
 
 def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
-    """Run the command."""
+    """Prefill a text, and keep its keys and values in a file.
+
+    `generate --prefix OUT` continues from it. It needs the same target, cache, kv_budget and chunk_size.
+    """
     path = Path(options.text).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
@@ -68,7 +62,7 @@ def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:
 
 
 def info(place: FileArgument, output: JsonOption) -> None:
-    """Run the command."""
+    """Show what a prompt cache holds, and how it was made."""
     from sakiyomi.cache.prefix import read_about
 
     about, shapes = read_about(place.file)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import typer
 
 from sakiyomi.cli.commands import obey
-from sakiyomi.cli.common import JsonOption, command, load
+from sakiyomi.cli.common import JsonOption, add_command, load
 from sakiyomi.cli.lines import Lines
 from sakiyomi.cli.output import legend, note, stdout
 from sakiyomi.cli.talk import Chat, check
@@ -41,21 +41,15 @@ class ChatOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "chat",
-        ChatOptions,
-        LLMConfig,
-        SamplingParams,
-        JsonOption,
-        defaults={"max_new_tokens": MAX_NEW_TOKENS},
-        help="Talk with a model.\n\nOnly the new tokens of each message are computed. Type /help for commands; Ctrl-C "
-        "stops a reply, Ctrl-D leaves. From a pipe each line is a message.",
-    )(chat)
+    add_command(app, chat, defaults={"max_new_tokens": MAX_NEW_TOKENS})
 
 
 def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
-    """Run the command."""
+    """Talk with a model.
+
+    Only the new tokens of each message are computed. Type /help for commands; Ctrl-C stops a reply, Ctrl-D leaves.
+    From a pipe each line is a message.
+    """
     if options.name is not None:
         if model.target not in (LLMConfig.target, options.name):
             raise InputError(f"the target is given twice, {options.name!r} and --target {model.target!r}; give one")

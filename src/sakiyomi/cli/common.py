@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -33,6 +33,7 @@ __all__ = [
     "INTERRUPTED",
     "FileArgument",
     "JsonOption",
+    "add_command",
     "command",
     "flag_help",
     "load",
@@ -154,6 +155,25 @@ def command(
             app.command(name, help=help)(body)
 
     return register
+
+
+def add_command(
+    app: typer.Typer,
+    run: Callable[..., None],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    environment: str | None = None,
+) -> None:
+    """Register a function under its own name: its parameters are the groups of flags, its docstring is the help.
+
+    Args:
+        app: takes the command.
+        run: called with one object for each group.
+        defaults, environment: see ``command``.
+    """
+    groups = [group for name, group in get_type_hints(run).items() if name != "return"]
+    text = inspect.getdoc(run) or ""
+    command(app, run.__name__, *groups, help=text, defaults=defaults, environment=environment)(run)
 
 
 def flag_help(config: type[Any]) -> dict[str, str]:

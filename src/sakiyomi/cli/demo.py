@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.output import legend, printed, progress, quiet, say, stdout, table, write
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -55,17 +55,11 @@ class DemoOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "demo",
-        DemoOptions,
-        JsonOption,
-        help="Stream a story written with a draft, then compare speeds.",
-    )(demo)
+    add_command(app, demo)
 
 
 def demo(options: DemoOptions, output: JsonOption) -> None:
-    """Run the command."""
+    """Stream a story written with a draft, then compare speeds."""
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,

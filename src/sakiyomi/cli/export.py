@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.output import progress, quiet, say
 from sakiyomi.core.errors import InputError
 
@@ -37,13 +37,7 @@ class ExportOptions:
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     own = typer.Typer(help="Export trained heads to other tools.", no_args_is_help=True, rich_markup_mode=None)
-    command(
-        own,
-        "medusa",
-        ExportOptions,
-        JsonOption,
-        help="Write Medusa heads in the format of another tool.\n\nAny of the three formats is read and written.",
-    )(medusa)
+    add_command(own, medusa)
 
     @own.callback()
     def _group() -> None:
@@ -53,7 +47,10 @@ def register(app: typer.Typer) -> None:
 
 
 def medusa(options: ExportOptions, output: JsonOption) -> None:
-    """Run the command."""
+    """Write Medusa heads in the format of another tool.
+
+    Any of the three formats is read and written.
+    """
     if options.format == "merged" and options.target is None:
         raise InputError("format merged holds the target too; give it with --target")
     with progress("reading"):

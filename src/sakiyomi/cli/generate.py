@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command, load, note_lossy, samples_of
+from sakiyomi.cli.common import JsonOption, add_command, load, note_lossy, samples_of
 from sakiyomi.cli.output import printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Generation, Stats, Step
@@ -44,19 +44,14 @@ class GenerateOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "generate",
-        GenerateOptions,
-        LLMConfig,
-        SamplingParams,
-        JsonOption,
-        help="Continue prompts.\n\nThe output is the target's own; a draft makes it faster.",
-    )(generate)
+    add_command(app, generate)
 
 
 def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
-    """Run the command."""
+    """Continue prompts.
+
+    The output is the target's own; a draft makes it faster.
+    """
     prompts = _prompts(options)
     if options.stream and params.n > 1:
         raise InputError(f"stream is on and n is {params.n}; several samples cannot be streamed: drop --stream, or --n")

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.output import progress, quiet, say
 from sakiyomi.core.errors import InputError
 
@@ -39,18 +39,15 @@ class InfoOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "info",
-        InfoOptions,
-        JsonOption,
-        help="Show this machine, and what it lacks.\n\nVersions, devices, measured bandwidth; with --target the costs "
-        "of a pair: c (draft step / target step) and v(T) (pass over T tokens / plain step).",
-    )(info)
+    add_command(app, info)
 
 
 def info(options: InfoOptions, output: JsonOption) -> None:
-    """Run the command."""
+    """Show this machine, and what it lacks.
+
+    Versions, devices, measured bandwidth; with --target the costs of a pair: c (draft step / target step) and v(T)
+    (pass over T tokens / plain step).
+    """
     with progress("inspecting the machine") as status:
         from sakiyomi.engine import machine
 

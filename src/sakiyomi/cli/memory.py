@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import FileArgument, JsonOption, command
+from sakiyomi.cli.common import FileArgument, JsonOption, add_command
 from sakiyomi.cli.output import progress, quiet, say, shortened, table
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import readable
@@ -29,21 +29,16 @@ class ShowOptions:
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     own = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-    command(
-        own,
-        "show",
-        FileArgument,
-        ShowOptions,
-        JsonOption,
-        help="Show what a memory file holds.\n\nIt holds the token ids of requests, prompts included. With --target "
-        "they are shown as text.",
-    )(show)
-    command(own, "clear", FileArgument, JsonOption, help="Remove a memory file, damaged or not.")(clear)
+    add_command(own, show)
+    add_command(own, clear)
     app.add_typer(own, name="memory", help="What the draft suffix:FILE remembers of earlier requests.")
 
 
 def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
-    """Run the command."""
+    """Show what a memory file holds.
+
+    It holds the token ids of requests, prompts included. With --target they are shown as text.
+    """
     from sakiyomi.drafters.memory import LIMIT, read_memory
 
     path = Path(place.file).expanduser()
@@ -73,7 +68,7 @@ def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
 
 
 def clear(place: FileArgument, output: JsonOption) -> None:
-    """Run the command."""
+    """Remove a memory file, damaged or not."""
     from sakiyomi.drafters.memory import MAGIC
 
     path = Path(place.file).expanduser()

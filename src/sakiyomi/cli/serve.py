@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import typer
 
-from sakiyomi.cli.common import command, load
+from sakiyomi.cli.common import add_command, load
 from sakiyomi.cli.output import note
 from sakiyomi.core.errors import LoadError
 from sakiyomi.engine.config import LLMConfig
@@ -20,21 +20,15 @@ MAX_BATCH = 32  # requests at once: a server's come from many
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "serve",
-        ServerConfig,
-        LLMConfig,
-        defaults={"max_batch": MAX_BATCH},
-        environment=ENVIRONMENT,
-        help="Serve a model over an OpenAI-compatible HTTP API.\n\nEvery flag can also be set by an environment "
-        f"variable (--max-queue by {ENVIRONMENT}MAX_QUEUE), or in a TOML file (max_queue = 8) that --config names. "
-        "Flags override the environment, and the environment overrides the file.",
-    )(serve)
+    add_command(app, serve, defaults={"max_batch": MAX_BATCH}, environment=ENVIRONMENT)
 
 
 def serve(config: ServerConfig, model: LLMConfig) -> None:
-    """Run the command."""
+    """Serve a model over an OpenAI-compatible HTTP API.
+
+    Every flag can also be set by an environment variable (--max-queue by SAKIYOMI_MAX_QUEUE), or in a TOML file
+    (max_queue = 8) that --config names. Flags override the environment, and the environment overrides the file.
+    """
     try:
         from sakiyomi.server.logs import set_up
         from sakiyomi.server.run import check

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command, load, samples_of
+from sakiyomi.cli.common import JsonOption, add_command, load, samples_of
 from sakiyomi.cli.output import progress, stdout, write
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
@@ -32,21 +32,15 @@ class TranscribeOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "transcribe",
-        TranscribeOptions,
-        LLMConfig,
-        SamplingParams,
-        JsonOption,
-        help="Transcribe sound files.\n\nThe target is a speech model (whisper); the output is its own, and a smaller "
-        "model as draft makes it faster. Files longer than the model's window are refused: split them.",
-        defaults={"target": dataclasses.MISSING},  # no embedded model takes sound
-    )(transcribe)
+    add_command(app, transcribe, defaults={"target": dataclasses.MISSING})  # no embedded model takes sound
 
 
 def transcribe(options: TranscribeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
-    """Run the command."""
+    """Transcribe sound files.
+
+    The target is a speech model (whisper); the output is its own, and a smaller model as draft makes it faster. Files
+    longer than the model's window are refused: split them.
+    """
     if not options.files:
         raise InputError("no file was given; expected one or more, for instance: sakiyomi transcribe speech.wav")
     from sakiyomi.core.audio import Audio

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command, load
+from sakiyomi.cli.common import JsonOption, add_command, load
 from sakiyomi.cli.output import progress, stdout, table
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
@@ -40,22 +40,15 @@ class TreeOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "tree",
-        TreeOptions,
-        LLMConfig,
-        SamplingParams,
-        JsonOption,
-        help=(
-            "Draw draft trees.\n\nThe tree of a round: each token with p, the target's probability, and q, its "
-            "drafter's; the accepted path, the token that was rejected after it, and the target's own token."
-        ),
-    )(tree)
+    add_command(app, tree)
 
 
 def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
-    """Run the command."""
+    """Draw draft trees.
+
+    The tree of a round: each token with p, the target's probability, and q, its drafter's; the accepted path, the
+    token that was rejected after it, and the target's own token.
+    """
     if options.rounds < 1:
         raise InputError(f"rounds is {options.rounds}; expected at least 1")
     if options.top < 0:

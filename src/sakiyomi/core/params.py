@@ -43,7 +43,8 @@ class SamplingParams:
         gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
         tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
             "dynamic" (the best few nodes of every level are expanded), "static" (the best shape for the acceptance
-            measured by rank), or "auto": with gamma "auto" the tree that pays by measured costs, with a number a chain. A list fixes it:
+            measured by rank), or "auto": with gamma "auto" the tree that pays by measured
+            costs, with a number a chain. A list fixes it:
             of counts, ``[1, 7, 6]`` for 7 first tokens and 6 behind each (the 1 stands for the target's own token), or
             of nodes, each the ranks on the way to it, ``[[0], [1], [0, 0]]``: Medusa's ``medusa_choices``.
         nodes: most nodes of the tree: a number, "auto" (by measured costs) or "heuristic" (starts at 5; +2 / -1).
@@ -55,8 +56,8 @@ class SamplingParams:
         ignore_eos: continue after the model's end token.
         n: samples per prompt.
         acceptance: rule by which draft tokens are accepted: "ratio", "coupled", "block" (a chain as a whole) or
-            "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it accepts tokens that are
-            probable enough.
+            "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it accepts tokens that
+            are probable enough.
         epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1): a token is accepted if
             its probability is above the smaller of epsilon and delta x exp(-entropy).
 

@@ -69,7 +69,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def bad_request(message: str, param: str | None = None, *, code: str = "invalid_value") -> ApiError:
+def bad_request(message: str, param: str | None = None, *, code: str | None = "invalid_value") -> ApiError:
     """A 400 that names the field to blame."""
     return ApiError(400, message, param=param, code=code)
 
