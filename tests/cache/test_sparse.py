@@ -157,9 +157,9 @@ def read(llm: LLM, tokens: list[int], *, behind: int = 0) -> Tensor:
         llm.target.eviction.begin(slot)
         for at in range(0, end, 16):
             part = tokens[at : min(at + 16, end)]
-            rows.append(llm.target.score([SequenceRows(slot, at, part, prompt=True)]).clone())
+            rows.append(llm.target.score([SequenceRows(slot, at, part, prompt=True)]).logits.clone())
         if behind:
-            rows.append(llm.target.score([SequenceRows(slot, end, tokens[end:])]).clone())
+            rows.append(llm.target.score([SequenceRows(slot, end, tokens[end:])]).logits.clone())
     return torch.cat(rows)
 
 

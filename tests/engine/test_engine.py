@@ -34,7 +34,7 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor import compiled as graphs
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -817,7 +817,7 @@ def test_a_draft_ends_with_an_end_token() -> None:
     """Whatever gamma says: behind the end of the text there is nothing to guess."""
     model = model_of("llama")
     text = wanted()[0]
-    llm = LLM((model, TOKENIZER), ModelDrafter(ModelRunner(model, compile=False), VOCAB), compile=False)
+    llm = LLM((model, TOKENIZER), ModelDrafter(build_runner(model, compile=False), VOCAB), compile=False)
     end = text[5]
     first = text.index(end)
     values = params(gamma="heuristic", stop_token_ids=[end])

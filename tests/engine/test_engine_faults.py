@@ -24,6 +24,7 @@ from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention.torch import TorchBackend
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, tiny_llama
 
@@ -50,7 +51,7 @@ def scripted(kind: type[Scripted] = Scripted) -> Scripted:
 
 def drafted(draft: Any, **options: Any) -> LLM:
     """With a draft model that is another llama of random weights."""
-    return llm_with(ModelDrafter(ModelRunner(draft, compile=False), VOCAB), **options)
+    return llm_with(ModelDrafter(build_runner(draft, compile=False), VOCAB), **options)
 
 
 def broken_after(count: int) -> Any:
@@ -197,7 +198,7 @@ def test_memory_that_goes_away_ends_the_request_that_needs_more() -> None:
 
 
 def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
-    draft = ModelRunner(model_of("llama"), compile=False)
+    draft = build_runner(model_of("llama"), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
     draft.cache._available = lambda: 0
     done = llm.generate(PROMPTS, params())
@@ -211,7 +212,7 @@ def test_a_loaded_model_is_not_doubled_without_memory_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 1000)
-    packed = ModelRunner(model_of("llama"), compile=False)
+    packed = build_runner(model_of("llama"), compile=False)
     assert isinstance(packed.state, TorchBackend)
     assert not caplog.records or "packed copy" in caplog.text
 
@@ -445,7 +446,7 @@ def test_a_cut_draft_is_one_of_lower_depth() -> None:
 def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph compiled in the background runs once, with an empty pass of its own."""
     monkeypatch.setattr(native, "native", lambda: None)
-    packed = ModelRunner(model_of("llama"), compile=False)
+    packed = build_runner(model_of("llama"), compile=False)
     dense = packed.state
     assert isinstance(dense, TorchBackend)
     slot = packed.cache.take()
@@ -500,7 +501,7 @@ def test_exact_requests_take_one_path_from_the_first_on(monkeypatch: pytest.Monk
     """Compiled from the start, whether or not the draft's graphs are there."""
     monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
     target = tiny_llama(vocab=VOCAB, layers=1, dim=64).to(torch.bfloat16)
-    draft = ModelRunner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
+    draft = build_runner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
     llm = LLM((target, TOKENIZER), ModelDrafter(draft, VOCAB), exact=True)
     plain = LLM((target, TOKENIZER), "none", exact=True)
     assert llm.target.ready == plain.target.ready == {1, 8, 64}

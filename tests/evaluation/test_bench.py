@@ -361,10 +361,10 @@ def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
     assert model.get_output_embeddings().weight is not embedding
     packed = LLM(pair.target, draft="none", compile=False).target
     linears = [module for module in packed._model.modules() if isinstance(module, PackedLinear)]
-    assert packed.weight_bytes is not None
-    assert whole <= packed.weight_bytes <= 1.1 * whole  # blocks of 32 channels are filled up
+    assert packed.weights.bytes is not None
+    assert whole <= packed.weights.bytes <= 1.1 * whole  # blocks of 32 channels are filled up
     if linears:  # the compiled kernels are here
-        rounded = LLM(pair.target, draft="none", compile=False, quantize="int8").target.weight_bytes
+        rounded = LLM(pair.target, draft="none", compile=False, quantize="int8").target.weights.bytes
         assert rounded is not None
         assert whole / 4 < rounded < whole / 2
 

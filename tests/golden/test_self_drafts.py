@@ -12,8 +12,8 @@ from torch import nn
 from architectures import ALL, VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.early_exit import FirstLayers
-from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, save_model, tiny_llama
 
 NEW = 24
@@ -173,13 +173,13 @@ def test_early_exit_follows_the_target_to_its_kernels(monkeypatch: pytest.Monkey
     monkeypatch.setattr("sakiyomi.model_executor.runner.native_at_hand", lambda: at_hand[0])
     llm = llm_of("early-exit:2", compile="auto")
     view = llm.draft.model  # type: ignore[union-attr]
-    assert view.unsettled and view.state is llm.target.state
+    assert view.weights.unsettled and view.state is llm.target.state
     expected = [greedy(model_of("llama"), tokens, NEW) for tokens in PROMPTS]
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == expected
     before = view.forward_seconds
     at_hand[0] = True
     done = llm.generate(PROMPTS, params())
-    assert not view.unsettled and view.state is llm.target.state
+    assert not view.weights.unsettled and view.state is llm.target.state
     assert [out.token_ids for out in done] == expected
     assert view.forward_seconds > before and all(out.stats.drafted for out in done)
 
@@ -225,7 +225,7 @@ def test_specs(spec: str, message: str) -> None:
 
 
 def test_layers_in_no_list_are_refused() -> None:
-    packed = ModelRunner(model_of("llama"), compile=False)
+    packed = build_runner(model_of("llama"), compile=False)
     packed._model.more = nn.ModuleList(nn.Identity() for _ in range(3))
     with pytest.raises(UnsupportedError, match="2 lists of 3 layers"):
         FirstLayers(packed, 1)
@@ -247,8 +247,8 @@ def test_self_int8(dtype: str, tmp_path: Any) -> None:
         assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(PROMPTS, params())]
         assert sum(out.stats.accepted for out in done) > 0.4 * sum(out.stats.drafted for out in done)
         own = llm.draft.model  # type: ignore[union-attr]
-        assert own.quantization is not None and llm.target.quantization is None
-        assert own.weight_bytes < (0.62 if dtype == "bfloat16" else 0.4) * llm.target.weight_bytes
+        assert own.quantization is not None and llm.target.weights.quantization is None
+        assert own.weight_bytes < (0.62 if dtype == "bfloat16" else 0.4) * llm.target.weights.bytes
         assert {entry.source for out in done for entry in out.trace} == {"self-int8", "target"}
 
 

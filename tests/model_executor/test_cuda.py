@@ -25,6 +25,7 @@ from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import cuda as device
 from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import SIZES, ModelRunner
 from toys import tiny_llama, tiny_tokenizer
 
@@ -34,7 +35,7 @@ SERVED = [name for name in ALL if not name.startswith("falcon")]
 def on_a_device(monkeypatch: pytest.MonkeyPatch, model: Any) -> ModelRunner:
     """Made as for an accelerator, without captures."""
     monkeypatch.setattr(native, "native", lambda: None)
-    made = ModelRunner(model, max_slots=4, compile=False)
+    made = build_runner(model, max_slots=4, compile=False)
     made.cache.spare = 1
     made.state = CudaBackend(made.cache)
     made._model.set_attn_implementation("sakiyomi_device")
@@ -132,9 +133,9 @@ def test_a_tree_in_several_passes(packed: ModelRunner) -> None:
         packed.score([SequenceRows(slot, 0, tokens[:6], prompt=True)], last=True)
     parents = (-1, 0, 0, 2, 1)  # rows 0, 2 and 3 are the text
     rows = [tokens[6], 3, tokens[7], tokens[8], 4]
-    found = [packed.score([SequenceRows(second, 6, [9]), SequenceRows(first, 6, rows[:1], parents[:1])])[1]]
-    found += [packed.score([SequenceRows(first, 7, rows[1:3], parents[:3], done=1)])[1]]
-    found += [packed.score([SequenceRows(first, 9, rows[3:], parents, done=3), SequenceRows(second, 7, [9])])[0]]
+    found = [packed.score([SequenceRows(second, 6, [9]), SequenceRows(first, 6, rows[:1], parents[:1])]).logits[1]]
+    found += [packed.score([SequenceRows(first, 7, rows[1:3], parents[:3], done=1)]).logits[1]]
+    found += [packed.score([SequenceRows(first, 9, rows[3:], parents, done=3), SequenceRows(second, 7, [9])]).logits[0]]
     torch.testing.assert_close(torch.stack(found), expected[6:9], atol=2e-5, rtol=1e-4)
 
 
@@ -151,7 +152,7 @@ def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [packed.score([SequenceRows(slot, 0, tokens[:9], prompt=True)])]
         found += [packed.score([SequenceRows(slot, 9, tokens[9:20], prompt=True)])]
         tree = SequenceRows(slot, 20, [tokens[20], 3, tokens[21], 5, tokens[22]], (-1, 0, 0, 2, 2))
-        found += [packed.score([SequenceRows(other, 11, [4]), tree])[[1, 3, 5]]]
+        found += [packed.score([SequenceRows(other, 11, [4]), tree]).logits[[1, 3, 5]]]
         packed.cache.keep(slot, 20, [0, 2, 4])
         found += [packed.score([SequenceRows(slot, i, tokens[i : i + 1])]) for i in range(23, 30)]
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-3)
@@ -226,7 +227,7 @@ def test_what_a_row_sees(parents: tuple[int, ...] | None, window: int) -> None:
 
 def test_one_capture_a_shape_and_the_same_text(captured: ModelRunner) -> None:
     engine = Engine(captured, None, tiny_tokenizer(), max_context=512)
-    plain = ModelRunner(tiny_llama(), compile=False)
+    plain = build_runner(tiny_llama(), compile=False)
     other = Engine(plain, None, tiny_tokenizer(), max_context=512)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     texts = [
@@ -325,7 +326,7 @@ def test_what_cannot_be_captured_runs_eagerly(
     captured.cache.reserve(slot, 100)
     with torch.no_grad():
         expected = tiny_llama()(torch.tensor([[5, 6, 7]])).logits[0]
-    rows = [captured.score([SequenceRows(slot, i, [5 + i])], graphs=frozenset(SIZES)).clone() for i in range(3)]
+    rows = [captured.score([SequenceRows(slot, i, [5 + i])], graphs=frozenset(SIZES)).logits.clone() for i in range(3)]
     torch.testing.assert_close(torch.cat(rows), expected, atol=2e-5, rtol=1e-4)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "run eagerly" in line and "not permitted when stream" in line
@@ -364,16 +365,16 @@ def test_captured_passes_equal_eager_ones() -> None:
     tokens = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     logits = []
     for compile_ in (False, True):
-        model = ModelRunner(tiny_llama().cuda(), max_slots=2, compile=compile_)
+        model = build_runner(tiny_llama().cuda(), max_slots=2, compile=compile_)
         slot = model.cache.take()
         model.cache.reserve(slot, 100)
         model.score([SequenceRows(slot, 0, tokens[:20], prompt=True)], last=True)
         rows = []
         for start in range(20, 60, 4):  # several replays of one capture
-            rows.append(model.score([SequenceRows(slot, start, tokens[start : start + 4])]).clone())
+            rows.append(model.score([SequenceRows(slot, start, tokens[start : start + 4])]).logits.clone())
             model.cache.keep(slot, start, range(4))
         model.cache.reserve(slot, 1000)  # drops the captures, and their memory
-        rows.append(model.score([SequenceRows(slot, 56, tokens[56:60])]).clone())
+        rows.append(model.score([SequenceRows(slot, 56, tokens[56:60])]).logits.clone())
         logits.append(torch.cat(rows))
         assert model._captured is None or not model._captured.failed
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)

@@ -23,9 +23,9 @@ from sakiyomi.core import memory
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.model_executor import compiled as graphs
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
 from sakiyomi.model_executor.loading.reader import Reader
-from sakiyomi.model_executor.runner import ModelRunner
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 
@@ -108,7 +108,7 @@ def test_a_compiler_at_work_does_not_change_the_dtype(good: Path, monkeypatch: p
     monkeypatch.setattr(Reader, "read", watched)
     monkeypatch.setattr(graphs, "_compiled", compiled)
     monkeypatch.setattr(torch, "set_default_dtype", seen)
-    model = ModelRunner(tiny_llama())
+    model = build_runner(tiny_llama())
     assert model.graphs is not None
     model.graphs.start([4])
     assert began.wait(10.0)

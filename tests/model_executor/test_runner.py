@@ -21,6 +21,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import Watch
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading.families import check_supported
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -39,7 +40,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def packed(model: Any, **options: Any) -> ModelRunner:
-    return ModelRunner(model, compile=False, **options)
+    return build_runner(model, compile=False, **options)
 
 
 def fill(target: ModelRunner, tokens: Sequence[int], chunks: Sequence[int] = ()) -> tuple[int, list[Tensor]]:
@@ -145,7 +146,7 @@ def test_a_tree_level_by_level(name: str, path: str) -> None:
     for first, last in ((0, 1), (1, 4), (4, len(TREE))):
         fresh = SequenceRows(slot, len(prefix) + first, tokens[first:last], TREE[:last], done=first)
         beside = SequenceRows(other, len(company) + first, tokens[first:last], TREE[:last], done=first)
-        got.append(target.score([beside, fresh])[last - first :])
+        got.append(target.score([beside, fresh]).logits[last - first :])
     assert_rows(model, torch.cat(got), prefix, tokens, TREE)
     target.cache.keep(slot, len(prefix), (0, 1, 3, 6))
     committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]

@@ -84,8 +84,8 @@ def load(model: LLMConfig, say: Callable[[str], None] | None = None) -> LLM:
 
         quiet()
         llm = LLM(**dataclasses.asdict(model))
-    if llm.target.quantization is not None:
-        say(str(llm.target.quantization))
+    if llm.target.weights.quantization is not None:
+        say(str(llm.target.weights.quantization))
     if llm.profile is not None:
         found = llm.profile
         say(
