@@ -6,22 +6,19 @@ A command takes one object for each group of its flags, ready made: ``LLMConfig`
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
-import os
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from sakiyomi.cli.output import emit_json, note, progress, quiet
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.cli.settings import EXPECTED, config_flag, keyword
+from sakiyomi.core.errors import InputError
 
 if TYPE_CHECKING:
     from sakiyomi.core.outputs import Generation
@@ -44,9 +41,6 @@ __all__ = [
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
-
-OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
-"""Of the environment: what is no flag of ``serve``, by the names behind its prefix."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +139,8 @@ def command(
             for group, field in flags
         ]
         if environment is not None:
-            found.append(_config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}, environment))
-        found.append(_keyword("ctx", inspect.Parameter.empty, typer.Context))
+            found.append(config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}, environment))
+        found.append(keyword("ctx", inspect.Parameter.empty, typer.Context))
         body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
         body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
         if name is None:
@@ -212,77 +206,8 @@ def parsed(group: type[Any], name: str, text: str) -> Any:
         words = [] if text == "none" and inner is not kind else shlex.split(text) if several else [text]
         values = [_truth(word) if inner is bool else inner(word) for word in words]
     except ValueError:
-        raise InputError(f"{name} is {text!r}; expected {_EXPECTED[inner]}") from None
+        raise InputError(f"{name} is {text!r}; expected {EXPECTED[inner]}") from None
     return convert(values) if several else convert(values[0]) if values else None
-
-
-def _config_flag(kinds: Mapping[str, Any], environment: str) -> inspect.Parameter:
-    """The file's values become defaults, so that flags and environment come first. Looks at the environment as well."""
-
-    def take(ctx: typer.Context, path: str | None) -> None:
-        _check_environment(kinds, environment)
-        if path is None:
-            return
-        try:
-            values = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise LoadError(f"the configuration {path!r} cannot be read ({error}); expected a TOML file") from None
-        if wrong := [name for name in values if name not in kinds]:
-            near = difflib.get_close_matches(wrong[0].replace("-", "_"), kinds, 1)
-            known = f"did you mean {near[0]!r}? " if near else ""
-            raise InputError(f"{path!r} sets {wrong[0]!r}; {known}known names: {', '.join(kinds)}")
-        ctx.default_map = {name: _of_file(path, name, kinds[name], value) for name, value in values.items()}
-
-    text = "TOML file with values of the other flags, by their names (with _ for -)."
-    option = typer.Option(
-        "--config", help=text, metavar="FILE", is_eager=True, callback=take, envvar=f"{environment}CONFIG"
-    )
-    return _keyword("config", None, Annotated[str | None, option])
-
-
-def _check_environment(kinds: Mapping[str, Any], prefix: str) -> None:
-    """Refuse what is no value of a flag; a name that nearly is one is told of: others may have names of their own."""
-    for name, text in os.environ.items():
-        flag = name.removeprefix(prefix).lower()
-        if not text or not name.startswith(prefix) or flag in OTHER_VARIABLES:
-            continue
-        if flag not in kinds:
-            if near := difflib.get_close_matches(flag, kinds, 1, cutoff=0.8):
-                typer.echo(
-                    f"{name} is set, and is no setting of this command; did you mean {prefix}{near[0].upper()}?",
-                    err=True,
-                )
-        elif kinds[flag] in (bool, int, float) and not _reads(kinds[flag], text):
-            raise InputError(f"{name} is {text!r}; expected {_EXPECTED[kinds[flag]]}")
-
-
-def _reads(kind: Any, text: str) -> bool:
-    if kind is bool:
-        return text.lower() in ("1", "0", "true", "false", "t", "f", "yes", "no", "y", "n", "on", "off")
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _of_file(path: str, name: str, kind: Any, value: Any) -> Any:
-    """A value of a TOML file as the command line would give it."""
-    inner = next((part for part in get_args(kind) if part is not type(None)), kind)
-    if get_origin(kind) is list:
-        fits, wanted = (
-            isinstance(value, list) and all(isinstance(part, str) for part in value),
-            'a list: ["...", "..."]',
-        )
-    elif inner is str:  # numbers and truth values are words as well: kv_budget = 64, compile = false
-        fits, wanted = isinstance(value, str | int | float), "a text in quotes"
-        value = str(value) if fits else value
-    else:
-        taken = (int, float) if inner is float else inner
-        fits, wanted = isinstance(value, taken) and isinstance(value, bool) == (inner is bool), _FILE_EXPECTED[inner]
-    if not fits:
-        raise InputError(f"{path!r} sets {name} = {value!r:.80}; expected {wanted}")
-    return value
 
 
 def _parameter(
@@ -295,7 +220,7 @@ def _parameter(
     elif isinstance(default, tuple | list) or str(field.type).startswith(("Sequence", "Mapping", "tuple")):
         default = list(default or ())
     if field.metadata.get("argument"):
-        return _keyword(
+        return keyword(
             field.name, default, Annotated[kind, typer.Argument(help=text, metavar=field.metadata["argument"])]
         )
     flag = "--" + field.name.replace("_", "-")
@@ -309,7 +234,7 @@ def _parameter(
         show_envvar=False,
         show_default=default not in (None, []) and default is not False,
     )
-    return _keyword(field.name, default, Annotated[kind, option])
+    return keyword(field.name, default, Annotated[kind, option])
 
 
 def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:
@@ -321,10 +246,6 @@ def _refuse_flags(context: typer.Context, given: Mapping[str, Any]) -> None:
                 f"--{name.replace('_', '-')} stands before {context.invoked_subcommand!r}, which would ignore it; "
                 "flags go after the command they belong to"
             )
-
-
-def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _build(group: type[Any], given: Mapping[str, Any]) -> Any:
@@ -399,6 +320,4 @@ _KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "tuple[float, ...]": (list[float], tuple),
     "Mapping[int, float] | None": (list[str], _biases),
 }
-_EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}
-_FILE_EXPECTED = _EXPECTED | {bool: "true or false"}
 _METAVARS = {"int | str": "N|WORD", "Mapping[int, float] | None": "TOKEN_ID=BIAS"}
