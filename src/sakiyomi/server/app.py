@@ -227,7 +227,7 @@ def make_app(server: Server) -> FastAPI:
 
     @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Go on with a prompt."""
+        """Complete a prompt."""
         return await server.answer(request, body, server.intake.completion, CompletionStyle)
 
     @app.post("/v1/chat/completions", responses=REPLIES)
@@ -237,12 +237,12 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that there is."""
+        """The model of this server."""
         return {"object": "list", "data": [server.card()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The same by its name."""
+        """The model by its name."""
         if name != server.name:
             raise ApiError(
                 404, f"there is no model {name!r:.80}; this server has {server.name!r}", code="model_not_found"
@@ -251,19 +251,19 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether requests are taken and rounds go well."""
+        """Whether requests are accepted and the last round succeeded."""
         if not server.worker.alive:
             raise ApiError(503, "the server is stopping, or its last round failed; see its log", code="unhealthy")
         return {"status": "ok"}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """The server's own."""
+        """The version of the server."""
         return {"version": __version__}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(server.metrics.page(), media_type=CONTENT_TYPE)
 
     return app
