@@ -100,7 +100,7 @@ def measure(model: Any, source: Source, laps: int, clock: Callable[[], float]) -
         own.self_attention_cache.crop(-rows)
 
     def ours(packed: ModelRunner) -> Callable[[int], object]:
-        return lambda rows: packed.score([SequenceRows(slots[packed], HELD, ids[HELD : HELD + rows])])
+        return lambda rows: packed.score([SequenceRows(slots[packed], HELD, ids[HELD : HELD + rows])]).logits
 
     ways = {"ours, graphs": ours(graphs), "ours, eager": ours(eager), "transformers": their_pass}
     times: dict[str, dict[int, list[float]]] = {way: {rows: [] for rows in ROWS} for way in ways}

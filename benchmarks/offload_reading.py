@@ -42,7 +42,7 @@ def main() -> None:
                 if cold:
                     drop(stream.files)
                 began, used = time.perf_counter(), time.process_time()
-                llm.target._run(BatchPlan([]), rows)
+                llm.target.run(BatchPlan([]), rows)
                 if lap:
                     wall.setdefault((name, rows, cold), []).append(time.perf_counter() - began)
                     processor.setdefault((name, rows, cold), []).append(time.process_time() - used)

@@ -41,7 +41,7 @@ def read(llm: LLM, tokens: list[int]) -> Tensor:
     for first in range(0, len(tokens), CHUNK):
         piece = tokens[first : first + CHUNK]
         model.make_room(slot, first + len(piece))
-        logits = model.score([SequenceRows(slot, first, piece, prompt=True)])
+        logits = model.score([SequenceRows(slot, first, piece, prompt=True)]).logits
         if first >= FIRST:
             rows.append(logits.float().log_softmax(-1))
         model.eviction.settle(slot, len(tokens), first + len(piece))

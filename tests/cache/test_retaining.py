@@ -135,17 +135,17 @@ def test_raw_of_a_packed_model_eager_and_compiled(name: str) -> None:
         assert torch.allclose(read, layer, atol=1e-4, rtol=1e-4)
     if name in OWN_ATTENTION:
         return  # no graphs are made of these
-    packed.state.begin(BatchPlan([]), 8)
+    packed.backend.begin(BatchPlan([]), 8)
 
-    def step(ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    def step(ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
         logits = packed.module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits
         scores = [heads(layer, read) for layer, read in enumerate(raw.traced) if read is not None]
-        return logits, scores, packed.tap.traced
+        return logits, scores, packed.weights.capture.take()
 
     row, positions = torch.tensor([ids]), torch.arange(8)[None]
     compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.no_grad():
-        logits, scores, hidden = compiled(row, positions)
+        logits, scores, (hidden,) = compiled(row, positions)
     assert logits.shape[:2] == (1, 8)
     assert hidden is not None
     # Behind the first layer a pass without requests attends to nothing: only that one has the same inputs.

@@ -182,7 +182,7 @@ def test_what_is_written_sees_everything() -> None:
     mine, theirs = full.target.cache, llm.target.cache
     for a, b in zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True):
         a[0, :, :32] = b[0, :, :32]
-    behind = full.target.score([SequenceRows(0, 32, tokens[32:])])
+    behind = full.target.score([SequenceRows(0, 32, tokens[32:])]).logits
     assert torch.equal(found, behind)
     assert llm.target.cache.bytes == full.target.cache.bytes, "all pairs stay"
 

@@ -16,6 +16,7 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.build import build_runner
 from seq2seq_toys import ALL, FOUR, NEW, TOKENIZER, VOCAB, build, model_of, reference, sources
@@ -94,7 +95,7 @@ def test_text_with_drafts_without_a_model_is_that_of_transformers(name: str, whi
 def test_text_without_the_compiled_kernels_is_that_of_transformers(name: str, plain_torch: None) -> None:
     for which, size in (("none", "auto"), ("self", "tree")):
         llm = llm_of(name, which)
-        assert isinstance(llm.target.state, TorchBackend)
+        assert isinstance(llm.target.backend, TorchBackend)
         assert tokens(llm, sources(name), params(**SIZES[size])) == wanted(name)
 
 
@@ -171,7 +172,7 @@ def test_what_a_pass_reads_is_less_than_the_model() -> None:
     assert len(cross) == 4
     elsewhere = sum(module.weight.nbytes for module in (*cross, bias))
     padding = 4 * 32 * 4  # the head's 60 channels are packed as 64
-    assert build_runner(model, compile=False).weight_bytes == sum(read.values()) - elsewhere + padding
+    assert build_runner(model, compile=False).weights.bytes == sum(read.values()) - elsewhere + padding
 
 
 def counted(llm: LLM) -> list[object]:
@@ -220,16 +221,16 @@ def test_a_wrong_relative_bias_is_noticed() -> None:
     """T5's bias one place off, none, or that of another head: the text is another one."""
     for broken in (lambda table: table.roll(1, 1), lambda table: 0 * table, lambda table: table.flip(0)):
         llm = llm_of("t5")
-        state = llm.target.state
-        assert isinstance(state, PackedWeights)
-        state.set_distances(broken(llm.target.module.distances).contiguous())
+        assert isinstance(llm.target.backend, CpuBackend)
+        llm.target.module.distances = broken(llm.target.module.distances).contiguous()
+        llm.target.take_backend()
         assert tokens(llm, sources("t5"), params()) != wanted("t5")
 
 
 def test_a_bias_by_column_is_noticed_in_trees(plain_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tree siblings lie in different columns at one depth."""
     llm = llm_of("t5", "self")
-    assert isinstance(llm.target.state, TorchBackend)
+    assert isinstance(llm.target.backend, TorchBackend)
     good = llm.generate(sources("t5"), params(**SIZES["tree"]))
     assert [out.token_ids for out in good] == wanted("t5")
 
@@ -279,7 +280,7 @@ def test_compiled_and_plain_attention_agree_on_trees(
         if plain:
             monkeypatch.setattr(PackedWeights, "create", lambda: None)
         model = build_runner(build(name).to(dtype), compile=False)
-        assert isinstance(model.state, TorchBackend if plain else PackedWeights)
+        assert isinstance(model.backend, TorchBackend if plain else CpuBackend)
         intake = LLM((model_of(name), TOKENIZER), "none", compile=False).engine._intake
         slots = [model.cache.take() for _ in range(3)]
         for slot, source in zip(slots[:2], sources(name), strict=False):
@@ -297,12 +298,12 @@ def test_compiled_and_plain_attention_agree_on_trees(
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
 def test_a_pass_without_positions_is_compiled_too() -> None:
     """T5's graphs have token ids as their only input."""
-    model = build_runner(model_of("t5"), compile="auto")
-    assert model.graphs is not None
-    model.graphs.make((4,))
-    assert model.ready == {4}
+    model = build_runner(model_of("t5"), compile=False)
+    model.compile = True
+    model.take_backend()
+    assert model.recorded(4)
     llm = llm_of("t5")
     llm.engine.target = llm.target = model
-    llm.engine._places._cache = model.cache
-    llm.engine._drafting.target = model
+    llm.engine._slots._cache = model.cache
+    llm.engine._speculation.target = model
     assert tokens(llm, sources("t5"), params()) == wanted("t5")

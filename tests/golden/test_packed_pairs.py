@@ -139,7 +139,7 @@ def test_exact_numbers_do_not_depend_on_drafts() -> None:
 def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
     monkeypatch.setattr(ModelRunner, "_packable", lambda self: False)
     llm = LLM((model_of("llama"), TOKENIZER), "none", **options(spec))
-    assert isinstance(llm.target.state, TorchBackend)
+    assert isinstance(llm.target.backend, TorchBackend)
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == plain("llama", spec)
 
 

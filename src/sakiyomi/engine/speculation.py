@@ -192,7 +192,7 @@ class SpeculationController:
 
     def _costs(self, batch: int) -> Costs:
         score = functools.cache(self.target.pass_seconds)
-        if self.target.weights.offloaded:
+        if self.target.offloaded:
             depth, nodes = FAR, FAR_NODES
         else:
             # No further than the largest size, which all share: beyond it a row costs more than it can bring, and even

@@ -75,7 +75,7 @@ def _setting(target: ModelRunner) -> str:
             "dtype": str(target.dtype),
             "quantize": None if target.weights.quantization is None else target.weights.quantization.kind,
             "exact": target.exact,
-            "offloaded": target.weights.offloaded,
+            "offloaded": target.offloaded,
             "vocabulary": target.vocab_size,
         }
     )

@@ -152,6 +152,11 @@ class ModelRunner:
         return self.weights.packed
 
     @property
+    def offloaded(self) -> bool:
+        """Whether weights come from elsewhere in every pass, which then costs the same whatever its rows."""
+        return self.weights.offloaded
+
+    @property
     def text(self) -> list[int]:
         """Token ids to measure on; empty where none were given."""
         return self.weights.text
@@ -449,7 +454,7 @@ class ModelRunner:
         return self.clock.seconds(self.padded(rows), self.sizes, self._trial)
 
     def _trial(self, size: int) -> None:
-        if self.device.type == "cuda":
+        if self.backend.spare:
             self.cache.reserve(0, 1)  # else there is nothing to capture
         self.run(BatchPlan([]), size)  # without requests nothing is written
 
