@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.train.config import EditsConfig, TonesConfig
+from edits import EditsConfig
+from tones import TonesConfig
 from train_toys import story_file
 
 SIZES: dict[str, Any] = {

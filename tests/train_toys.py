@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -146,3 +147,18 @@ def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
         "threads": 1,
     }
     return DraftConfig(**(settings | changes))
+
+
+def flags(config: object, *, leave_out: tuple[str, ...] = ()) -> list[str]:
+    """The command line that gives `config`."""
+    given: list[str] = []
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        if field.name in leave_out or value == field.default:
+            continue
+        if isinstance(value, bool):
+            given.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                given += [flag, str(item)]
+    return given

@@ -19,8 +19,7 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
-            dropin, offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted, and grounded
-            for a pair of `train edits` or `train tones`.
+            dropin, offload, exact, compiling, peers, medusa, typical; and, if it is named, evicted.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
@@ -150,7 +149,7 @@ class InflateConfig:
         out: folder of the new model; it must not exist, or be empty.
         params: about so many parameters: 134M, 500M, 1.5B.
         target: the model to start from: a Llama (embedded name, folder or hub id), or the folder of a Pegasus or
-            Whisper, as train edits and train tones make them. Its vocabulary stays as it is.
+            Whisper. Its vocabulary stays as it is.
         heads: Medusa heads of a Llama, a folder or tales-medusa, which become as wide: OUT_FOLDER/medusa.
     """
 

@@ -1,12 +1,15 @@
-"""The task of `train tones`: words played as tones, one chord a letter, in; the letters out.
+"""An encoder-decoder pair that listens: words played as tones, one chord a letter, in; the letters out.
 
 The recordings are made here from text, so that a model of speech recognition's shape can be trained in minutes and
 every answer is known. They pass through transformers' own feature extractor, as recordings of people would.
+
+python recipes/tones.py --out tones --text stories.jsonl
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,12 +22,13 @@ from transformers import (
     WhisperTokenizer,
 )
 
+from held_out import Example
+from pairs import PairConfig, padded, train_pair
+from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config import TonesConfig
-from sakiyomi.train.held_out import Example
-from sakiyomi.train.pairs import padded, train_pair
-from sakiyomi.train.sounds import LETTERS, RATE, recording, spelled
-from sakiyomi.train.texts import FixedTexts
+from sakiyomi.train.config import require, setting
+from sounds import LETTERS, RATE, recording, spelled
+from texts import FixedTexts
 
 __all__ = ["ToneRows", "Tones", "letters_tokenizer", "train_tones"]
 
@@ -33,8 +37,33 @@ MEASURED_ROWS = 32
 """Rows of the held-out batch."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TonesConfig(PairConfig):
+    """A Whisper pair that writes down words which are played as tones."""
+
+    row_tokens: tuple[int, ...] = setting((36,), "Most letters of a recording; step s uses the (s mod n)-th.", least=2)
+    step_tokens: int = setting(1152, "Letters of one optimizer step; a multiple of every row length.", least=1)
+    hidden: int = setting(128, "Width of the target's hidden states.", least=1)
+    layers: int = setting(2, "Layers of the target's decoder.", least=1)
+    encoder_layers: int = setting(2, "Layers of the target's encoder.", least=1)
+    heads: int = setting(4, "Attention heads of the target.", least=1)
+    intermediate: int = setting(384, "Width of the target's MLP.", least=1)
+    draft_hidden: int = setting(64, "Width of the draft's hidden states.", least=1)
+    draft_heads: int = setting(2, "Attention heads of the draft.", least=1)
+    draft_intermediate: int = setting(192, "Width of the draft's MLP.", least=1)
+    bands: int = setting(40, "Mel bands of the feature extractor.", least=8)
+    seconds: int = setting(4, "Length of a recording that the encoder reads; shorter ones are filled up.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The slowest letters have to fit into the recording behind the silence in front.
+        most = 10 * self.seconds - 2
+        for length in self.row_tokens:
+            require(length <= most, "row_tokens", self.row_tokens, f"at most {most} letters in {self.seconds} seconds")
+
+
 def train_tones(config: TonesConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train tones`.
+    """Train the pair.
 
     Args:
         config: the settings.
@@ -165,3 +194,11 @@ def letters_tokenizer() -> WhisperTokenizer:
     tokenizer = WhisperTokenizer(vocab=vocab, merges=[], pad_token=END)
     tokenizer.add_special_tokens({"additional_special_tokens": [START]})
     return tokenizer
+
+
+if __name__ == "__main__":
+    script(
+        TonesConfig,
+        train_tones,
+        "Train a Whisper pair, target and draft, that writes down the words of TEXT, which it plays as tones.",
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.config import PairConfig
+from sakiyomi.train.config import TextConfig
 from sakiyomi.train.data import check_shares, parse_text
 from sakiyomi.train.evaluate import parse_valid, read_held_out
 
@@ -18,14 +18,14 @@ HELD_BACK = 20
 """Without held-out files every document of this number is held out."""
 
 
-def text_files(config: PairConfig) -> list[Path]:
+def text_files(config: TextConfig) -> list[Path]:
     """All files that the run reads."""
     specs = [parse_text(spec) for spec in config.text]
     check_shares("--text", specs)
     return [*(spec.path for spec in specs), *parse_valid(config.valid).values()]
 
 
-def read_texts(config: PairConfig) -> tuple[list[str], list[str]]:
+def read_texts(config: TextConfig) -> tuple[list[str], list[str]]:
     """Documents to train on, and those held out.
 
     Raises:

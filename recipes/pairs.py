@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,19 +17,19 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from held_out import Example, write_examples
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.train.checkpoint import checkpoints
-from sakiyomi.train.config import PairConfig
+from sakiyomi.train.config import TextConfig, check_sizes, setting
 from sakiyomi.train.data import Ids
 from sakiyomi.train.export import model_folder, write_card
-from sakiyomi.train.held_out import Example, write_examples
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
-from sakiyomi.train.scores import exact_match, word_error_rate
-from sakiyomi.train.texts import read_texts, text_files
 from sakiyomi.train.writing import writing
+from scores import exact_match, word_error_rate
+from texts import read_texts, text_files
 
 __all__ = ["Task", "answers", "padded", "states", "train_pair"]
 
@@ -36,6 +37,51 @@ ANSWERED = 32
 """Examples of each kind that a finished model answers for its card, and that are answered together."""
 
 Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TextConfig):
+    """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task."""
+
+    valid: tuple[str, ...] = setting(
+        (), "Held-out file, NAME=FILE; without it every twentieth document of the training text is held out."
+    )
+    minutes: float = setting(12.0, "Training time of the target in minutes of wall clock.", above=0)
+    draft_minutes: float = setting(6.0, "Training time of the draft, behind the target's.", above=0)
+    draft_tokens: int = setting(
+        0, "Training budget of the draft in tokens; above 0 it replaces `draft_minutes`.", least=0
+    )
+    decay_share: float = setting(
+        0.5, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
+    )
+    row_tokens: tuple[int, ...] = setting(
+        (16, 32, 64), "Longest answers in tokens; step s uses the (s mod n)-th.", least=2
+    )
+    step_tokens: int = setting(
+        2048, "Tokens of the answers of one optimizer step; a multiple of every row length.", least=1
+    )
+    eval_minutes: float = setting(2.0, "Minutes of training between held-out losses.", least=0, resume=True)
+    compile: bool = setting(False, "Compile the layers with torch.compile where a C++ compiler exists.", resume=True)
+    hidden: int = setting(192, "Width of the target's hidden states.", least=1)
+    layers: int = setting(2, "Layers of the target's decoder.", least=1)
+    encoder_layers: int = setting(3, "Layers of the target's encoder.", least=1)
+    heads: int = setting(6, "Attention heads of the target.", least=1)
+    intermediate: int = setting(512, "Width of the target's MLP.", least=1)
+    draft_hidden: int = setting(96, "Width of the draft's hidden states.", least=1)
+    draft_layers: int = setting(1, "Layers of the draft's decoder.", least=1)
+    draft_encoder_layers: int = setting(2, "Layers of the draft's encoder, which runs once a text.", least=1)
+    draft_heads: int = setting(3, "Attention heads of the draft.", least=1)
+    draft_intermediate: int = setting(256, "Width of the draft's MLP.", least=1)
+    top: int = setting(16, "The target's likeliest tokens that the draft learns; one bucket holds the rest.", least=1)
+    greedy_weight: float = setting(
+        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
+    )
+    examples: int = setting(64, "Held-out examples kept beside the models for measurements.", least=1, resume=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self.hidden, self.heads, self.heads)
+        check_sizes(self.draft_hidden, self.draft_heads, self.draft_heads)
 
 
 class Task(Protocol):

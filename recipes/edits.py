@@ -1,8 +1,12 @@
-"""The task of `train edits`: text with mistakes in, the right text out; and, beside it, a story to be continued."""
+"""An encoder-decoder pair that corrects text: text with mistakes in, the right text out; and a story to be continued.
+
+python recipes/edits.py --out edits --text stories.jsonl
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +16,16 @@ import torch
 from tokenizers import processors
 from transformers import AutoTokenizer, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerBase
 
+from defects import Spoiler, sentences
+from held_out import Example
+from pairs import PairConfig, padded, train_pair
+from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config import EditsConfig
+from sakiyomi.train.config import setting
 from sakiyomi.train.data import Ids
-from sakiyomi.train.defects import Spoiler, sentences
-from sakiyomi.train.held_out import Example
-from sakiyomi.train.pairs import padded, train_pair
-from sakiyomi.train.texts import FixedTexts
 from sakiyomi.train.tokenizer import train_tokenizer
 from sakiyomi.train.writing import writing
+from texts import FixedTexts
 
 __all__ = ["CONTINUE", "FIX", "EditRows", "Edits", "edit_tokenizer", "train_edits"]
 
@@ -41,8 +46,18 @@ SOURCE_STEP = 32
 """Sources are filled up to a multiple of so many tokens: every shape is a graph where layers are compiled."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EditsConfig(PairConfig):
+    """A Pegasus pair that puts mistakes of a text right, and that continues stories."""
+
+    vocab: int = setting(1024, "Pieces of the tokenizer to train, special tokens included.", least=1)
+    continue_share: float = setting(
+        0.2, "Share of the rows that continue a story, so that text without a source can be measured.", least=0, most=1
+    )
+
+
 def train_edits(config: EditsConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train edits`.
+    """Train the pair.
 
     Args:
         config: the settings.
@@ -238,3 +253,12 @@ def edit_tokenizer(texts: Sequence[str], pieces: int, max_length: int) -> PreTra
         ]
     )
     return tokenizer
+
+
+if __name__ == "__main__":
+    script(
+        EditsConfig,
+        train_edits,
+        "Train a Pegasus pair, target and draft, that corrects text, with mistakes put into TEXT, and continues "
+        "stories.",
+    )
