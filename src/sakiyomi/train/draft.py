@@ -23,10 +23,11 @@ from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed
 from sakiyomi.train.export import read_card, save, write_card
 from sakiyomi.train.labels import SoftLabels, vocabulary
 from sakiyomi.train.llama import new_llama
-from sakiyomi.train.loop import Loop, Progress, compile_layers, compiled_loss
+from sakiyomi.train.loop import Loop, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
+from sakiyomi.train.progress import Progress
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import FixedRows, Mixture
 from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples

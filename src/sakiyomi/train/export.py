@@ -16,8 +16,8 @@ from sakiyomi.core.checkpoint import read_json
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.llama import save_model
-from sakiyomi.train.loop import Progress
 from sakiyomi.train.plot import plot_losses
+from sakiyomi.train.progress import Progress
 from sakiyomi.train.writing import writing
 
 # The final loss of the card is a mean over the last steps: one step's loss depends on the rows it drew.

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,7 @@ from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import LoopConfig
 from sakiyomi.train.growth import grow
 from sakiyomi.train.optim import LAYER, copy_state, set_scale
+from sakiyomi.train.progress import Progress
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
@@ -36,23 +37,6 @@ from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
 BatchLoss = Callable[[Any, Any], Tensor]
 """Loss of a model on a batch: what the source of batches gave, as tensors on the model's device."""
 Evaluate = Callable[[Any], dict[str, dict[str, float]]]
-
-
-@dataclass
-class Progress:
-    """What a run has done so far; kept in the checkpoint.
-
-    Attributes:
-        seconds: training time, pauses left out, summed over resumed parts.
-        losses: (step, tokens, seconds, loss) of every step.
-        held_out: one entry a measurement: step, tokens, seconds and the measures of each file.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    losses: list[tuple[int, int, float, float]] = field(default_factory=list)
-    held_out: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,12 @@ from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import model_folder, write_card
 from sakiyomi.train.hidden import HiddenStates
 from sakiyomi.train.labels import vocabulary
-from sakiyomi.train.loop import Loop, Progress, accelerator, compile_layers
+from sakiyomi.train.loop import Loop, accelerator, compile_layers
 from sakiyomi.train.losses import heads_loss
 from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_heads
 from sakiyomi.train.preflight import check_run
+from sakiyomi.train.progress import Progress
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import FixedRows, Mixture
 from sakiyomi.train.samples import prompt_of, sample_continuations, whole_lines
