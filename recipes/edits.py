@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import processors
-from transformers import AutoTokenizer, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerBase
 
 from defects import Spoiler, sentences
 from held_out import Example
@@ -23,8 +22,7 @@ from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.config import setting
 from sakiyomi.train.data import Ids
-from sakiyomi.train.tokenizer import train_tokenizer
-from sakiyomi.train.writing import writing
+from sakiyomi.train.tokenizer import own_tokenizer, train_tokenizer
 from texts import FixedTexts
 
 __all__ = ["CONTINUE", "FIX", "EditRows", "Edits", "edit_tokenizer", "train_edits"]
@@ -79,7 +77,9 @@ class Edits:
 
     def __init__(self, config: EditsConfig, texts: Sequence[str], held_out: Sequence[str]) -> None:
         self._config = config
-        self.tokenizer = self.processor = _own_tokenizer(config, texts)
+        self.tokenizer = self.processor = own_tokenizer(
+            config.out, config.vocab, lambda: edit_tokenizer(texts, config.vocab, 2 * max(config.row_tokens))
+        )
         self.most_tokens = 2 * max(config.row_tokens)
         spoiler = Spoiler([*texts, *held_out])
         self.rows = EditRows(texts, self.tokenizer, spoiler, continued=config.continue_share, seed=config.seed)
@@ -224,22 +224,6 @@ def _end(lengths: Sequence[int], start: int, length: int) -> int:
     """Where the sentences end that fit into `length` tokens, the end token included."""
     fits = int(np.searchsorted(np.cumsum(lengths[start:]), length - 1, side="right"))
     return start + max(1, fits)
-
-
-def _own_tokenizer(config: EditsConfig, texts: Sequence[str]) -> PreTrainedTokenizerBase:
-    """The one below OUT (a resumed run), else a new one kept there."""
-    own = Path(config.out) / "tokenizer"
-    if not (own / "tokenizer.json").exists():
-        new = edit_tokenizer(texts, config.vocab, 2 * max(config.row_tokens))
-        with writing(own):
-            new.save_pretrained(own)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(own, local_files_only=True)
-    if len(tokenizer) != config.vocab:
-        raise InputError(
-            f"vocab is {config.vocab}, and the tokenizer in {own} has {len(tokenizer)} pieces; give --vocab "
-            f"{len(tokenizer)}, or delete that folder to have another one trained"
-        )
-    return tokenizer
 
 
 def edit_tokenizer(texts: Sequence[str], pieces: int, max_length: int) -> PreTrainedTokenizerBase:

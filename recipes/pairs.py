@@ -22,7 +22,7 @@ from sakiyomi.core.checkpoint import read_json
 from sakiyomi.train.checkpoint import checkpoints
 from sakiyomi.train.config import TextConfig, check_sizes, setting
 from sakiyomi.train.data import Ids
-from sakiyomi.train.export import model_folder, write_card
+from sakiyomi.train.export import Result, model_folder, write_card
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.optim import text_optimizers
@@ -150,7 +150,8 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
             with writing(folder), _whole(folder) as fresh:
                 _save(fresh, loop.model, task)
                 measures = _measures(_load(task, name, fresh), task, target)
-                write_card(part, loop.model, loop.progress, measures, command, {}, folder=fresh)
+                result = Result(loop.model, loop.model.config.num_hidden_layers, measures, {})
+                write_card(part, result, loop.progress, command, folder=fresh)
         card = read_json(folder / "card.json")
         found |= {name: str(folder), f"{name}_parameters": card["parameters"], f"{name}_minutes": card["minutes"]}
         held_out |= {f"{name}, {key}": values for key, values in card["held_out"].items()}

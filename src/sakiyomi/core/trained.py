@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PICKLES", "Trained", "read_tensors", "trained_config", "write_trained"]
 
+BASE = "base_model_name_or_path"
+"""Key of a configuration for the name of the target, as other tools have it."""
 PICKLES = (".bin", ".pt", ".pth")
 """Endings of files that are opened only where that is allowed."""
 
@@ -43,21 +45,18 @@ class Trained:
     @classmethod
     def of(cls, config: Mapping[str, Any], **own: Any) -> Self:
         """What a configuration says, as far as it has the right kind, with the values of further fields."""
-        said = {name: config.get(key) for name, (key, _) in _SAID.items()}
-        return cls(**own, **{name: value for name, value in said.items() if isinstance(value, _SAID[name][1])})
+        base, recipe, fingerprint = (config.get(key) for key in (BASE, "recipe", "fingerprint"))
+        return cls(
+            **own,
+            base=base if isinstance(base, str) else None,
+            recipe=recipe if isinstance(recipe, dict) else {},
+            fingerprint=fingerprint if isinstance(fingerprint, dict) else {},
+        )
 
     def differences(self, fingerprint: Mapping[str, str] | None) -> list[str]:
         """What differs between the target and another model: "tokenizer", "weights", as far as both are known."""
         given = fingerprint or {}
         return [part for part, own in self.fingerprint.items() if given.get(part, own) != own]
-
-
-_SAID: dict[str, tuple[str, type]] = {
-    "base": ("base_model_name_or_path", str),
-    "recipe": ("recipe", dict),
-    "fingerprint": ("fingerprint", dict),
-}
-"""Where a configuration says it, and what kind of value it has to be."""
 
 
 def trained_config(
@@ -67,7 +66,7 @@ def trained_config(
     fingerprint: Mapping[str, str] | None,
 ) -> dict[str, Any]:
     """The configuration that `Trained.of` reads: kind and sizes, the target's name, the recipe and the fingerprint."""
-    named = {} if base is None else {_SAID["base"][0]: str(base)}
+    named = {} if base is None else {BASE: str(base)}
     return {**sizes, **named, "recipe": dict(recipe or {}), "fingerprint": dict(fingerprint or {})}
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape, check_shape
 from sakiyomi.core.checkpoint import MERGING_FILE as FILE
 from sakiyomi.core.checkpoint import read_json
@@ -111,13 +109,3 @@ def write_merging(
     }
     config = trained_config(sizes, base, recipe, fingerprint)
     write_trained(Path(folder).expanduser(), FILE, convolutions.state_dict(), config, WHAT)
-
-
-def rounded(convolutions: Convolutions) -> Convolutions:
-    """Convolutions in bf16, as they are written; the given ones are rounded too: what is measured is what is used."""
-    found = Convolutions(convolutions.shape, torch.bfloat16)
-    with torch.no_grad():
-        for weight, own in zip(convolutions.parameters(), found.parameters(), strict=True):
-            own.copy_(weight)
-            weight.copy_(own)
-    return found
