@@ -20,7 +20,7 @@ from held_out import Example
 from pairs import PairConfig, padded, train_pair
 from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config import setting
+from sakiyomi.train.config.base import setting
 from sakiyomi.train.data import Ids
 from sakiyomi.train.tokenizer import own_tokenizer, train_tokenizer
 from texts import FixedTexts
@@ -78,13 +78,13 @@ class Edits:
     def __init__(self, config: EditsConfig, texts: Sequence[str], held_out: Sequence[str]) -> None:
         self._config = config
         self.tokenizer = self.processor = own_tokenizer(
-            config.out, config.vocab, lambda: edit_tokenizer(texts, config.vocab, 2 * max(config.row_tokens))
+            config.loop.out, config.vocab, lambda: edit_tokenizer(texts, config.vocab, 2 * max(config.loop.row_tokens))
         )
-        self.most_tokens = 2 * max(config.row_tokens)
+        self.most_tokens = 2 * max(config.loop.row_tokens)
         spoiler = Spoiler([*texts, *held_out])
-        self.rows = EditRows(texts, self.tokenizer, spoiler, continued=config.continue_share, seed=config.seed)
+        self.rows = EditRows(texts, self.tokenizer, spoiler, continued=config.continue_share, seed=config.loop.seed)
         # The same generator with another seed, on other text.
-        seed, length = config.seed + 1, max(config.row_tokens)
+        seed, length = config.loop.seed + 1, max(config.loop.row_tokens)
         others = {
             name: EditRows(held_out, self.tokenizer, spoiler, continued=share, seed=seed)
             for name, share in (("fix", 0.0), ("continue", 1.0))
@@ -106,26 +106,6 @@ class Edits:
         they feed, so that layers can be put between (`bench.inflate`).
         """
         config, tokenizer = self._config, self.tokenizer
-        sizes: dict[str, Any] = {
-            "target": {
-                "d_model": config.hidden,
-                "encoder_layers": config.encoder_layers,
-                "decoder_layers": config.layers,
-                "encoder_attention_heads": config.heads,
-                "decoder_attention_heads": config.heads,
-                "encoder_ffn_dim": config.intermediate,
-                "decoder_ffn_dim": config.intermediate,
-            },
-            "draft": {
-                "d_model": config.draft_hidden,
-                "encoder_layers": config.draft_encoder_layers,
-                "decoder_layers": config.draft_layers,
-                "encoder_attention_heads": config.draft_heads,
-                "decoder_attention_heads": config.draft_heads,
-                "encoder_ffn_dim": config.draft_intermediate,
-                "decoder_ffn_dim": config.draft_intermediate,
-            },
-        }
         model = PegasusForConditionalGeneration(
             PegasusConfig(
                 vocab_size=len(tokenizer),
@@ -137,7 +117,7 @@ class Edits:
                 eos_token_id=tokenizer.eos_token_id,
                 decoder_start_token_id=tokenizer.pad_token_id,
                 forced_eos_token_id=None,
-                **sizes[part],
+                **config.sizes.of_part(part),
             )
         )
         torch.nn.init.normal_(model.model.shared.weight, std=TABLE_SPREAD)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +19,8 @@ from transformers import GenerationConfig
 from held_out import Example, write_examples
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.train.checkpoint import checkpoints
-from sakiyomi.train.config import TextConfig, check_sizes, setting
+from sakiyomi.train.config import LoopConfig, TextRunConfig
+from sakiyomi.train.config.base import Group, check_sizes, require, setting
 from sakiyomi.train.data import Ids
 from sakiyomi.train.export import Result, model_folder, write_card
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
@@ -39,29 +39,15 @@ ANSWERED = 32
 Batch = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairConfig(TextConfig):
-    """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task."""
+PAIR_LOOP = LoopConfig(
+    minutes=12.0, decay_share=0.5, row_tokens=(16, 32, 64), step_tokens=2048, eval_minutes=2.0, compile=False
+)
 
-    valid: tuple[str, ...] = setting(
-        (), "Held-out file, NAME=FILE; without it every twentieth document of the training text is held out."
-    )
-    minutes: float = setting(12.0, "Training time of the target in minutes of wall clock.", above=0)
-    draft_minutes: float = setting(6.0, "Training time of the draft, behind the target's.", above=0)
-    draft_tokens: int = setting(
-        0, "Training budget of the draft in tokens; above 0 it replaces `draft_minutes`.", least=0
-    )
-    decay_share: float = setting(
-        0.5, "Last share of the budget in which the learning rate falls linearly to 0.", above=0, most=1
-    )
-    row_tokens: tuple[int, ...] = setting(
-        (16, 32, 64), "Longest answers in tokens; step s uses the (s mod n)-th.", least=2
-    )
-    step_tokens: int = setting(
-        2048, "Tokens of the answers of one optimizer step; a multiple of every row length.", least=1
-    )
-    eval_minutes: float = setting(2.0, "Minutes of training between held-out losses.", least=0, resume=True)
-    compile: bool = setting(False, "Compile the layers with torch.compile where a C++ compiler exists.", resume=True)
+
+@dataclass(frozen=True, kw_only=True)
+class PairSizes(Group):
+    """Sizes of target and draft."""
+
     hidden: int = setting(192, "Width of the target's hidden states.", least=1)
     layers: int = setting(2, "Layers of the target's decoder.", least=1)
     encoder_layers: int = setting(3, "Layers of the target's encoder.", least=1)
@@ -72,6 +58,46 @@ class PairConfig(TextConfig):
     draft_encoder_layers: int = setting(2, "Layers of the draft's encoder, which runs once a text.", least=1)
     draft_heads: int = setting(3, "Attention heads of the draft.", least=1)
     draft_intermediate: int = setting(256, "Width of the draft's MLP.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self.hidden, self.heads, self.heads)
+        check_sizes(self.draft_hidden, self.draft_heads, self.draft_heads)
+
+    def of_part(self, part: str) -> dict[str, Any]:
+        """Those of the "target" or the "draft", by the names that transformers' configurations have."""
+        prefix = "" if part == "target" else "draft_"
+        hidden, layers, encoder_layers, heads, intermediate = (
+            getattr(self, prefix + name) for name in ("hidden", "layers", "encoder_layers", "heads", "intermediate")
+        )
+        return {
+            "d_model": hidden,
+            "encoder_layers": encoder_layers,
+            "decoder_layers": layers,
+            "encoder_attention_heads": heads,
+            "decoder_attention_heads": heads,
+            "encoder_ffn_dim": intermediate,
+            "decoder_ffn_dim": intermediate,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TextRunConfig):
+    """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task."""
+
+    HELP: ClassVar[dict[str, str]] = {
+        "valid": "Held-out file, NAME=FILE; without it every twentieth document of the training text is held out.",
+        "minutes": "Training time of the target in minutes of wall clock.",
+        "row_tokens": "Longest answers in tokens; step s uses the (s mod n)-th; 2 at least.",
+        "step_tokens": "Tokens of the answers of one optimizer step; a multiple of every row length.",
+    }
+
+    loop: LoopConfig = field(default=PAIR_LOOP)
+    sizes: PairSizes = PairSizes()
+    draft_minutes: float = setting(6.0, "Training time of the draft, behind the target's.", above=0)
+    draft_tokens: int = setting(
+        0, "Training budget of the draft in tokens; above 0 it replaces `draft_minutes`.", least=0
+    )
     top: int = setting(16, "The target's likeliest tokens that the draft learns; one bucket holds the rest.", least=1)
     greedy_weight: float = setting(
         0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
@@ -80,8 +106,7 @@ class PairConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self.hidden, self.heads, self.heads)
-        check_sizes(self.draft_hidden, self.draft_heads, self.draft_heads)
+        require(min(self.loop.row_tokens) >= 2, "row_tokens", self.loop.row_tokens, "2 or more")
 
 
 class Task(Protocol):
@@ -122,19 +147,19 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
     Returns:
         The summary that `--json` prints; `finished` is False after SIGINT.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if config.loop.threads:
+        torch.set_num_threads(config.loop.threads)
     files = text_files(config)
     for name in ("target", "draft"):  # what could not be done, or would spoil an earlier run, is refused
         check_run(_part(config, name), files)
     task = make_task(*read_texts(config))
-    found: dict[str, Any] = {"finished": True, "out": config.out}
+    found: dict[str, Any] = {"finished": True, "out": config.loop.out}
     held_out: dict[str, Any] = {}
     target = None
     for name in ("target", "draft"):
         part = _part(config, name)
         folder = model_folder(part)
-        if not (config.resume and (folder / "card.json").exists()):
+        if not (config.loop.resume and (folder / "card.json").exists()):
             loop = Loop(
                 part,
                 _new(config, task, name),
@@ -145,7 +170,7 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
             )
             if not loop.run():
                 progress = loop.progress
-                stopped = {"finished": False, "out": config.out, "part": name}
+                stopped = {"finished": False, "out": config.loop.out, "part": name}
                 return stopped | {"step": progress.step, "tokens": progress.tokens}
             with writing(folder), _whole(folder) as fresh:
                 _save(fresh, loop.model, task)
@@ -161,18 +186,16 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
 
 def _part(config: PairConfig, name: str) -> PairConfig:
     """The settings of one of the two runs."""
-    out = str(Path(config.out) / name) if config.out else ""
-    named = f"{config.name or Path(config.out).name}-{name}"
+    out = str(Path(config.loop.out) / name) if config.loop.out else ""
+    named = f"{config.loop.name or Path(config.loop.out).name}-{name}"
     if name == "target":
-        return dataclasses.replace(config, out=out, name=named)
-    resume = config.resume and bool(checkpoints(Path(out) / "checkpoints"))
-    return dataclasses.replace(
-        config, out=out, name=named, resume=resume, minutes=config.draft_minutes, tokens=config.draft_tokens
-    )
+        return config.changed(out=out, name=named)
+    resume = config.loop.resume and bool(checkpoints(Path(out) / "checkpoints"))
+    return config.changed(out=out, name=named, resume=resume, minutes=config.draft_minutes, tokens=config.draft_tokens)
 
 
 def _new(config: PairConfig, task: Task, name: str) -> Any:
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.loop.seed)
     return task.new_model(name)
 
 
@@ -212,9 +235,9 @@ def _head(model: Any) -> Tensor:
 def _loss(config: PairConfig, target: Any) -> BatchLoss:
     """Of the target: the right answers; of the draft: the target's probabilities for them."""
     if target is None:
-        plain = compiled_loss(next_token_loss, config.compile)
+        plain = compiled_loss(next_token_loss, config.loop.compile)
         return lambda model, batch: plain(states(model, batch), _head(model), _labels(batch))
-    distilled = compiled_loss(distillation_loss, config.compile)
+    distilled = compiled_loss(distillation_loss, config.loop.compile)
 
     def loss(model: Any, batch: Batch) -> Tensor:
         with torch.no_grad():

@@ -8,10 +8,11 @@ python recipes/tones.py --out tones --text stories.jsonl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import (
@@ -23,10 +24,10 @@ from transformers import (
 )
 
 from held_out import Example
-from pairs import PairConfig, padded, train_pair
+from pairs import PAIR_LOOP, PairConfig, PairSizes, padded, train_pair
 from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config import require, setting
+from sakiyomi.train.config.base import LoopConfig, require, setting
 from sounds import LETTERS, RATE, recording, spelled
 from texts import FixedTexts
 
@@ -41,25 +42,32 @@ MEASURED_ROWS = 32
 class TonesConfig(PairConfig):
     """A Whisper pair that writes down words which are played as tones."""
 
-    row_tokens: tuple[int, ...] = setting((36,), "Most letters of a recording; step s uses the (s mod n)-th.", least=2)
-    step_tokens: int = setting(1152, "Letters of one optimizer step; a multiple of every row length.", least=1)
-    hidden: int = setting(128, "Width of the target's hidden states.", least=1)
-    layers: int = setting(2, "Layers of the target's decoder.", least=1)
-    encoder_layers: int = setting(2, "Layers of the target's encoder.", least=1)
-    heads: int = setting(4, "Attention heads of the target.", least=1)
-    intermediate: int = setting(384, "Width of the target's MLP.", least=1)
-    draft_hidden: int = setting(64, "Width of the draft's hidden states.", least=1)
-    draft_heads: int = setting(2, "Attention heads of the draft.", least=1)
-    draft_intermediate: int = setting(192, "Width of the draft's MLP.", least=1)
+    HELP: ClassVar[dict[str, str]] = PairConfig.HELP | {
+        "row_tokens": "Most letters of a recording; step s uses the (s mod n)-th; 2 at least.",
+        "step_tokens": "Letters of one optimizer step; a multiple of every row length.",
+    }
+
+    loop: LoopConfig = field(default=dataclasses.replace(PAIR_LOOP, row_tokens=(36,), step_tokens=1152))
+    sizes: PairSizes = field(
+        default=PairSizes(
+            hidden=128,
+            encoder_layers=2,
+            heads=4,
+            intermediate=384,
+            draft_hidden=64,
+            draft_heads=2,
+            draft_intermediate=192,
+        )
+    )
     bands: int = setting(40, "Mel bands of the feature extractor.", least=8)
     seconds: int = setting(4, "Length of a recording that the encoder reads; shorter ones are filled up.", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # The slowest letters have to fit into the recording behind the silence in front.
-        most = 10 * self.seconds - 2
-        for length in self.row_tokens:
-            require(length <= most, "row_tokens", self.row_tokens, f"at most {most} letters in {self.seconds} seconds")
+        most, rows = 10 * self.seconds - 2, self.loop.row_tokens
+        for length in rows:
+            require(length <= most, "row_tokens", rows, f"at most {most} letters in {self.seconds} seconds")
 
 
 def train_tones(config: TonesConfig, command: str = "") -> dict[str, Any]:
@@ -91,10 +99,10 @@ class Tones:
         )
         self.processor = WhisperProcessor(self.extractor, self.tokenizer)
         # One more for the start token.
-        self.most_tokens = max(config.row_tokens) + 1
-        self.rows = ToneRows(texts, self.tokenizer, self.extractor, seed=config.seed)
+        self.most_tokens = max(config.loop.row_tokens) + 1
+        self.rows = ToneRows(texts, self.tokenizer, self.extractor, seed=config.loop.seed)
         # The same generator with another seed, on other text.
-        seed, length = config.seed + 1, max(config.row_tokens)
+        seed, length = config.loop.seed + 1, max(config.loop.row_tokens)
         others = ToneRows(held_out, self.tokenizer, self.extractor, seed=seed)
         self.held_out = {"tones": others.batch(0, MEASURED_ROWS, length, False)}
         rng = np.random.default_rng((seed, 1))
@@ -105,26 +113,6 @@ class Tones:
     def new_model(self, part: str) -> WhisperForConditionalGeneration:
         """A Whisper with random weights."""
         config, tokenizer = self._config, self.tokenizer
-        sizes: dict[str, Any] = {
-            "target": {
-                "d_model": config.hidden,
-                "encoder_layers": config.encoder_layers,
-                "decoder_layers": config.layers,
-                "encoder_attention_heads": config.heads,
-                "decoder_attention_heads": config.heads,
-                "encoder_ffn_dim": config.intermediate,
-                "decoder_ffn_dim": config.intermediate,
-            },
-            "draft": {
-                "d_model": config.draft_hidden,
-                "encoder_layers": config.draft_encoder_layers,
-                "decoder_layers": config.draft_layers,
-                "encoder_attention_heads": config.draft_heads,
-                "decoder_attention_heads": config.draft_heads,
-                "encoder_ffn_dim": config.draft_intermediate,
-                "decoder_ffn_dim": config.draft_intermediate,
-            },
-        }
         end = tokenizer.eos_token_id
         return WhisperForConditionalGeneration(
             WhisperConfig(
@@ -139,7 +127,7 @@ class Tones:
                 pad_token_id=end,
                 suppress_tokens=None,
                 begin_suppress_tokens=None,
-                **sizes[part],
+                **config.sizes.of_part(part),
             )
         )
 

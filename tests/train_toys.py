@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import random
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from architectures import widen
 from sakiyomi.train.checkpoint import load_checkpoint
-from sakiyomi.train.config import DraftConfig, TargetConfig
+from sakiyomi.train.config import DraftConfig, Settings, TargetConfig
 from sakiyomi.train.llama import new_llama, save_model
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.tokenizer import train_tokenizer
@@ -63,15 +62,15 @@ def target_config(folder: Path, **changes: Any) -> TargetConfig:
         "compile": False,
         "threads": 1,
     }
-    return TargetConfig(**(settings | changes))
+    return TargetConfig.of(**(settings | changes))
 
 
 def tiny_target(folder: Path) -> Path:
     """An untrained target of 300 pieces in Hugging Face form."""
     torch.manual_seed(0)
     config = target_config(folder)
-    tokenizer = train_tokenizer(stories(60), config.vocab, config.max_positions)
-    model = new_llama(config, tokenizer, layers=2, vocab=len(tokenizer), max_positions=128)
+    tokenizer = train_tokenizer(stories(60), config.sizes.vocab, config.sizes.max_positions)
+    model = new_llama(config.sizes, tokenizer, vocab=len(tokenizer), max_positions=128)
     save_model(folder / "tiny", model, tokenizer)
     return folder / "tiny"
 
@@ -146,15 +145,16 @@ def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
         "compile": False,
         "threads": 1,
     }
-    return DraftConfig(**(settings | changes))
+    return DraftConfig.of(**(settings | changes))
 
 
-def flags(config: object, *, leave_out: tuple[str, ...] = ()) -> list[str]:
+def flags(config: Settings, *, leave_out: tuple[str, ...] = ()) -> list[str]:
     """The command line that gives `config`."""
     given: list[str] = []
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
-        if field.name in leave_out or value == field.default:
+    values = config.flat()
+    for own in config.flags():
+        value, flag = values[own.name], "--" + own.name.replace("_", "-")
+        if own.name in leave_out or value == own.default:
             continue
         if isinstance(value, bool):
             given.append(flag if value else f"--no-{flag[2:]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -37,10 +36,10 @@ def test_every_field_has_a_flag_and_a_help(
     monkeypatch.setenv("TERM", "dumb")
     assert run(monkeypatch, name, config, train, ["--help"]) == 0
     shown = capsys.readouterr().out
-    for field in dataclasses.fields(config):
-        assert field.metadata["help"]
+    for flag in config.flags():
+        assert flag.help
         # Long flags are cut in the table of the help; the beginning identifies them.
-        assert "--" + field.name.replace("_", "-")[:16] in shown
+        assert "--" + flag.name.replace("_", "-")[:16] in shown
 
 
 @pytest.mark.parametrize(("name", "config", "train", "make"), PAIRS)

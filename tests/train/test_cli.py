@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import subprocess
@@ -38,10 +37,10 @@ runner = CliRunner()
 def test_every_field_has_a_flag_and_a_help(name: str, config: type) -> None:
     result = runner.invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 0
-    for field in dataclasses.fields(config):
-        assert field.metadata["help"]
+    for flag in config.flags():
+        assert flag.help
         # Long flags are cut in the table of the help; the beginning identifies them.
-        assert "--" + field.name.replace("_", "-")[:16] in result.output
+        assert "--" + flag.name.replace("_", "-")[:16] in result.output
 
 
 def test_train_target_prints_one_json_line(tmp_path: Path) -> None:
@@ -69,7 +68,7 @@ def test_an_interrupted_run_exits_130_and_says_how_to_go_on(
         assert json.loads(result.stdout)["finished"] is False
     else:
         assert result.stdout.endswith("the same command with --resume goes on from here\n")
-    assert Path(config.out, "checkpoints", "step-00000004.pt").exists()
+    assert Path(config.loop.out, "checkpoints", "step-00000004.pt").exists()
     assert runner.invoke(app, ["target", *flags(config), "--resume"]).exit_code == 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import json
@@ -10,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -18,11 +17,13 @@ from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import (
     DistillDataConfig,
     DraftConfig,
+    Flag,
     LococoConfig,
     MedusaConfig,
     NgramConfig,
     RetainingConfig,
     RetrieverConfig,
+    Settings,
     TargetConfig,
 )
 
@@ -37,7 +38,7 @@ Train = Callable[[Any, str], dict[str, Any]]
 """What a training recipe is: settings and the command line that gave them in, the summary out."""
 
 
-def script(config_class: type[Any], train: Train, help: str) -> None:
+def script(config_class: type[Settings], train: Train, help: str) -> None:
     """Run a recipe that is a file of its own: `python FILE`, with the flags that `sakiyomi train` would make of it."""
     own = typer.Typer(add_completion=False)
     _command(own, None, config_class, lambda: train, ["python", sys.argv[0]], help)
@@ -47,12 +48,12 @@ def script(config_class: type[Any], train: Train, help: str) -> None:
 def _command(
     group: typer.Typer,
     name: str | None,
-    config_class: type[Any],
+    config_class: type[Settings],
     load: Callable[[], Train],
     program: list[str],
     help: str,
 ) -> None:
-    """Register a command with one flag for each field of `config_class`, and `--json`.
+    """Register a command with one flag for each setting of `config_class`, and `--json`.
 
     Args:
         group: takes the command.
@@ -69,7 +70,7 @@ def _command(
         as_json = values.pop("json")
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         try:
-            config, train = config_class(**values), load()
+            config, train = config_class.of(**values), load()
             quiet()
             summary = train(config, shlex.join([*program, *_arguments(name)]))
         except SakiyomiError as error:
@@ -81,11 +82,9 @@ def _command(
 
             raise typer.Exit(INTERRUPTED)
 
-    parameters = [
-        _parameter(field, get_type_hints(config_class)[field.name]) for field in dataclasses.fields(config_class)
-    ]
-    flag = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
-    parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=flag))
+    parameters = [_parameter(flag) for flag in config_class.flags()]
+    as_json = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
+    parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=as_json))
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     group.command(name, help=help)(body)
@@ -98,14 +97,15 @@ def _load(name: str) -> Train:
     return train
 
 
-def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
-    default: Any = field.default
+def _parameter(flag: Flag) -> inspect.Parameter:
+    kind: Any = flag.kind
+    default = flag.default
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
-    flag = "--" + field.name.replace("_", "-")
-    names = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
-    annotation = Annotated[kind, typer.Option(*names, help=field.metadata["help"])]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    name = "--" + flag.name.replace("_", "-")
+    names = (f"{name}/--no-{name[2:]}",) if kind is bool else (name,)
+    annotation = Annotated[kind, typer.Option(*names, help=flag.help)]
+    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _arguments(name: str | None) -> list[str]:
@@ -125,7 +125,7 @@ def _readable(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-RECIPES: dict[str, tuple[type[Any], str]] = {
+RECIPES: dict[str, tuple[type[Settings], str]] = {
     "target": (TargetConfig, "Train a Llama target and its tokenizer from text files."),
     "draft": (DraftConfig, "Distil a small draft from a target, for speculative decoding."),
     "medusa": (

@@ -62,17 +62,16 @@ class BesideTarget(Recipe[Settings]):
 
     def optimizers(self, model: nn.Module) -> list[Optimizer]:
         """AdamW with the settings of the run."""
-        config = self.config
-        betas = (config.beta1, config.beta2)
-        return with_peaks(
-            [AdamW(model.parameters(), lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)]
-        )
+        adam = self.config.adam
+        betas = (adam.beta1, adam.beta2)
+        made = AdamW(model.parameters(), lr=adam.lr, betas=betas, weight_decay=adam.weight_decay, fused=True)
+        return with_peaks([made])
 
     def settings(self, names: Sequence[str]) -> dict[str, Any]:
         """What a user of the result may have to know of its training."""
-        config = self.config
-        data = [Path(parse_text(spec).path).name for spec in config.data]
-        return {name: getattr(config, name) for name in names} | {"data": data, "row_tokens": list(config.row_tokens)}
+        values = self.config.flat()
+        data = [Path(parse_text(spec).path).name for spec in self.config.data]
+        return {name: values[name] for name in names} | {"data": data, "row_tokens": list(values["row_tokens"])}
 
     def origin(self) -> dict[str, Any]:
         """What the card says of the data and the target."""

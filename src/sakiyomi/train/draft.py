@@ -43,7 +43,7 @@ class _Draft(TextRecipe[DraftConfig]):
 
     def prompts(self) -> list[TextSpec]:
         """Files whose beginnings the target continues."""
-        specs = [parse_text(spec) for spec in self.config.prompts or self.config.text]
+        specs = [parse_text(spec) for spec in self.config.sampling.prompts or self.config.text.text]
         check_shares("--prompts", specs)
         return specs
 
@@ -59,9 +59,11 @@ class _Draft(TextRecipe[DraftConfig]):
         prompts = self.prompts()
         pools = [library.documents(spec.path) for spec in prompts]
         texts = [library.documents(spec.path) for spec in self.specs]
-        samples = Samples(_plan(config), target, self.tokenizer, prompts, self.held_back) if config.samples else None
+        samples = (
+            Samples(_plan(config), target, self.tokenizer, prompts, self.held_back) if config.sampling.samples else None
+        )
         # Batches of this size have no graph.
-        llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sample_batch)
+        llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sampling.sample_batch)
         if samples is not None:
             samples.extend(llm, pools, self.reporter)
         new_tokens = min(NEW_TOKENS, self.positions - PROMPT_TOKENS)
@@ -76,12 +78,12 @@ class _Draft(TextRecipe[DraftConfig]):
             draft = self.start[0]
         else:
             draft = new_llama(
-                config, self.tokenizer, layers=config.layers, vocab=self.vocab, max_positions=self.positions
+                config.sizes, self.tokenizer, layers=config.sizes.layers, vocab=self.vocab, max_positions=self.positions
             )
         if isinstance(target, LlamaForCausalLM):
-            compile_layers(target, config.compile)
+            compile_layers(target, config.loop.compile)
         self.labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
-        loss = compiled_loss(distillation_loss, config.compile)
+        loss = compiled_loss(distillation_loss, config.loop.compile)
 
         def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
             # One row in, one row of labels out: the last column has no label of its own to be compared with.
@@ -122,15 +124,16 @@ class _Draft(TextRecipe[DraftConfig]):
 
 
 def _plan(config: DraftConfig) -> Plan:
+    loop, asked = config.loop, config.sampling
     return Plan(
-        Path(config.out) / "samples.jsonl",
-        config.samples,
-        config.sample_minutes,
-        config.sample_tokens,
-        config.sample_batch,
-        config.temperatures,
-        config.seed,
-        keep=config.resume,
+        Path(loop.out) / "samples.jsonl",
+        asked.samples,
+        asked.sample_minutes,
+        asked.sample_tokens,
+        asked.sample_batch,
+        asked.temperatures,
+        loop.seed,
+        keep=loop.resume,
     )
 
 
@@ -159,15 +162,16 @@ def _check_positions(config: DraftConfig, target: PreTrainedModel) -> int:
     positions = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or POSITIONS)
     if positions <= PROMPT_TOKENS:
         raise InputError(f"target {config.target!r} has {positions} positions, expected more than {PROMPT_TOKENS}")
-    if config.row_tokens[0] > positions:
+    if config.loop.row_tokens[0] > positions:
         raise InputError(
-            f"row_tokens is {config.row_tokens[0]}, target {config.target!r} has {positions} positions; "
+            f"row_tokens is {config.loop.row_tokens[0]}, target {config.target!r} has {positions} positions; "
             "set --row-tokens to at most that"
         )
-    if config.samples and LONGEST_PROMPT + config.sample_tokens > positions:
+    tokens = config.sampling.sample_tokens
+    if config.sampling.samples and LONGEST_PROMPT + tokens > positions:
         raise InputError(
-            f"sample_tokens is {config.sample_tokens}, target {config.target!r} has {positions} positions for them and "
-            f"prompts of {LONGEST_PROMPT}; lower --sample-tokens, or set --samples 0"
+            f"sample_tokens is {tokens}, target {config.target!r} has {positions} positions for them "
+            f"and prompts of {LONGEST_PROMPT}; lower --sample-tokens, or set --samples 0"
         )
     return positions
 
@@ -202,7 +206,7 @@ def _held_out(
     """
     if not valid:
         paths = [spec.path for spec in specs]
-        return {"held_back": library.hold_back(paths, config.eval_prompts, PROMPT_TOKENS, config.seed)}
+        return {"held_back": library.hold_back(paths, config.eval_prompts, PROMPT_TOKENS, config.loop.seed)}
     found: dict[str, list[Ids]] = {}
     for name, path in valid.items():
         long = [document for document in library.documents(path) if len(document) > PROMPT_TOKENS]
@@ -227,13 +231,14 @@ def _mixture(
     stable, decay = [spec.stable for spec in specs], [spec.decay for spec in specs]
     if samples is not None and samples.count:
         names.append(samples.path.name)
-        sources.append(library.documents(samples.path)[: config.samples])
-        stable = _beside(stable, config.sample_share)
-        decay = _beside(decay, config.sample_share_decay)
+        sources.append(library.documents(samples.path)[: config.sampling.samples])
+        stable = _beside(stable, config.sampling.sample_share)
+        decay = _beside(decay, config.sampling.sample_share_decay)
     streams = [
-        FixedRows(documents, config.row_tokens[0], seed=config.seed, key=key) for key, documents in enumerate(sources)
+        FixedRows(documents, config.loop.row_tokens[0], seed=config.loop.seed, key=key)
+        for key, documents in enumerate(sources)
     ]
-    return Mixture(streams, stable, decay, config.seed), names
+    return Mixture(streams, stable, decay, config.loop.seed), names
 
 
 def _beside(shares: Sequence[float], last: float) -> list[float]:

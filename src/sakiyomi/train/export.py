@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.train.config import LoopConfig
+from sakiyomi.train.config import RunConfig
 from sakiyomi.train.llama import save_model
 from sakiyomi.train.plot import plot_losses
 from sakiyomi.train.progress import Progress
@@ -23,12 +22,12 @@ from sakiyomi.train.writing import writing
 LAST_STEPS = 50
 
 
-def model_folder(config: LoopConfig) -> Path:
+def model_folder(config: RunConfig) -> Path:
     """OUT/model."""
-    return Path(config.out) / "model"
+    return Path(config.loop.out) / "model"
 
 
-def save(config: LoopConfig, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def save(config: RunConfig, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the trained model and its tokenizer to OUT/model."""
     with writing(model_folder(config)):
         save_model(model_folder(config), model, tokenizer)
@@ -55,7 +54,7 @@ class Result:
 
 
 def write_card(
-    config: LoopConfig, result: Result, progress: Progress, command: str, *, folder: Path | None = None
+    config: RunConfig, result: Result, progress: Progress, command: str, *, folder: Path | None = None
 ) -> dict[str, Any]:
     """Write the card and the loss curve to OUT/model and return the summary that is also its `card.json`.
 
@@ -73,7 +72,7 @@ def write_card(
         drawn = plot_losses(progress, folder / "loss.png", f"{unit} per token" if unit else "")
         summary = {
             "finished": True,
-            "name": config.name or Path(config.out).name,
+            "name": config.loop.name or Path(config.loop.out).name,
             "model": str(model_folder(config)),
             "architecture": type(model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -85,10 +84,10 @@ def write_card(
             "loss_curve": "loss.png" if drawn else None,
             "epochs": result.epochs,
             "held_out": result.measures,
-            "notes": list(config.note),
-            "seed": config.seed,
+            "notes": list(config.loop.note),
+            "seed": config.loop.seed,
             "command": command,
-            "config": dataclasses.asdict(config),
+            "config": config.flat(),
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
         } | result.more
         (folder / "card.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

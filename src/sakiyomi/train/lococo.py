@@ -128,7 +128,7 @@ class MergingLoss:
     def __init__(self, config: LococoConfig, passes: Compressed, convolutions: Convolutions | None) -> None:
         self._text_weight, self._first = config.text_weight, config.chunk_size
         self.passes, self._convolutions = passes, convolutions
-        self._nats = compiled_loss(_nats, config.compile, dynamic=True)
+        self._nats = compiled_loss(_nats, config.loop.compile, dynamic=True)
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         """Mean loss of a batch's rows, without gradient: that is in the convolutions already, row by row.

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
-from sakiyomi.train.config import LoopConfig
+from sakiyomi.train.config import RunConfig
 from sakiyomi.train.growth import grow
 from sakiyomi.train.optim import LAYER, copy_state, set_scale
 from sakiyomi.train.progress import Progress
@@ -51,7 +51,7 @@ class Loop:
     """One training run. What of the model needs no gradient is neither trained nor kept in checkpoints.
 
     Args:
-        config: budget, schedule and checkpoint settings.
+        settings: of the run; its loop has budget, schedule and checkpoints.
         model: trained in place (replaced when it grows: read `self.model` at the end).
         batch_loss: loss of a batch.
         mixture: where the batches come from.
@@ -67,7 +67,7 @@ class Loop:
 
     def __init__(
         self,
-        config: LoopConfig,
+        settings: RunConfig,
         model: Any,
         batch_loss: BatchLoss,
         mixture: Batches,
@@ -81,7 +81,8 @@ class Loop:
         warmup_share: float = 0.0,
         clip_values: bool = False,
     ) -> None:
-        self.config, self.model, self.mixture = config, model, mixture
+        self.config, self.model, self.mixture = settings.loop, model, mixture
+        self._settings, config = settings, settings.loop
         self._batch_loss, self._evaluate, self._growth = batch_loss, evaluate, growth
         self._stages = tuple(stages)
         self._out = Path(config.out)
@@ -160,7 +161,7 @@ class Loop:
             "progress": dataclasses.asdict(self.progress),
             "schedule": dataclasses.asdict(self.schedule),
             "torch_rng": torch.get_rng_state(),
-            "settings": dataclasses.asdict(self.config),
+            "settings": self._settings.flat(),
         }
         save_checkpoint(self._out / "checkpoints", self.progress.step, state)
 

@@ -57,7 +57,7 @@ class _Medusa(Recipe[MedusaConfig]):
     def check(self) -> None:
         """See `Recipe`."""
         config = self.config
-        self.specs, self.valid = [parse_text(spec) for spec in config.data], parse_valid(config.valid)
+        self.specs, self.valid = [parse_text(spec) for spec in config.data], parse_valid(config.loop.valid)
         check_shares("--data", self.specs)
         check_run(config, [])
         self.device = _device(config)
@@ -78,21 +78,21 @@ class _Medusa(Recipe[MedusaConfig]):
 
     def loop(self) -> Loop:
         """See `Recipe`."""
-        config, target, out = self.config, self.target, Path(self.config.out)
+        config, target, out = self.config, self.target, Path(self.config.loop.out)
         self.backbone = backbone = Backbone(target)
         own_heads = config.heads * config.own_head
         shape = HeadsShape(config.heads, config.layers, backbone.weight.shape[1], vocabulary(target), own_heads)
         self.heads = heads = MedusaHeads(shape).to(self.device)
         heads.begin_from(backbone.weight)
-        if not config.joint:
-            compile_layers(target, config.compile)
-        self.joint = Joint(config, target, heads) if config.joint else None
+        if not config.joint.joint:
+            compile_layers(target, config.loop.compile)
+        self.joint = Joint(config, target, heads) if config.joint.joint else None
         self.hidden = HiddenStates(backbone, out, int(config.cache_gib * 2**30))
-        self.log = HeadLog(out / "heads.jsonl", config.resume)
+        self.log = HeadLog(out / "heads.jsonl", config.loop.resume)
 
         def batch_loss(_: nn.Module, rows: Tensor) -> Tensor:
             step = loop.progress.step
-            if self.joint is not None and loop.share >= config.heads_first:
+            if self.joint is not None and loop.share >= config.joint.heads_first:
                 loss, each = self.joint.loss(rows, step)
             else:
                 ids = torch.where(rows < 0, ~rows, rows)
@@ -115,10 +115,12 @@ class _Medusa(Recipe[MedusaConfig]):
     def _mixture(self) -> Mixture:
         config = self.config
         streams = [
-            FixedRows(self.files[spec.path], config.row_tokens[0], seed=config.seed, key=key)
+            FixedRows(self.files[spec.path], config.loop.row_tokens[0], seed=config.loop.seed, key=key)
             for key, spec in enumerate(self.specs)
         ]
-        return Mixture(streams, [spec.stable for spec in self.specs], [spec.decay for spec in self.specs], config.seed)
+        return Mixture(
+            streams, [spec.stable for spec in self.specs], [spec.decay for spec in self.specs], config.loop.seed
+        )
 
     def _measures(self, _: nn.Module) -> dict[str, dict[str, float]]:
         losses = {f"head_{head}_loss": loss for head, loss in enumerate(self.log.recent(), start=1)}
@@ -138,7 +140,7 @@ class _Medusa(Recipe[MedusaConfig]):
         config, heads, base = self.config, self.heads, self.config.target
         adapters = 0
         if self.joint is not None:
-            base = str(Path(config.out) / "target")
+            base = str(Path(config.loop.out) / "target")
             adapters = self.joint.adapter_bytes
             self.target = self.joint.merged().eval()
             self.backbone = Backbone(self.target)
@@ -201,7 +203,7 @@ def _held_out(
             ]
             most = min(-(-config.eval_prompts // len(files)), len(documents) // 10, len(long))
             chosen = (
-                set(np.random.default_rng((config.seed, key)).choice(long, most, replace=False).tolist())
+                set(np.random.default_rng((config.loop.seed, key)).choice(long, most, replace=False).tolist())
                 if most
                 else set()
             )
@@ -248,9 +250,8 @@ def _optimizers(config: MedusaConfig, heads: MedusaHeads) -> Callable[[nn.Module
     def make(model: nn.Module) -> list[Optimizer]:
         own = {id(parameter) for parameter in heads.parameters()}
         others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in own]
-        groups: list[dict[str, Any]] = [
-            {"params": list(heads.parameters()), "lr": config.lr * (config.head_lr_times if config.joint else 1.0)}
-        ]
+        times = config.joint.head_lr_times if config.joint.joint else 1.0
+        groups: list[dict[str, Any]] = [{"params": list(heads.parameters()), "lr": config.lr * times}]
         if others:
             groups.append({"params": others, "lr": config.lr})
         return with_peaks([AdamW(groups, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True)])

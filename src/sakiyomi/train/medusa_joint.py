@@ -42,7 +42,7 @@ def guess_loss(
     length = rows.shape[1] - 1 - heads.shape.heads  # a place for which every head has a label
     labels = torch.stack([rows[:, 2 + k : 2 + k + length] for k in range(heads.shape.heads)])
     labels = labels.flatten(1)
-    places = _places(labels, config.positions, (config.seed, step))
+    places = _places(labels, config.positions, (config.loop.seed, step))
     labels = labels[:, places]
     states = hidden[:, :length].flatten(0, 1)[places]
     if not torch.is_autocast_enabled(states.device.type):
@@ -72,7 +72,10 @@ class Joint(nn.Module):
         peft = _peft()
         self.heads, self._config = heads, config
         settings = peft.LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=config.joint.lora_rank,
+            lora_alpha=config.joint.lora_alpha,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that it will lose
@@ -95,7 +98,7 @@ class Joint(nn.Module):
         loss, each = guess_loss(config, self.heads, hidden, rows, weight, step)
         counted = (rows[:, 1:] >= 0).flatten().nonzero()[:, 0]
         divergence = self._divergence(before.flatten(0, 1)[counted], hidden.flatten(0, 1)[counted], weight)
-        return divergence + config.heads_weight * loss, each
+        return divergence + config.joint.heads_weight * loss, each
 
     @staticmethod
     def _divergence(before: Tensor, after: Tensor, weight: Tensor) -> Tensor:

@@ -130,9 +130,9 @@ def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
 def throughput(config: MedusaConfig, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
     """Median milliseconds of a step and of the frozen target's part of it, where no row came from disk."""
     times = [after[2] - before[2] for before, after in itertools.pairwise(progress.losses)]
-    rows = config.step_tokens // config.row_tokens[0]
+    rows = config.loop.step_tokens // config.loop.row_tokens[0]
     whole = [seconds for count, seconds in hidden.calls if count == rows]
-    if config.joint or hidden.found or not times or not whole:
+    if config.joint.joint or hidden.found or not times or not whole:
         return None
     step, forward = statistics.median(times), statistics.median(whole)
     return {"step_ms": 1000 * step, "forward_ms": 1000 * forward, "ratio": step / forward}
@@ -144,8 +144,8 @@ def memory(
     """What the run held at most, and what of it must be."""
     frozen = sum(weight.nbytes for weight in target.parameters())
     trained = sum(weight.numel() * 4 for weight in heads.parameters())
-    states = config.step_tokens * int(heads.shape.hidden_size) * 2
-    kept = int(config.step_tokens * config.positions) * int(heads.shape.hidden_size) * heads.shape.heads * 2
+    states = config.loop.step_tokens * int(heads.shape.hidden_size) * 2
+    kept = int(config.loop.step_tokens * config.positions) * int(heads.shape.hidden_size) * heads.shape.heads * 2
     peak = (
         torch.cuda.max_memory_allocated(device)
         if device.type == "cuda"

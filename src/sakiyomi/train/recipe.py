@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from sakiyomi.train.config import LoopConfig, TextConfig
+from sakiyomi.train.config import RunConfig, TextRunConfig
 from sakiyomi.train.data import TextSpec, check_shares, parse_text
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import Result, write_card
@@ -20,8 +20,8 @@ from sakiyomi.train.report import Reporter
 
 __all__ = ["Recipe", "TextRecipe", "train"]
 
-Settings = TypeVar("Settings", bound=LoopConfig)
-TextSettings = TypeVar("TextSettings", bound=TextConfig)
+Settings = TypeVar("Settings", bound=RunConfig)
+TextSettings = TypeVar("TextSettings", bound=TextRunConfig)
 
 
 class Recipe(ABC, Generic[Settings]):
@@ -36,7 +36,7 @@ class Recipe(ABC, Generic[Settings]):
 
     def __init__(self, config: Settings) -> None:
         self.config = config
-        self.reporter = Reporter(config.log_seconds)
+        self.reporter = Reporter(config.loop.log_seconds)
 
     @abstractmethod
     def check(self) -> None:
@@ -78,7 +78,7 @@ class TextRecipe(Recipe[TextSettings]):
     def check(self) -> None:
         """See `Recipe`."""
         config = self.config
-        self.specs, self.valid = [parse_text(spec) for spec in config.text], parse_valid(config.valid)
+        self.specs, self.valid = [parse_text(spec) for spec in config.text.text], parse_valid(config.loop.valid)
         check_shares("--text", self.specs)
         check_run(config, [spec.path for spec in (*self.specs, *self.prompts())] + list(self.valid.values()))
 
@@ -100,16 +100,16 @@ def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    config: LoopConfig = recipe.config
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    config: RunConfig = recipe.config
+    if config.loop.threads:
+        torch.set_num_threads(config.loop.threads)
     recipe.check()
     recipe.read()
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.loop.seed)
     loop = recipe.loop()
     with recipe.listening():
         finished = loop.run()
     progress = dataclasses.replace(loop.progress, tokens=recipe.tokens(loop))
     if not finished:
-        return {"finished": False, "out": config.out, "step": progress.step, "tokens": progress.tokens}
+        return {"finished": False, "out": config.loop.out, "step": progress.step, "tokens": progress.tokens}
     return write_card(config, recipe.finish(loop), progress, command)

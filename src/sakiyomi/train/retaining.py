@@ -115,11 +115,11 @@ def _throughput(
     config: RetainingConfig, loop: Loop, loss: HeadsLoss, questions: Questions, target: Any, shape: RetainingShape
 ) -> dict[str, Any]:
     """Steps of the finished run beside the target's plain passes over their rows, and what an 8B target would take."""
-    device, length = target.device, max(config.row_tokens)
+    device, length = target.device, max(config.loop.row_tokens)
     steps, passes, whole = [], [], []
     sizes = shape_of(target, shape)
     for i in range(TIMED + 1):
-        batch = questions.batch(loop.progress.step + i, config.step_tokens // length, length, True)
+        batch = questions.batch(loop.progress.step + i, config.loop.step_tokens // length, length, True)
         with loss.listening():
             steps.append(_seconds(lambda batch=batch: loop.learn(batch), device))  # type: ignore[misc]
         passes.append(_seconds(lambda batch=batch: loss.passes(on_device(batch, device)), device))  # type: ignore[misc]

@@ -48,22 +48,20 @@ class _Retriever(TextRecipe[RetrieverConfig]):
     def read(self) -> None:
         """See `Recipe`."""
         documents = [text for spec in self.specs for text in read_held_out(spec.path)]
-        config = self.config
+        config, sizes = self.config, self.config.sizes
         self.tokenizer = own_tokenizer(
-            config.out, config.vocab, lambda: retrieval_tokenizer(documents, config.vocab, config.max_positions)
+            config.loop.out, sizes.vocab, lambda: retrieval_tokenizer(documents, sizes.vocab, sizes.max_positions)
         )
         self.texts = {name: read_held_out(path) for name, path in self.valid.items()}
         self.held_out = [encode_held_out(name, some, self.tokenizer) for name, some in self.texts.items()]
-        self.rows = RetrievalRows(documents, self.tokenizer, seed=config.seed)
+        self.rows = RetrievalRows(documents, self.tokenizer, seed=config.loop.seed)
 
     def loop(self) -> Loop:
         """See `Recipe`."""
-        config, tokenizer = self.config, self.tokenizer
-        model = new_llama(
-            config, tokenizer, layers=config.layers, vocab=len(tokenizer), max_positions=config.max_positions
-        )
-        start_looking_back(model, config.seed)
-        loss = compiled_loss(partial(answers_and_text, config.text_weight), config.compile)
+        config, sizes, tokenizer = self.config, self.config.sizes, self.tokenizer
+        model = new_llama(sizes, tokenizer, vocab=len(tokenizer), max_positions=sizes.max_positions)
+        start_looking_back(model, config.loop.seed)
+        loss = compiled_loss(partial(answers_and_text, config.text_weight), config.loop.compile)
 
         def batch_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
             ids, roles = batch["ids"], batch["roles"]
@@ -95,7 +93,7 @@ class _Retriever(TextRecipe[RetrieverConfig]):
 
     def finish(self, loop: Loop) -> Result:
         """See `Recipe`."""
-        config, model = self.config, loop.model
+        config, model, layers = self.config, loop.model, self.config.sizes.layers
         with torch.compiler.set_stance("force_eager"):
             measures: dict[str, Any] = {
                 item.name: bits_per_character(model, item, FINAL_TOKENS) for item in self.held_out
@@ -106,8 +104,8 @@ class _Retriever(TextRecipe[RetrieverConfig]):
                 some = self._accuracies(model, length, config.final_prompts, filler)
                 measures[f"accuracy at {length} tokens, filler: {name}"] = some
         save(config, model, self.tokenizer)
-        about = f"A Llama model of {config.layers} layers that finds facts in long texts (`sakiyomi.train.long_tasks`)"
-        return Result(model, config.layers, measures, {}, {"about": about, "measured_on": explained(config)})
+        about = f"A Llama model of {layers} layers that finds facts in long texts (`sakiyomi.train.long_tasks`)"
+        return Result(model, layers, measures, {}, {"about": about, "measured_on": explained(config)})
 
     def _accuracies(self, model: LlamaForCausalLM, length: int, prompts: int, filler: Filler) -> dict[str, float]:
         """Accuracy of each task, plain and with the question in front, too."""
@@ -125,7 +123,7 @@ class _Retriever(TextRecipe[RetrieverConfig]):
                         prompts=prompts,
                         query_first=first,
                         filler=filler,
-                        seed=self.config.seed,
+                        seed=self.config.loop.seed,
                     )
         return found
 
@@ -136,7 +134,7 @@ def explained(config: RetrieverConfig) -> str:
         f"Accuracies are shares of {config.final_prompts} prompts, at depths spread evenly from the beginning to the "
         "end, whose greedy answer begins with the right one. The training began with heads that look back "
         "(`sakiyomi.train.retrieval_start`), and ran over "
-        + ", ".join(str(length) for length in config.row_tokens)
+        + ", ".join(str(length) for length in config.loop.row_tokens)
         + " tokens a row, one length after the other."
     )
 

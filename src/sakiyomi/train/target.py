@@ -38,14 +38,16 @@ class _Target(TextRecipe[TargetConfig]):
         texts = {name: read_held_out(path) for name, path in self.valid.items()}
         self.tokenizer = load_or_train_tokenizer(self.config, self.specs)
         self.held_out = [encode_held_out(name, some, self.tokenizer) for name, some in texts.items()]
-        self.mixture = load_mixture(self.specs, self.tokenizer, len(self.tokenizer), self.config.seed)
+        self.mixture = load_mixture(self.specs, self.tokenizer, len(self.tokenizer), self.config.loop.seed)
 
     def loop(self) -> Loop:
         """See `Recipe`."""
         config, tokenizer = self.config, self.tokenizer
-        layers = config.first_layers or config.layers
-        model = new_llama(config, tokenizer, layers=layers, vocab=len(tokenizer), max_positions=config.max_positions)
-        loss = compiled_loss(next_token_loss, config.compile)
+        layers = config.first_layers or config.sizes.layers
+        model = new_llama(
+            config.sizes, tokenizer, layers=layers, vocab=len(tokenizer), max_positions=config.sizes.max_positions
+        )
+        loss = compiled_loss(next_token_loss, config.loop.compile)
 
         def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
             hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -58,14 +60,16 @@ class _Target(TextRecipe[TargetConfig]):
             self.mixture,
             lambda model: self._measures(model, config.eval_tokens),
             optimizers=text_optimizers(config),
-            growth=Growth(config.layers, config.grow_at) if config.first_layers else None,
+            growth=Growth(config.sizes.layers, config.grow_at) if config.first_layers else None,
         )
 
     def finish(self, loop: Loop) -> Result:
         """See `Recipe`."""
         measures = self._measures(loop.model, FINAL_TOKENS)
         save(self.config, loop.model, self.tokenizer)
-        return Result(loop.model, self.config.layers, measures, loop.epochs([spec.path.name for spec in self.specs]))
+        return Result(
+            loop.model, self.config.sizes.layers, measures, loop.epochs([spec.path.name for spec in self.specs])
+        )
 
     def _measures(self, model: LlamaForCausalLM, tokens: int) -> dict[str, dict[str, float]]:
         return {item.name: bits_per_character(model, item, tokens) for item in self.held_out}
@@ -79,8 +83,9 @@ def load_or_train_tokenizer(config: TargetConfig, specs: Sequence[TextSpec]) -> 
     """
     if config.tokenizer:
         return load_tokenizer(Path(config.tokenizer))
+    sizes = config.sizes
     return own_tokenizer(
-        config.out, config.vocab, lambda: train_tokenizer(_texts(specs), config.vocab, config.max_positions)
+        config.loop.out, sizes.vocab, lambda: train_tokenizer(_texts(specs), sizes.vocab, sizes.max_positions)
     )
 
 
