@@ -103,7 +103,7 @@ class Compressed:
         device, dtype = self._target.device, self._target.dtype
         # What policies read of a model that listen to it.
         model = SimpleNamespace(
-            module=self._target, cache=SimpleNamespace(shapes=self.shapes), device=device, dtype=dtype, state=None
+            module=self._target, cache=SimpleNamespace(shapes=self.shapes), device=device, dtype=dtype, packed_weights=None
         )
         if self._policy.notes:
             self._policy.listen(cast(Any, model))
