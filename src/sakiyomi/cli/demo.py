@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.core.embedded import DEFAULT, DRAFTS
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
     from sakiyomi.evaluation.bench.report import Row
 
-TARGET, DRAFT = "tales", "model:tales-draft"
+TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
 COMPILE_UNTIL, TABLE_UNTIL = 30.0, 46.0
 """Seconds after the start: graphs are waited for, and laps are added to the table, no longer than this."""

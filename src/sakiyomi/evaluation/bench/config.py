@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sakiyomi.core.embedded import DEFAULT, DRAFTS, MEDUSA_HEADS
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
@@ -45,7 +46,7 @@ class BenchConfig:
     """
 
     rows: tuple[str, ...] = ()
-    target: str = "tales"
+    target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
     cross: str | None = None
@@ -122,9 +123,10 @@ class BenchConfig:
         Raises:
             InputError: none are known for this target.
         """
-        if self.heads is None and self.target != "tales":
+        heads = self.heads or MEDUSA_HEADS.get(self.target)
+        if heads is None:
             raise InputError(f"rows medusa and typical need heads of {self.target}; give their folder with --heads")
-        return self.heads or "tales-medusa"
+        return heads
 
     @property
     def draft_model(self) -> str:
@@ -133,8 +135,8 @@ class BenchConfig:
         Raises:
             InputError: the drafter is no model.
         """
-        if self.draft == "auto" and self.target == "tales":
-            return "tales-draft"
+        if self.draft == "auto" and self.target in DRAFTS:
+            return DRAFTS[self.target]
         kind, _, name = self.draft.partition(":")
         if kind != "model" or not name:
             raise InputError(f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER")
@@ -155,7 +157,7 @@ class InflateConfig:
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})
     params: str
-    target: str = "tales"
+    target: str = DEFAULT
     heads: str | None = None
 
 

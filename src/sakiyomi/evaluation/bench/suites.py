@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from sakiyomi.core.embedded import MEDUSA_HEADS
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.block import block
@@ -82,7 +83,7 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     # Without being named, a row runs only if all it needs is known: cross needs a draft of another tokenizer, the rows
     # of heads need heads of this target. Row evicted takes long texts and runs only if it is named.
     absent = {"evicted"} | ({"cross"} if config.cross is None else set())
-    absent |= {"medusa", "typical"} if config.heads is None and config.target != "tales" else set()
+    absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
     wanted = config.rows or tuple(name for name in ROWS if name not in absent)
     if "compiling" in config.rows and not config.compile:
         raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")
