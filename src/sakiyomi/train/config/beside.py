@@ -61,7 +61,7 @@ class MedusaConfig(RunConfig):
         "ShareGPT's form, of which what the assistant says is learnt, or what `train distill-data` wrote. "
         "Repeat for more files.",
     )
-    heads: int = setting(4, "Heads: tokens that are guessed behind the target's own.", least=1, most=16)
+    heads: int = setting(4, "Number of heads: tokens that are proposed behind the target's own.", least=1, most=16)
     layers: int = setting(1, "Residual blocks of each head.", least=1, most=8)
     own_head: bool = setting(
         False, "Give each head a head over the vocabulary of its own (version 1) instead of the target's (version 2)."
@@ -73,14 +73,14 @@ class MedusaConfig(RunConfig):
         most=1,
     )
     positions: float = setting(
-        1.0, "Share of a batch's positions from which heads learn, drawn anew for each batch.", above=0, most=1
+        1.0, "Share of a batch's positions that heads are trained on, drawn anew for each batch.", above=0, most=1
     )
     lr: float = setting(0.001, "Peak learning rate of the heads, or of the target where both are trained.", least=0)
     weight_decay: float = setting(0.0, "Weight decay.", least=0)
     joint: JointConfig = JointConfig()
     cache_gib: float = setting(
         0.0,
-        "Disk space in GiB below OUT for hidden states of rows that come again; 0: none are kept.",
+        "Disk space in GiB below OUT to keep hidden states of rows that are used again; 0 keeps none.",
         least=0,
         resume=True,
     )
@@ -103,7 +103,7 @@ class AnsweredLoop(LoopConfig):
 
     minutes: float = setting(0.0, "Training time in minutes of wall clock; above 0 it replaces `steps`.", least=0)
     tokens: int = setting(
-        0, "Training budget in places of rows (a step has STEP_TOKENS); above 0 it replaces `steps`.", least=0
+        0, "Training budget in tokens, padding included (a step has STEP_TOKENS); above 0 it replaces `steps`.", least=0
     )
     row_tokens: tuple[int, ...] = setting(
         (10240,),
@@ -112,7 +112,7 @@ class AnsweredLoop(LoopConfig):
         least=32,
     )
     step_tokens: int = setting(
-        10240, "Rows of one step times their most tokens; a multiple of every row length.", least=1
+        10240, "Rows of one step times their longest length; a multiple of every row length.", least=1
     )
 
 
@@ -137,7 +137,7 @@ class AnsweredConfig(RunConfig):
     HELP: ClassVar[dict[str, str]] = {
         "valid": "Held-out file, NAME=FILE; its prompts are measured on. Repeatable; without it some of the training "
         "data is held back.",
-        "warmup_steps": "Steps of linear warm-up besides.",
+        "warmup_steps": "Further steps of linear warm-up.",
     }
 
     loop: LoopConfig = field(default=AnsweredLoop(warmup_steps=0, decay_share=1 / 3))
@@ -146,17 +146,18 @@ class AnsweredConfig(RunConfig):
         (),
         "Training file FILE@STABLE:DECAY of prompts with answers: instruction and output (LongAlpaca), prompt and "
         "answer, chats in ShareGPT's form, of which the last reply is the answer, what `train distill-data` wrote, "
-        "or texts, which answer themselves; its share of the rows before and during the decay. Repeat for more files.",
+        "or plain texts, whose last part is the answer; its share of the rows before and during the decay. Repeat for "
+        "more files.",
     )
     tasks: str = setting(
-        "", "Questions about long texts that are made on the way, by name and share: passkey,number@0.5,kv@2."
+        "", "Synthetic questions about long texts, made during the run, by name and share: passkey,number@0.5,kv@2."
     )
     steps: int = setting(3000, "Training budget in steps.", least=1)
     warmup_share: float = setting(
         2 / 3, "First share of the budget in which the learning rate rises linearly from 0.", least=0, most=1
     )
     answer_tokens: int = setting(512, "Most tokens of an answer.", least=1)
-    query_aware: bool = setting(False, "The question also stands in front of the prompt (Locret-Q).")
+    query_aware: bool = setting(False, "Put the question in front of the prompt, too (Locret-Q).")
     query_tokens: int = setting(
         100, "Last tokens of a prompt that count as its question, where the data names none.", least=1
     )
@@ -195,12 +196,13 @@ class RetainingConfig(AnsweredConfig):
     )
     labels: str = setting(
         "logits",
-        "What is learnt of the rows' attention to a token: logits (the paper's), or chances, their log-probabilities.",
+        "What heads predict of the rows' attention to a token: logits, its largest logit (the paper's), or chances, "
+        "the logarithm of its largest probability.",
     )
     queries: str = setting(
         "answer",
-        "Whose attention: answer, the rows of the answer's tokens (the paper's), or writing, the rows that write them, "
-        "one place earlier.",
+        "Rows whose attention counts: answer, those of the answer's tokens (the paper's), or writing, those that "
+        "predict them, one position earlier.",
     )
     smooth: float = setting(0.0025, "Weight of the squared difference of neighbours' scores in each layer.", least=0)
     huber: float = setting(1.0, "Difference from which on the loss is linear (beta of the smooth L1 loss).", above=0)
@@ -229,24 +231,26 @@ class LococoConfig(AnsweredConfig):
     )
     precision: str = setting("no", "Precision of the passes: bf16 or no (float32).", resume=True)
     scores: str = setting(
-        "h2o", "What says which pairs stay: a policy as `cache` takes it, such as h2o or locret:HEADS."
+        "h2o", "Policy that chooses which pairs stay, as --cache takes it, such as h2o or locret:HEADS."
     )
-    kv_budget: int = setting(128, "Pairs of a head that stay at a border, merged ones included.", least=2)
-    merged: int = setting(16, "Of those the merged ones; the paper has an eighth of them.", least=1)
-    chunk_size: int = setting(256, "Tokens of a prompt from border to border.", least=1)
-    kernel: int = setting(21, "Pairs side by side that a weight depends on; odd.", least=1)
+    kv_budget: int = setting(
+        128, "KV pairs that each head keeps at an eviction boundary, merged ones included.", least=2
+    )
+    merged: int = setting(16, "Merged pairs among these; the paper uses one in eight.", least=1)
+    chunk_size: int = setting(256, "Tokens of a prompt between two eviction boundaries.", least=1)
+    kernel: int = setting(21, "Neighbouring pairs that one weight depends on (kernel size); an odd number.", least=1)
     again: bool = setting(
         True,
-        "Merge what was merged before into others at the next border, as in the paper; else it stays as long as the "
-        "pair would that it was merged into.",
+        "Merge merged pairs again at the next boundary, as in the paper; otherwise a merged pair is kept as long as "
+        "the pair that it was merged into would be.",
     )
     norm: float = setting(
         0.5, "Share of other pairs in a merged one before training; the paper has 0.5.", least=0, most=1
     )
     text_weight: float = setting(
         0.0,
-        "Weight of the loss of a prompt's tokens behind its first border, beside that of the answer; with 1 texts are "
-        "learnt as texts.",
+        "Weight of the loss on prompt tokens behind the first eviction boundary, beside that on the answer; 1 suits "
+        "plain texts.",
         least=0,
     )
 

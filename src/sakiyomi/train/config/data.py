@@ -18,10 +18,10 @@ class DistillDataConfig(Settings):
     data: tuple[str, ...] = setting(
         (), "Prompts FILE@SHARE: beginnings of texts, or the users' turns of chats in ShareGPT's form. Repeatable."
     )
-    samples: int = setting(4096, "Answers to have written.", least=1)
-    minutes: float = setting(60.0, "At most so many minutes of writing.", above=0)
-    tokens: int = setting(160, "New tokens of each at most.", least=1)
-    batch: int = setting(128, "Answers written at a time.", least=1)
+    samples: int = setting(4096, "Answers that the target writes.", least=1)
+    minutes: float = setting(60.0, "Most minutes that writing may take.", above=0)
+    tokens: int = setting(160, "Most new tokens of an answer.", least=1)
+    batch: int = setting(128, "Answers written in one batch.", least=1)
     temperatures: tuple[float, ...] = setting(
         (0.0, 0.0, 1.0), "Temperatures of the batches in turn; 0 is greedy.", least=0
     )
@@ -50,10 +50,12 @@ class NgramConfig(Settings):
     )
     tokenizer: str = setting("", "Folder of the tokenizer, where no target is given.")
     order: int = setting(4, "Tokens of the longest n-gram.", least=1, most=5)
-    least: int = setting(2, "Runs of three tokens and more are kept if they went on so as often as this.", least=1)
-    keep: int = setting(8, "Most frequent continuations kept of each run.", least=1, most=64)
+    least: int = setting(2, "Fewest occurrences of an n-gram of three or more tokens that is kept.", least=1)
+    keep: int = setting(8, "Continuations kept of each run of tokens, the most frequent ones.", least=1, most=64)
     samples: int = setting(
-        0, "Continuations of the text's beginnings to have the target write and count instead of the text.", least=0
+        0,
+        "Continuations of the text's beginnings that the target writes; they are counted instead of the text.",
+        least=0,
     )
     sample_tokens: int = setting(160, "New tokens of each.", least=1)
     temperature: float = setting(0.0, "Temperature of the samples; 0 is greedy.", least=0)

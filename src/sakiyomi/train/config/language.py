@@ -82,7 +82,9 @@ class RetrieverConfig(TextRunConfig):
     )
     text_weight: float = setting(0.05, "Weight of the loss of all text beside that of the answers.", least=0)
     note_weight: float = setting(
-        0.3, "Weight of how well values in the text say whether a question in front asks for them.", least=0
+        0.3,
+        "Weight of the loss that has hidden states of values say whether a question in front asks for them.",
+        least=0,
     )
     eval_prompts: int = setting(
         16, "Prompts of each task for the accuracies during the run, at the length of the stage.", least=1, resume=True
@@ -108,10 +110,12 @@ class RetrieverConfig(TextRunConfig):
 class SampleConfig(Group):
     """What the target writes for its draft to learn from."""
 
-    samples: int = setting(4096, "Continuations to have the target write; 0 trains on the given text alone.", least=0)
-    sample_minutes: float = setting(10.0, "At most so many minutes of writing them.", least=0)
+    samples: int = setting(
+        4096, "Continuations that the target writes as training text; 0: the given text alone.", least=0
+    )
+    sample_minutes: float = setting(10.0, "Most minutes that writing them may take.", least=0)
     sample_tokens: int = setting(160, "New tokens of each.", least=1)
-    sample_batch: int = setting(128, "Continuations written at a time.", least=1)
+    sample_batch: int = setting(128, "Continuations written in one batch.", least=1)
     temperatures: tuple[float, ...] = setting(
         (0.0, 0.0, 1.0), "Temperatures of the batches in turn; 0 is greedy.", least=0
     )
