@@ -38,11 +38,11 @@ __all__ = ["Given", "Task", "given", "given_tasks", "lookup", "our_lap_of", "own
 DRAFTERS = ("prompt-lookup", "suffix", "ngram")
 EDITS = (
     ("theory/chains.py", "gamma", "length"),
-    ("tree.py", "parents", "above"),
-    ("gamma.py", "costs", "prices"),
-    ("noise.py", "position", "place"),
-    ("numerics.py", "weights", "masses"),
-    ("clock.py", "seconds", "time"),
+    ("core/tree.py", "parents", "above"),
+    ("drafters/draft_length.py", "costs", "prices"),
+    ("sampling/rng.py", "position", "place"),
+    ("sampling/rows.py", "weights", "masses"),
+    ("core/running_mean.py", "seconds", "time"),
 )
 """Files of this package, and which name is changed into which."""
 
