@@ -853,11 +853,12 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_costs_of_a_pair(pair: BenchConfig) -> None:
-    found = costs(LLM(pair.target, draft=pair.draft, compile=False), context=32, repeats=3)
+    llm = LLM(pair.target, draft=pair.draft, compile=False)
+    found = costs(llm.target, llm.draft, context=32, repeats=3)
     assert set(found["target_ms"]) == {1, 4, 8, 16}
     assert found["c"] == pytest.approx(found["draft_ms"] / found["target_ms"][1])
     assert math.isclose(found["v"][1], 1.0)
-    alone = costs(LLM(pair.target, draft="none", compile=False), context=32, repeats=2)
+    alone = costs(llm.target, None, context=32, repeats=2)
     assert alone["c"] is None
 
 
@@ -866,5 +867,5 @@ def test_costs_while_every_place_is_taken(pair: BenchConfig) -> None:
     with llm.conversation() as conversation:
         conversation.generate([5, 6, 7], SamplingParams(max_new_tokens=2))
         with pytest.raises(InputError, match="close a conversation, or load with a larger max_batch"):
-            costs(llm)
-    assert costs(llm, context=32, repeats=2)["target_ms"][1] > 0
+            costs(llm.target, llm.draft)
+    assert costs(llm.target, llm.draft, context=32, repeats=2)["target_ms"][1] > 0

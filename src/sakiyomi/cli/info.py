@@ -67,7 +67,7 @@ def info(options: InfoOptions, output: JsonOption) -> None:
             llm = LLM(options.target, draft=options.draft, dtype=options.dtype, compile=True)
             status.update("timing passes")
             found["pair"] = {"target": options.target, "draft": options.draft}
-            found["pair"] |= machine.costs(llm, context=options.context, repeats=options.repeats)
+            found["pair"] |= machine.costs(llm.target, llm.draft, context=options.context, repeats=options.repeats)
     console = stdout()
     for line in _lines(found):
         console.out(line, highlight=False)

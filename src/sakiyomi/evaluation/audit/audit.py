@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.plain import EngineView
@@ -94,7 +95,7 @@ def audit(
 
     report = AuditReport(
         referee.noise,
-        str(engine.target.dtype).removeprefix("torch."),
+        dtype_name(engine.target.dtype),
         bool(options.get("exact")),
         None,
         ids,

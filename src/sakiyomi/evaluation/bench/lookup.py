@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
@@ -95,7 +96,7 @@ def lookup(config: BenchConfig, note: Note) -> Row:
     named = list(zip(kinds, rows, strict=True))
     lines = [dict(line) | {"name": f"{kind}: {line['name']}"} for kind, row in named for line in row.lines]
     notes = [f"{kind}: {text}" for kind, row in named for text in row.notes]
-    conditions = {"target": config.target, "dtype": str(llm.target.dtype).removeprefix("torch."), "gamma": config.gamma}
+    conditions = {"target": config.target, "dtype": dtype_name(llm.target.dtype), "gamma": config.gamma}
     conditions |= {"rounding": llm.target.quantization and str(llm.target.quantization)}
     conditions |= {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
     for kind, row in named:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.evaluation.audit.engine_reference import OwnReferee
 from sakiyomi.evaluation.audit.hf_reference import Referee
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -172,13 +173,13 @@ class Pair:
     def dtypes(self) -> dict[str, str]:
         """For the conditions."""
         models = {"dtype": self.target.model, "draft_dtype": self.draft.model}
-        return {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()}
+        return {name: dtype_name(model.dtype) for name, model in models.items()}
 
     def settings(self, llm: LLM) -> dict[str, Any]:
         """For the conditions of a target that drafts for itself: how an engine holds it, and what it is asked for."""
         return {
             "target": self.config.target,
-            "dtype": str(llm.target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(llm.target.dtype),
             "rounding": llm.target.quantization and str(llm.target.quantization),
             "gamma": self.config.gamma,
             "max_new_tokens": self.config.max_new_tokens,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Stats
@@ -91,9 +92,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     rounds = _rounds(llm, drafter, prompts, ranks, config.max_nodes)
     table = search(ranks, rounds)
     best = max(table, key=lambda row: row["tokens_per_second"])
-    conditions = machine.conditions(
-        target=llm.name, dtype=str(llm.target.dtype).removeprefix("torch."), quantize=config.quantize
-    )
+    conditions = machine.conditions(target=llm.name, dtype=dtype_name(llm.target.dtype), quantize=config.quantize)
     conditions |= {"round_ms": {nodes: 1000 * spent for nodes, spent in rounds.items()}}
     conditions |= {"heads_ms": 1000 * _heads_seconds(llm, drafter)}
     conditions |= {"texts": len(ranks.texts), "places": ranks.places}

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_prompts
@@ -95,7 +96,7 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     best = found["best"]
     found["conditions"] = machine.conditions(
         target=llm.name,
-        dtype=str(llm.target.dtype).removeprefix("torch."),
+        dtype=dtype_name(llm.target.dtype),
         quantize=config.quantize,
         graphs="compiled" if llm.compiled() else "eager",
         prompts=config.prompts or "beginnings of stories",

@@ -26,11 +26,11 @@ from sakiyomi.core.prompts import read_text
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.failures import caught
 from sakiyomi.evaluation.bench.long.files import read_rows
+from sakiyomi.evaluation.bench.long.loader import Loader
 from sakiyomi.evaluation.bench.long.systems import System
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
-    from sakiyomi.evaluation.bench.long.work import Loader
 
 __all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
 

@@ -26,7 +26,7 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
 
     Args:
         jobs: see ``work``.
-        options: of ``work.Options``.
+        options: of ``loader.Options``.
 
     Yields:
         Records with ``job``, the place of the job in the list. A process that ends before its time gives a last one
@@ -63,7 +63,8 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
 
 
 def _main(folder: Path) -> None:
-    from sakiyomi.evaluation.bench.long.work import Loader, Options, work
+    from sakiyomi.evaluation.bench.long.loader import Loader, Options
+    from sakiyomi.evaluation.bench.long.work import work
 
     given = json.loads((folder / _JOBS).read_text())
     make = Loader(Options(**given["options"]), shared=False)

@@ -17,12 +17,13 @@ from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
 from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.loader import Loader, Options
 from sakiyomi.evaluation.bench.long.plot import kept_map
 from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import Question, check_tasks, made, source
 from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, System, systems
 from sakiyomi.evaluation.bench.long.table import Perform, growth, reasons, table
-from sakiyomi.evaluation.bench.long.work import Loader, Options, work
+from sakiyomi.evaluation.bench.long.work import work
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
 from sakiyomi.train.long_tasks import TASKS

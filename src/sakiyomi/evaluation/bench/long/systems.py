@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -221,7 +221,3 @@ class OneShot:
         self.kv_bytes = max(self.kv_bytes, held)
         text = self._tokenizer.decode(output, skip_special_tokens=True)
         return Answer(text, len(output), first - began, ended - first)
-
-
-Maker = Callable[[System, int], Running]
-"""Makes a system for contexts of so many tokens."""
