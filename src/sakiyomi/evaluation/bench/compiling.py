@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
@@ -32,16 +32,15 @@ def graph_count() -> int:
 
 def compiling(config: BenchConfig, note: Note) -> Row:
     """New graphs and eager passes after the warm-up; seconds a graph in a new process with a warm disk cache."""
-    pair = Pair(config)
-    note("compiling: all graphs")
-    llm = pair.llm(max_batch=8, device="cpu")
+    row = PairRow("compiling", config, note)
+    pair, llm = row.pair, row.llm(max_batch=8, device="cpu")
     if not llm.compiled():
         raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
     llm.generate(pair.prompts[:1], SamplingParams(max_new_tokens=16, gamma=config.gamma))
     before = graph_count()
     runs, eager = 0, _count_eager(llm)
     for size in range(1, 9):
-        note(f"compiling: batch of {size}")
+        row.note(f"batch of {size}")
         for length, gamma in ((5, 1), (23, 2), (70, 4)):
             prompts = [(prompt * 8)[: length + 3 * i] for i, prompt in enumerate((pair.prompts * 8)[:size])]
             params = SamplingParams(max_new_tokens=8 + length, gamma=gamma, ignore_eos=True)
@@ -49,9 +48,9 @@ def compiling(config: BenchConfig, note: Note) -> Row:
             runs += 1
     recompiles = graph_count() - before
     del llm
-    note("compiling: a new process, to fill the disk cache")
+    row.note("a new process, to fill the disk cache")
     start_seconds(config)
-    note("compiling: a new process with a warm disk cache")
+    row.note("a new process with a warm disk cache")
     found = start_seconds(config)
     lines = [
         {"rows": int(size), "start_seconds": seconds, "new_graphs": None, "passes_without_graph": None}

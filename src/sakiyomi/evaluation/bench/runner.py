@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sakiyomi.core.errors import InputError
@@ -41,6 +41,10 @@ class Lap:
     def speed(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def more(self, **figures: float) -> Lap:
+        """The same lap with further figures."""
+        return replace(self, figures=self.figures | figures)
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,14 @@ class Standing:
         """Tokens per second of each lap."""
         return [lap.speed for lap in self.laps]
 
+    def median(self, figure: str) -> float:
+        """Of a figure over the laps."""
+        return statistics.median(lap.figures[figure] for lap in self.laps)
+
+    def ratio_to(self, other: Standing) -> float:
+        """Median over laps of its speed / another's in the same lap."""
+        return _ratio(self.laps, other.laps)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values; no speed where the outputs are not accepted."""
         shown: dict[str, Any] = {
@@ -115,7 +127,7 @@ class Standing:
         if not self.agreement.accepted:
             shown = dict.fromkeys(shown, None) | {"name": self.name}
         for name in self.laps[0].figures:
-            shown[name] = statistics.median(lap.figures[name] for lap in self.laps)
+            shown[name] = self.median(name)
         if self.against is not None:
             shown["weights"] = "other"
         return shown | {"tokens": self.laps[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
