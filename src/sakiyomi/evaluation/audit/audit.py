@@ -14,21 +14,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters import Drafter
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.distribution import SampledTests, drafted_kind
 from sakiyomi.evaluation.audit.engine_reference import OwnReferee
 from sakiyomi.evaluation.audit.hf_reference import Divergence, Referee, Scores, coupled_scores, greedy_scores
 from sakiyomi.evaluation.audit.report import AuditConfig, AuditReport, Check, SampledCheck, Texts, shape_name
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
+from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS
-
-if TYPE_CHECKING:
-    from sakiyomi.drafters import Drafter
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "audit"]
 
@@ -59,9 +59,6 @@ def audit(
     Raises:
         SakiyomiError: what ``LLM`` raises.
     """
-    from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.loading import load_model
-
     config, options = config or AuditConfig(), dict(options or {})
     note("loading the engine")
     engine = LLM(target, draft=draft, **options)

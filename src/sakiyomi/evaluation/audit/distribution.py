@@ -12,26 +12,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import DraftKind
+from sakiyomi.drafters import Drafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
+from sakiyomi.engine.plain import EngineView
+from sakiyomi.engine.request import Request
 from sakiyomi.evaluation.audit.chi_square import Frequencies, rank
+from sakiyomi.evaluation.audit.hf_reference import Referee
 from sakiyomi.evaluation.audit.replay import STATES, WIDTH, Listener, Narrow, Recording, TableModel, narrow
 from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER, AuditConfig, SampledCheck, Texts, shape_name
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS
-
-if TYPE_CHECKING:
-    from sakiyomi.core.tree import DraftKind
-    from sakiyomi.drafters import Drafter
-    from sakiyomi.engine.plain import EngineView
-    from sakiyomi.engine.request import Request
-    from sakiyomi.evaluation.audit.hf_reference import Referee
 
 __all__ = ["SampledTests", "drafted_kind"]
 

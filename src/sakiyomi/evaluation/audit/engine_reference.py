@@ -8,16 +8,13 @@ It cannot tell whether the rounded weights are good ones, nor find an error that
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sakiyomi.evaluation.audit.hf_reference import Referee
 from sakiyomi.kernels.batch import SequenceRows
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["OwnReferee"]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import ACCEPTANCES, SamplingParams
+from sakiyomi.evaluation.audit.chi_square import Fit
 from sakiyomi.evaluation.audit.hf_reference import Divergence
-
-if TYPE_CHECKING:
-    from sakiyomi.evaluation.audit.chi_square import Fit
-    from sakiyomi.kernels.quantization import QuantizationReport
+from sakiyomi.kernels.quantization import QuantizationReport
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "Texts", "shape_name"]
 

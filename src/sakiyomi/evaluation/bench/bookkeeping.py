@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Numbers, random_llama, random_prompts
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
+from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
 
 __all__ = ["bookkeeping"]
 
@@ -29,10 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 def bookkeeping(config: BenchConfig, note: Note) -> Row:
     """Milliseconds a round, ours and transformers', for drafts that are all refused and all accepted."""
-    from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
-
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
     drafts = {
         "random": random_llama(32, 1, 4, 64, VOCAB, torch.float32, seed=1, device=config.device),

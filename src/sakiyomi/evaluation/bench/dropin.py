@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from sakiyomi.engine.hf_generate import custom_generate
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run, peer_lap
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -15,8 +16,6 @@ __all__ = ["dropin"]
 
 def dropin(config: BenchConfig, note: Note) -> Row:
     """Greedy, with the same draft model: assisted generation by our gamma and by its own settings, plain, our loop."""
-    from sakiyomi.engine.hf_generate import custom_generate
-
     row = PairRow("dropin", config, note)
     pair = row.pair
     model, draft = pair.target.model, pair.draft.model

@@ -14,22 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap, generated, rounding
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row, joined
 from sakiyomi.evaluation.bench.runner import Contender, Judge, same_tokens
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["Given", "Task", "by_part", "given", "given_tasks", "lookup", "own_tasks", "task_conditions", "task_run"]
 

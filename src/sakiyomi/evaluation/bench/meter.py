@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.outputs import Stats
+from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.machine import bandwidth
-
-if TYPE_CHECKING:
-    from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.engine.engine import Engine
-    from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.batch import BatchPlan
 
 __all__ = ["Meter", "round_figures"]
 

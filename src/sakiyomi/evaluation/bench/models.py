@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sakiyomi.core.dtypes import dtype_name
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.audit.engine_reference import OwnReferee
 from sakiyomi.evaluation.audit.hf_reference import Referee
 from sakiyomi.evaluation.bench.config import BenchConfig
@@ -20,9 +21,6 @@ from sakiyomi.evaluation.bench.runner import Agreement
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.model_executor.runner import ModelRunner
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
 
@@ -125,8 +123,6 @@ class Pair:
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
-        from sakiyomi.engine.llm import LLM
-
         own = {
             "dtype": self.config.dtype,
             "device": self.config.device,

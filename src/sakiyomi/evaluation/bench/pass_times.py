@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.models import Numbers
 from sakiyomi.kernels.batch import SequenceRows
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["IN_A_LAP", "ROOM", "pass_times", "random_target"]
 
@@ -23,8 +22,6 @@ IN_A_LAP = 3
 
 def random_target(model: Any, sizes: Sequence[int], *, compile: bool, **options: Any) -> ModelRunner:
     """A random model as our engine runs it, with graphs of these sizes if everything is to be compiled."""
-    from sakiyomi.engine.llm import LLM
-
     llm = LLM((model, Numbers()), draft="none", compile="auto" if compile else False, **options)
     if compile:
         llm.wait()  # for the kernels too

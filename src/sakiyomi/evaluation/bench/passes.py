@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,9 +15,7 @@ from sakiyomi.evaluation.bench.models import MEDIUM, described, random_llama
 from sakiyomi.evaluation.bench.pass_times import IN_A_LAP, ROOM, pass_times, random_target
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.kernels.batch import SequenceRows
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["passes"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, lengths, our_lap, peer_lap, rounding
@@ -27,9 +27,6 @@ from sakiyomi.evaluation.bench.quality import own_logits, their_logits
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, race
 
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
-
 __all__ = ["batch", "everybody", "plain", "speculative", "stories"]
 
 BATCH = 8
@@ -37,8 +34,6 @@ BATCH = 8
 
 def plain(config: BenchConfig, note: Note) -> Row:
     """Plain decoding of a random model of 134M parameters against transformers."""
-    from sakiyomi.engine.llm import LLM
-
     dtype = torch.bfloat16
     note("plain: making the random model")
     model = random_llama(*MEDIUM, dtype, device=config.device)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row
-
-if TYPE_CHECKING:
-    from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
 
 __all__ = ["useless"]
 
@@ -35,9 +32,6 @@ def useless(config: BenchConfig, note: Note) -> Row:
 
 def _wrong(pair: Pair, config: BenchConfig) -> ModelDrafter:
     """The pair's draft model, each of whose tokens is called by the next one's number."""
-    from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
-
     model = pair.draft.model
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().roll(1, 0).clone(), requires_grad=False)

@@ -6,9 +6,11 @@ import functools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.errors import DraftError, InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.tuning.predict import (
     Chains,
@@ -22,10 +24,6 @@ from sakiyomi.evaluation.tuning.predict import (
     weighed,
 )
 from sakiyomi.evaluation.tuning.watch import Heard, Round, watched
-
-if TYPE_CHECKING:
-    from sakiyomi.core.params import SamplingParams
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ALONE", "BATCH", "DEEP", "GAMMAS", "OVER", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters import parse_drafters
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.tuning.config import PairConfig
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["available", "named"]
 

@@ -10,9 +10,10 @@ import dataclasses
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,18 +25,15 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
-from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
+from sakiyomi.drafters.medusa_heads.tuned import FILE, Tuned, read_tuned, write_tuned
 from sakiyomi.engine import machine
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.tuning.config import TuneConfig
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ranks_of", "search", "tune"]
 
@@ -58,8 +56,6 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    from sakiyomi.engine.llm import LLM
-
     for name, least in (("prompts", 1), ("new_tokens", 2), ("max_nodes", 1)):
         if getattr(config, name) < least:
             raise InputError(f"{name} is {getattr(config, name)}; expected at least {least}")

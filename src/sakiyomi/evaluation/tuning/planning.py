@@ -285,33 +285,26 @@ def draw(found: dict[str, Any], path: str) -> None:
     Raises:
         LoadError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from sakiyomi.evaluation.bench.plot import BAR, BASELINE, save
+    from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, curve, panels, save
 
     lines = found["lines"]
-    gammas = [line["gamma"] for line in lines]
-    panels: list[tuple[str, list[tuple[str, str, str]]]] = [
+    parts: list[tuple[str, list[tuple[str, str, str]]]] = [
         ("tokens a pass", [("tokens", "", BAR)]),
         ("speed-up over plain", [("flat", "all passes alike", BASELINE), ("speedup", "with what passes cost", BAR)]),
     ]
     if found["c_hat"] is not None:
-        panels.append(("operations a token, plain is 1", [("operations", "", BAR)]))
+        parts.append(("operations a token, plain is 1", [("operations", "", BAR)]))
     if "traffic_bytes" in lines[0]:
-        panels.append(("GB read a token", [("traffic_bytes", "", BAR)]))
-    figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (label, curves) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        parts.append(("GB read a token", [("traffic_bytes", "", BAR)]))
+    figure, found_axes = panels(1, len(parts), 3.4 * len(parts), 3.4)
+    for axes, (label, curves) in zip(found_axes, parts, strict=True):
         for name, legend, colour in curves:
-            unit = 1e9 if name == "traffic_bytes" else 1.0
+            scale = 1e-9 if name == "traffic_bytes" else 1.0
             style = "--" if name == "flat" else "-"
-            axes.plot(gammas, [line[name] / unit for line in lines], style, color=colour, label=legend or None)
-        axes.axvline(found["gamma"], color="#c2452d", linestyle="--", linewidth=1)
+            curve(axes, lines, "gamma", name, style, scale, color=colour, label=legend or None)
+        axes.axvline(found["gamma"], color=MARK, linestyle="--", linewidth=1)
         axes.set(xlabel="gamma", ylabel=label)
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=8)
     alpha = ", ".join(f"{value:g}" for value in found["given"]["alpha"])

@@ -11,22 +11,21 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_prompts
 from sakiyomi.engine import machine
+from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, write_profile
 from sakiyomi.evaluation.tuning.beginnings import beginnings
 from sakiyomi.evaluation.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
 from sakiyomi.evaluation.tuning.candidates import available, named
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.predict import Expected, ratio_error
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.plain import EngineView
 
 __all__ = ["tune"]
 
@@ -49,8 +48,6 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    from sakiyomi.engine.llm import LLM
-
     began = time.monotonic()
     specs = named(config)
     texts = beginnings(config.count) if config.prompts is None else read_prompts(config.prompts, config.count)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft
-
-if TYPE_CHECKING:
-    from sakiyomi.core.params import SamplingParams
-    from sakiyomi.drafters import Context
-    from sakiyomi.engine.engine import Engine
+from sakiyomi.drafters import Context
+from sakiyomi.engine.engine import Engine
 
 __all__ = ["Heard", "Judged", "Round", "Written", "judged", "watched"]
 

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.core.outputs import Stats
@@ -21,6 +21,7 @@ from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.models import NearTies
@@ -33,9 +34,6 @@ from sakiyomi.evaluation.bench.spec.table import rows
 from sakiyomi.evaluation.tuning.candidates import available
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.model_executor.loading import has_encoder
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["run"]
 
@@ -52,8 +50,6 @@ def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
     Raises:
         SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
     """
-    from sakiyomi.engine.llm import LLM
-
     note = note or Note()
     questions = own_questions() if config.questions is None else read_questions(config.questions)
     wanted = chosen(questions, config.categories, config.count)
