@@ -24,7 +24,7 @@ from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.engine_reference import OwnReferee
+from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
 from sakiyomi.evaluation.bench import compiling, llamacpp, suites
 from sakiyomi.evaluation.bench import passes as passes_row
@@ -581,10 +581,10 @@ def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
     found = judge(texts, wrong)
     assert not found.accepted
     assert "text 1 at token 3" in found.note
-    referee = OwnReferee(llm.target)
-    row = referee.logits(prompts[0], texts[0][:4])[-1]
+    reference = EngineReference(llm.target)
+    row = reference.logits(prompts[0], texts[0][:4])[-1]
     second = int(row.topk(2).indices[1])
-    near = referee.compare(0, prompts[0], texts[0], (*texts[0][:3], second), limit=1e9)
+    near = reference.compare(0, prompts[0], texts[0], (*texts[0][:3], second), limit=1e9)
     assert near is not None
     assert near.gap == pytest.approx(near.top2_gap)
 

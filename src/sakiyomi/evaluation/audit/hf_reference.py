@@ -19,7 +19,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["Divergence", "Referee", "Scores", "coupled_scores", "greedy_scores"]
+__all__ = ["Divergence", "HFReference", "Scores", "coupled_scores", "greedy_scores"]
 
 TOLERANCE = 4.0
 """A gap above this many times the measured noise is no near-tie."""
@@ -76,7 +76,7 @@ def coupled_scores(params: SamplingParams, *key: int) -> Scores:
     return scores
 
 
-class Referee:
+class HFReference:
     """Judges texts of one model.
 
     Args:

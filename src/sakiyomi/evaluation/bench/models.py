@@ -11,8 +11,8 @@ import torch
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.audit.engine_reference import OwnReferee
-from sakiyomi.evaluation.audit.hf_reference import Referee
+from sakiyomi.evaluation.audit.engine_reference import EngineReference
+from sakiyomi.evaluation.audit.hf_reference import HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.inflate import inflated
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
@@ -183,7 +183,7 @@ class Pair:
 
 
 class NearTies:
-    """Accepts outputs that are equal, or that part only where rounding decides (see ``referee``).
+    """Accepts outputs that are equal, or that part only where rounding decides (see ``reference``).
 
     Args:
         model: a transformers model of the same weights, or a packed one where transformers has none.
@@ -191,7 +191,7 @@ class NearTies:
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
-        self._referee = OwnReferee(model) if isinstance(model, ModelRunner) else Referee(model)
+        self._reference = EngineReference(model) if isinstance(model, ModelRunner) else HFReference(model)
         self._prompts = prompts
         self._measured = 0
 
@@ -203,10 +203,10 @@ class NearTies:
             zip(self._prompts, expected, strict=False)
         )  # of a smaller batch there are fewer texts than prompts
         for prompt, text in texts[self._measured : MEASURED]:
-            self._referee.measure(prompt, text)
+            self._reference.measure(prompt, text)
         self._measured = max(self._measured, min(MEASURED, len(texts)))
         found = [
-            self._referee.compare(i, prompt, right, text)
+            self._reference.compare(i, prompt, right, text)
             for i, (prompt, right, text) in enumerate(zip(self._prompts[: len(expected)], expected, got, strict=True))
         ]
         apart = [divergence for divergence in found if divergence is not None]

@@ -161,8 +161,14 @@ def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
         alt = section.alt(row) if whole else ""
         shown.append(
             Shown(
-                *(name, section.title, section.text, alt, row),
-                *(record["command"], record["machine"], pictures if whole else {}),
+                name=name,
+                title=section.title,
+                text=section.text,
+                alt=alt,
+                row=row,
+                command=record["command"],
+                machine=record["machine"],
+                pictures=pictures if whole else {},
             )
         )
     return page("Reading ahead, measured here", shown)
