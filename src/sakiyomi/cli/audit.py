@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, ModelOptions, command
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.checks import at_least
 from sakiyomi.evaluation.audit.config import AuditConfig
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def register(app: typer.Typer) -> None:
 
 def audit(model: ModelOptions, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
     """Run the command."""
-    if asked.count < 1:
-        raise InputError(f"count is {asked.count}; expected at least 1")
+    at_least(asked, count=1)
     from sakiyomi.cli.output import emit_json, progress, quiet
     from sakiyomi.core.prompts import STORIES, read_prompts
 

@@ -16,6 +16,7 @@ import torch
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import LoadError, SakiyomiError
+from sakiyomi.core.files import whole_file
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.kernels.build import cache_folder
@@ -124,15 +125,8 @@ def write_profile(path: Path, profile: Profile) -> None:
     Raises:
         LoadError: it cannot be written.
     """
-    fresh = path.with_suffix(".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "set SAKIYOMI_PROFILES to a folder of yours") as fresh:
         fresh.write_text(json.dumps(dataclasses.asdict(profile), indent=1, default=str) + "\n", encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}; set SAKIYOMI_PROFILES to a folder of yours") from None
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def lasting(spec: str) -> str:

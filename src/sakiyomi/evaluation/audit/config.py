@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import ACCEPTANCES, SamplingParams
 
@@ -46,8 +47,7 @@ class AuditConfig:
     def __post_init__(self) -> None:
         if not self.gammas or not self.seeds:
             raise InputError("gammas or seeds is empty; give at least one of each")
-        if self.prompt_tokens < 1:
-            raise InputError(f"prompt_tokens is {self.prompt_tokens}; expected at least 1")
+        at_least(self, prompt_tokens=1)
         if self.temperature <= 0:
             raise InputError(
                 f"temperature is {self.temperature}; sampled texts need one above 0, greedy ones are checked anyway"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
@@ -66,9 +67,7 @@ class BenchConfig:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        at_least(self, gamma=1, repeats=1, max_new_tokens=1, prompt_tokens=1, count=1)
         if self.quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize is {self.quantize!r}; expected {' or '.join(QUANTIZATIONS)}, or nothing")
         for name in ("batch_sizes", "contexts"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.checks import at_least
 
 __all__ = ["PairConfig", "TuneConfig"]
 
@@ -51,10 +51,7 @@ class PairConfig:
     save: bool = True
 
     def __post_init__(self) -> None:
-        least = {"count": 2, "prompt_tokens": 1, "max_new_tokens": 8, "temperature": 0, "finalists": 1, "seconds": 1}
-        for name, number in least.items():
-            if not getattr(self, name) >= number:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least {number}")
+        at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
@@ -56,9 +57,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    for name, least in (("prompts", 1), ("new_tokens", 2), ("max_nodes", 1)):
-        if getattr(config, name) < least:
-            raise InputError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    at_least(config, prompts=1, new_tokens=2, max_nodes=1)
     if config.max_nodes > MOST_NODES:
         raise InputError(f"max_nodes is {config.max_nodes}; by default no tree has more than {MOST_NODES} nodes")
     if not config.valid:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sakiyomi import theory
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.theory.checks import cost
 
@@ -73,9 +74,7 @@ class PlanConfig:
         for value in self.alpha:
             if not 0.0 <= value <= 1.0:
                 raise InputError(f"alpha is {value:g}; it is a probability, between 0 and 1")
-        for name, least in (("batch", 1), ("max_gamma", 1), ("context", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        at_least(self, batch=1, max_gamma=1, context=0)
         if self.max_gamma > LONGEST:
             raise InputError(f"max_gamma is {self.max_gamma}; expected at most {LONGEST}: every gamma is a line")
         if self.c_hat is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.files import whole_file
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
@@ -175,13 +176,5 @@ def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    fresh = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "give another folder") as fresh:
         fresh.write_bytes(content)
-        fresh.replace(path)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}; give another folder") from None
-    finally:
-        fresh.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import parse_bytes
 
@@ -77,13 +78,9 @@ class LongConfig:
             if not words:
                 raise InputError(f"{name} is empty; give at least one")
             object.__setattr__(self, name, words)
-        for name in ("count", "follow", "turn_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        at_least(self, count=1, follow=1, turn_tokens=1, max_new_tokens=1)
         if self.turns < 0:
             raise InputError(f"turns is {self.turns}; expected 0 (none) or more")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
         if self.format not in (None, *FORMATS):
             raise InputError(f"format is {self.format!r}; expected {', '.join(FORMATS)}")
         if (self.questions is None) != (self.format is None):

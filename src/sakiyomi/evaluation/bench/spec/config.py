@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.checks import at_least
 
 __all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
 
@@ -57,10 +57,7 @@ class SpecConfig:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("max_new_tokens", 2), ("repeats", 1), ("prompt_tokens", 2)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name} is {value}; expected at least {least}")
+        at_least(self, count=1, max_new_tokens=2, repeats=1, prompt_tokens=2)
 
 
 @dataclass(frozen=True)
