@@ -42,9 +42,9 @@ def register(app: typer.Typer) -> None:
         PromptOptions,
         AuditConfig,
         JsonOption,
-        help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
-        "plain; under the coupled rule sampled text too; with --sampled the distribution of text under the others. "
-        "With quantize, or a cache within a budget, everything against plain text of that target. Exit "
+        help="Check that the output is the target's own.\n\nCompares greedy text with transformers, and drafted with "
+        "plain text, under the coupled rule sampled text too; --sampled tests the distribution under the other rules. "
+        "With --quantize or an evicting cache everything is compared with plain text of the same target. Exit "
         "code 1 if a defect was found.",
     )(audit)
 
@@ -88,7 +88,7 @@ def _show(model: ModelOptions, report: AuditReport) -> None:
         highlight=False,
     )
     if report.quantization is not None:
-        console.out(f"{report.quantization}; the judge is the same rounded target, run plainly", highlight=False)
+        console.out(f"{report.quantization}; the same target without a draft is the reference", highlight=False)
     table(
         [
             {

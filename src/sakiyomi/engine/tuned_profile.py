@@ -1,4 +1,4 @@
-"""What `sakiyomi tune` chose for a target, kept in the cache folder by machine, model, dtype and threads."""
+"""What `sakiyomi tune` found for a target; kept in the cache folder by machine, model, dtype and threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Profile:
     """The fastest configuration of a target on a machine.
 
     Attributes:
-        draft: spec of its drafter; "none": reading ahead does not pay here.
+        draft: spec of its drafter; "none": speculation does not pay here.
         gamma: length of its chains; "auto": a tree of what pays, weighed in every round.
         speedup: over plain decoding, as it was measured; 1 where nothing pays.
         conditions: machine, target and settings under which it was found.

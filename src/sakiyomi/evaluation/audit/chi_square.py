@@ -1,11 +1,11 @@
-"""How often tokens came, against what the target's own probabilities make expected: a chi-square test of sampled text.
+"""A chi-square test of sampled text: counts of tokens against the counts that the target's probabilities predict.
 
 Every token of every text is a sample. Given what stands before it, a lossless sampler draws it from the target's
 distribution p, whatever was drafted; so for any division of the vocabulary, and any grouping of places, that is made
 before the token is drawn, counts less expected counts are sums of martingale differences, whose covariance is known
 from p alone: diag(m) - m m' for a place where the parts have the masses m. The vocabulary is divided by rank in p (of
-100000 tokens few are likely). Places are grouped by what may have told on the token wrongly: the token before it (with
-a uniform shared by a round each token by itself may be as it should be), or that of another request of the batch.
+100000 tokens few are likely). Places are grouped by what must not influence the token: the token before it (if a
+round shares one uniform, each token by itself may still be right), or the token of another request of the batch.
 
 The test needs no texts of the same prompt, nor many texts; it knows no engine, drafter or rule. Sources: the
 chi-square test from p's own covariance, Pearson 1900; of the rows of a Markov chain, Anderson and Goodman 1957; the

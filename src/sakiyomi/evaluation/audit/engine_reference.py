@@ -39,7 +39,7 @@ class EngineReference(HFReference):
         return self._walk(prompt, tokens, step)
 
     def _walk(self, prompt: Sequence[int], tokens: Sequence[int], step: int | None = None) -> Tensor:
-        """Logits by passes of so many tokens behind the prompt; the cache drops what it drops of a text."""
+        """Logits by passes of so many tokens behind the prompt; the cache evicts as it does in generation."""
         ids, eviction = [*prompt, *tokens[:-1]], self.model.eviction
         rows: list[Tensor] = []
         with self.model.cache.lent(len(ids)) as slot:

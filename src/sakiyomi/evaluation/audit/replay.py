@@ -1,9 +1,9 @@
-"""Distributions of a pair of models, recorded once and played through the real loop at no price.
+"""Distributions of a pair of models, recorded once and replayed through the real engine at almost no cost.
 
-An acceptance rule is lossless if it gives the target's distribution whatever was drafted, so that it may be tested on
-any chain of distributions; those on which it is told apart best come from the pair itself. A few recorded rows become a
-Markov chain: a first row, one behind each of its tokens by rank, and then the first again. ``TableModel`` looks such
-rows up in the place of a model's passes; engine, drafter and rule are the real ones.
+A verifier is lossless if it gives the target's distribution whatever was drafted, so that it may be tested on any chain
+of distributions. A wrong verifier shows best on distributions of the pair itself. A few recorded rows become a Markov
+chain: a first row, one row behind each of its tokens by rank, and then the first row again. ``TableModel`` looks these
+rows up instead of running a model; engine, drafter and verifier are the real ones.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def narrow(row: Tensor) -> Narrow:
 
 
 class Listener:
-    """A drafter, and what it said of the first token of each of its drafts.
+    """A drafter that keeps the distribution from which the first token of each draft was drawn.
 
     Args:
-        drafter: who proposes.
+        drafter: makes the drafts.
 
     Attributes:
         rows: of each request what the token at a place was drawn from, by place.
@@ -157,7 +157,7 @@ def _normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Columns:
-    """In the place of a cache: of every slot the states behind its tokens."""
+    """Stands in for a KV cache: keeps the states behind the tokens of every slot."""
 
     def __init__(self, slots: int) -> None:
         self.max_slots = slots
@@ -188,7 +188,7 @@ class _Columns:
 
 
 class TableModel:
-    """Rows of a table in the place of a packed model's passes: what ``ModelRunner`` is to engine and drafters.
+    """A ``ModelRunner`` that looks its logits up in a table instead of computing them.
 
     Args:
         probs: (states, v) distribution of each state.

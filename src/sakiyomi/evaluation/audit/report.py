@@ -97,9 +97,9 @@ class AuditReport:
         exact: whether our own texts had to be equal to the last token.
         drafter: names of the drafters, joined by a comma; None if there was none, and then nothing was drafted.
         prompts: token ids.
-        reference: whose greedy texts and logits are right: "transformers", or "own plain" where the weights were
-            rounded and only our own engine computes with them.
-        quantization: what the rounding changed; None where nobody knows, or nothing was rounded.
+        reference: whose greedy texts and logits are right: "transformers", or "own plain" where the weights are
+            quantized, so that only our own engine computes with them.
+        quantization: what the quantization changed; None where that is not known, or the weights are not quantized.
         tokenizer: of the target.
         checks: comparisons of texts.
         sampled: tests of sampled text; their odds of a false alarm are ``ODDS`` all together.

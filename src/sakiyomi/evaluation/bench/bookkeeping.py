@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def bookkeeping(config: BenchConfig, note: Note) -> Row:
-    """Milliseconds a round, ours and transformers', for drafts that are all refused and all accepted."""
+    """Milliseconds a round, ours and transformers', for drafts that are all rejected and all accepted."""
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
     drafts = {
         "random": random_llama(32, 1, 4, 64, VOCAB, torch.float32, seed=1, device=config.device),

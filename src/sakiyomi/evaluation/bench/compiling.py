@@ -1,4 +1,4 @@
-"""What compiles anew after the warm-up (nothing should), and how fast a new process has its graphs from the disk."""
+"""Counts graphs that are compiled after the warm-up (none should be), and times a new process that has them on disk."""
 
 from __future__ import annotations
 

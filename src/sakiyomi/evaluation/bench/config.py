@@ -83,7 +83,7 @@ class BenchConfig:
         return list(STORIES[: self.count]) if self.prompts is None else read_prompts(self.prompts, self.count)
 
     def references(self) -> list[str | None]:
-        """The right answers to the prompts, None where nobody gave one.
+        """The right answers to the prompts; None for a prompt without one.
 
         Raises:
             LoadError: the file cannot be read.
@@ -98,7 +98,7 @@ class BenchConfig:
 
         Raises:
             InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
-            UnsupportedError: a packed copy, which nobody else could run beside us.
+            UnsupportedError: a packed copy, which no other program can run.
         """
         from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
         from sakiyomi.model_executor.loading.packed import is_packed
@@ -160,7 +160,7 @@ class InflateConfig:
 
 
 class Note:
-    """Is told what is going on; this one keeps it to itself."""
+    """Receives lines of progress; this one ignores them."""
 
     def __call__(self, text: str) -> None:
         """Take one line of progress."""

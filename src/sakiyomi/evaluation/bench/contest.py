@@ -1,4 +1,4 @@
-"""Everybody on one pair: transformers, llama.cpp and ourselves, in the pair's dtype and with rounded weights."""
+"""transformers, llama.cpp and sakiyomi on the same pair, in the pair's dtype and with quantized weights."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ROUNDED = ("Q8_0", "Q4_0")
 
 
 def peers(config: BenchConfig, note: Note) -> Row:
-    """Greedy text, one prompt at a time: whoever can run the pair, plain and with drafts.
+    """Greedy text, one prompt at a time: every program that can run the pair, plain and with drafts.
 
-    What cannot run here, for a package or for memory, is left out with a note.
+    A program that cannot run here, for lack of a package or of memory, is left out with a note.
     """
     row = PairRow("peers", config, note)
     llm = row.llm(quantize=None)
@@ -101,7 +101,7 @@ def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams
 
 
 def _rounded(kind: str, row: PairRow) -> list[Contender]:
-    """Ourselves with rounded weights: the drafted text has to be the plain one of the same weights."""
+    """Our engine with quantized weights: the drafted text has to be the plain text of the same weights."""
     ours = everybody(row, row.llm(quantize=kind))
     return [
         replace(contender, name=f"{contender.name}, {kind}", against=f"{ours[0].name}, {kind}") for contender in ours

@@ -1,4 +1,4 @@
-"""How pictures are begun and written, whoever draws them. Needs matplotlib; imports no torch."""
+"""Begins and writes the pictures of all benchmarks. Needs matplotlib; imports no torch."""
 
 from __future__ import annotations
 

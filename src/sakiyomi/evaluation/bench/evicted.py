@@ -25,7 +25,7 @@ __all__ = ["evicted"]
 def evicted(config: BenchConfig, note: Note) -> Row:
     """Greedy, behind so much of the prompts' text: what a token costs where keys and values are what a pass reads.
 
-    The text is read once, and seconds are those behind the prompt. With gamma "auto" the engine stops reading ahead
+    The text is read once, and seconds are those behind the prompt. With gamma "auto" the engine stops speculating
     where that does not pay.
 
     Raises:

@@ -39,9 +39,9 @@ class Way:
 
 
 def ways(config: BenchConfig) -> list[Way]:
-    """Plain, with a draft model, with weights of fewer bits, within a budget and with packed keys and values.
+    """Plain, with a draft model, with quantized weights, with an evicting cache and with quantized keys and values.
 
-    The budget is what a policy keeps of the longest texts: half of them, so that much of each is dropped.
+    The budget is half of the longest texts, so that much of each text is evicted.
     """
     longest = config.prompt_tokens + config.max_new_tokens
     half = {"cache": "h2o", "kv_budget": max(32, longest // 2), "chunk_size": max(16, config.prompt_tokens // 2)}

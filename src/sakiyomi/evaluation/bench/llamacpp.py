@@ -96,7 +96,7 @@ class LlamaCpp:
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """New tokens of one prompt; of ``params`` the length and ignore_eos are read."""
-        # Or the beginning of the last text would be taken from the cache, which nobody else here does.
+        # Otherwise llama.cpp would reuse the beginning of the last text from its cache, which no other contender does.
         self._llama.reset()
         if self._drafter is not None:
             self._drafter.llama.reset()
@@ -162,7 +162,7 @@ def _open(
 def check(file: Path) -> None:
     """Have another process compute a few rows with a file: a build that dies there would take this one along.
 
-    (Seen with rounded weights on a processor with AMX.)
+    (Seen with quantized weights on a processor with AMX.)
 
     Raises:
         UnsupportedError: it died.

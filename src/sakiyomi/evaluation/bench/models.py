@@ -161,7 +161,7 @@ class Pair:
 
     @property
     def names(self) -> dict[str, str | None]:
-        """For the conditions: who it is, and whether somebody is larger than it was trained."""
+        """For the conditions: the names of both, and whether one was inflated."""
         note = inflated(self.target.model.config, self.draft.model.config)
         return {"target": self.config.target, "draft": self.config.draft_model, "inflated": note}
 
@@ -183,10 +183,11 @@ class Pair:
 
 
 class NearTies:
-    """Accepts outputs that are equal, or that part only where rounding decides (see ``reference``).
+    """Accepts outputs that are equal, or that part only where rounding decides (see ``hf_reference``).
 
     Args:
-        model: a transformers model of the same weights, or a packed one where transformers has none.
+        model: a transformers model of the same weights, or a ``ModelRunner`` of quantized weights, which transformers
+            does not have.
         prompts: of the texts, in order; those behind the last text are not looked at.
     """
 

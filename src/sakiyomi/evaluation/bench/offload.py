@@ -1,4 +1,4 @@
-"""A target that is read from the disk at every pass: how much of its tau a large tree turns into speed."""
+"""A target whose weights are read from the disk at every pass: how much of tau becomes speed with large trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft could bring that costs nothing: tokens a pass and speed-up by acceptance rate, beside the theory."""
+"""Tokens per pass and speed-up of a draft that costs nothing, by its acceptance rate, beside the theory."""
 
 from __future__ import annotations
 

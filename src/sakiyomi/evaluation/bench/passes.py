@@ -1,4 +1,4 @@
-"""What one pass of the target costs, by its rows and the tokens in the cache, beside what its reading alone takes."""
+"""Time of one pass of the target by its rows and the tokens in the cache, beside the time that reading them takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = (1, 4, 8, 16)
 
 
 def passes(config: BenchConfig, note: Note) -> Row:
-    """Milliseconds of passes over 1 to 16 rows of one request, of a random model with rounded weights and without.
+    """Milliseconds of passes over 1 to 16 rows of one request, of a random model with quantized weights and without.
 
     All weights, lengths and row counts take turns, and so does the measurement of what the memory gives.
     """

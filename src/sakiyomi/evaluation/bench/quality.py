@@ -1,4 +1,4 @@
-"""What contenders are worth beside their speed: perplexity of their weights on a held-out text, right answers."""
+"""The quality of contenders beside their speed: perplexity of their weights on a held-out text, right answers."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def of_race(
 
 
 def race_notes(standings: Sequence[Standing]) -> list[str]:
-    """What has to be said of a race: whose texts part, who has other weights, who is not known to be faster."""
+    """Notes on a race: texts that differ, contenders with other weights, and ratios within the noise."""
     apart = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
     return [*apart, *_of_other_weights(standings), *unclaimed(standings, Spread.of(standings))]
 
@@ -147,7 +147,7 @@ def joined(name: str, title: str, parts: Mapping[str, Row], **conditions: Any) -
 
 
 def _of_other_weights(standings: Sequence[Standing]) -> list[str]:
-    """Who has other weights than the baseline, and with whose texts theirs were compared."""
+    """Contenders with other weights than the baseline, and whose texts theirs were compared with."""
     groups: dict[str | None, list[str]] = {}
     for standing in standings:
         if standing.against is not None:
@@ -161,7 +161,7 @@ def _of_other_weights(standings: Sequence[Standing]) -> list[str]:
 
 
 def unclaimed(standings: Sequence[Standing], spread: Spread | None) -> list[str]:
-    """Who is not known to be faster or slower than the baseline; at most one sentence."""
+    """Contenders that are not known to be faster or slower than the baseline, in at most one sentence."""
     if spread is None:
         return ["one lap: how far apart two equal things are here is not known"]
     names = [standing.name for standing in standings[1:] if standing.agreement.accepted and standing.ratio in spread]

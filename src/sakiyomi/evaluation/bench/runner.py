@@ -1,7 +1,7 @@
 """Contenders side by side in one process: A B C A B C ..., the first lap a warm-up, outputs compared in the same run.
 
-Knows no model: a contender is a name and a function that does one lap. Whoever has other outputs than the first one
-gets no speed.
+Knows no model: a contender is a name and a function that does one lap. A contender whose outputs differ from those of
+the first one gets no speed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Lap:
 
     Attributes:
         seconds: wall clock.
-        tokens: new tokens, counted by whoever made them.
+        tokens: new tokens, as the contender counts them.
         outputs: token ids of each text.
         figures: other figures of the lap, for instance tau; medians over the laps are reported.
     """
@@ -86,7 +86,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Standing:
-    """What came of one contender.
+    """The result of one contender.
 
     Attributes:
         name: of the contender.
@@ -151,7 +151,7 @@ class Spread:
 
     @classmethod
     def of(cls, standings: Sequence[Standing]) -> Spread | None:
-        """Of one race. None where there is one lap: nobody knows then."""
+        """Of one race; None where there is one lap only, which tells nothing."""
         pairs = [pair for standing in standings for pair in itertools.pairwise(standing.speeds)]
         ratios = [max(a / b, b / a) for a, b in pairs if a and b]
         return cls(1 / max(ratios), max(ratios)) if ratios else None

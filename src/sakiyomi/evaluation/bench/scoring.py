@@ -1,4 +1,4 @@
-"""What a tree costs to score: beside a chain of as many tokens, and beside a batch of its continuations."""
+"""What a pass over a tree costs, compared with a chain of as many tokens and with a batch of the tree's paths."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SHARES = (0.25, 0.5, 0.75)
 
 
 def selfdraft(config: BenchConfig, note: Note) -> Row:
-    """Greedy: plain, self-int8 where the target's own weights are not rounded, and exits after some of the layers."""
+    """Greedy: plain, self-int8 unless the target's own weights are quantized, and exits after some of the layers."""
     row = PairRow("selfdraft", config, note)
     rounded = config.quantize is not None
     llm = row.llm("none" if rounded else "self-int8")

@@ -1,5 +1,5 @@
-"""Throughput and latency against the number of requests at once, plain and speculative: where does reading ahead stop
-to pay?
+"""Throughput and latency against the number of requests at once, plain and speculative: when does speculation no longer
+pay?
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ SIBLINGS = (1, 2, 4)
 
 
 def trees(config: BenchConfig, note: Note) -> Row:
-    """Greedy: plain, chains of several lengths, trees of 15 nodes with --gamma levels, and what auto picks."""
+    """Greedy: plain, chains of several lengths, trees of 15 nodes with --gamma levels, and what "auto" chooses."""
     row = PairRow("trees", config, note)
     llm, depth = row.llm(), config.gamma
     ways: dict[str, dict[str, Any]] = {f"chain of {depth}": {}}

@@ -1,4 +1,4 @@
-"""What a draft costs that is never right: reading ahead should switch itself off."""
+"""What a draft costs that is never right: speculation should switch itself off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to learn about drafters: how often they are right, on many texts; what they cost, on a few."""
+"""Measures drafters: how often they are right, on many texts, and what they cost, on a few."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Calibration:
         llm: the target, without a drafter.
         params: of all texts.
         candidates: drafters.
-        refused: who cannot be used, and why; who fails here is added.
+        refused: drafters that cannot be used, and why; those that fail here are added.
 
     Attributes:
         texts: how many were written in batches.

@@ -1,4 +1,4 @@
-"""Which drafters a target could have here."""
+"""Lists the drafters that a target could use on this machine."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class Chains:
 
 
 def weighed(texts: Texts, few: Texts, many: Texts, plain: float) -> Expected:
-    """Of rounds that weighed for themselves how far to read ahead, on few texts.
+    """What to expect of gamma "auto", which chooses the draft length in every round; from few texts.
 
     Args:
         texts: their rounds.

@@ -207,7 +207,7 @@ class Comparison:
         return next(row for row in self.rows if row["draft"] == PLAIN)
 
     def choose(self, finalists: int | None) -> None:
-        """Say who is compared.
+        """Choose the configurations that are compared.
 
         Args:
             finalists: how many, the best by what is known now; None: all.

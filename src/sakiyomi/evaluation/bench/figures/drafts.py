@@ -114,7 +114,7 @@ def _compared(
 
 
 def _size(drafter: Any) -> int | None:
-    """Bytes of weights that a pass of a draft model reads; None where nobody knows."""
+    """Bytes of weights that a pass of a draft model reads; None where that is not known."""
     found: int | None = getattr(drafter.model, "weight_bytes", None)
     return found
 

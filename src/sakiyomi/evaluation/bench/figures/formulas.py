@@ -130,7 +130,7 @@ def _alt_operations(row: Row) -> str:
 
 OPERATIONS = Section(
     "Wall time and operations",
-    "Reading ahead buys time with arithmetic: refused tokens were computed for nothing. Above: measured speed-up of "
+    "Speculation buys time with arithmetic: rejected tokens were computed for nothing. Above: measured speed-up of "
     "greedy chains by their length, with what it would be if passes over more rows cost no more (theorem 3.8 of arXiv "
     "2211.17192, with the measured alpha and c). Below: operations a committed token, (gamma c_hat + gamma + 1) / "
     "tau, with the measured tau and c_hat the ratio of the models' parameters.",

@@ -1,4 +1,4 @@
-"""Who is how fast: by the size of the target, with Medusa heads, and by temperature."""
+"""Speeds by the size of the target, with Medusa heads, and by temperature."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ MEDUSA = Section(
 
 
 def temperature(work: Work, note: Note) -> Row:
-    """Everybody at each temperature; the draft alone shows how fast text could be that nobody checks."""
+    """All ways of generating at each temperature; the draft alone shows how fast unverified text could be."""
     config = work.config
     engines: dict[str, Any] = {"plain": work.engine(), "sakiyomi": work.engine(work.draft)}
     engines["sample and compare"] = EngineView(work.llm, GreedyDraft(work.llm.drafter(work.draft)), strict=True)
@@ -265,7 +265,7 @@ def _alt_temperature(row: Row) -> str:
 TEMPERATURE = Section(
     "Time against temperature",
     "The hotter the text, the less a draft knows of it. Ours drafts with the same temperature and noise as the target "
-    "(coupled sampling), and reads ahead only as far as that pays. Sample and compare: the draft is greedy, the "
+    "(coupled sampling), and drafts only as far as that pays. Sample and compare: the draft is greedy, the "
     "target samples, and equal tokens stay. All give the target's own distribution, the draft alone apart. Each "
     "temperature is a race of its own: what all lines do together from one to the next is the machine's.",
     temperature,

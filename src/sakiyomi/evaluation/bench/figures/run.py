@@ -1,4 +1,4 @@
-"""``sakiyomi bench report``: the sections, measured one after the other, kept as JSON, drawn and put on one page.
+"""``sakiyomi bench report``: measures the sections, keeps their numbers as JSON, draws them and writes one page.
 
 A new section is a few functions in a file and one line in ``SECTIONS``.
 """

@@ -28,7 +28,7 @@ class Theme:
     Attributes:
         name: of the theme.
         paper, ink, faint: background, text and axes, grid and notes.
-        colours: of curves and bars, told apart in either theme and by who does not see red and green.
+        colours: of curves and bars, told apart in either theme, also without seeing red and green.
     """
 
     name: str

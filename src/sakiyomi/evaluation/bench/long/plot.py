@@ -210,7 +210,7 @@ def _point(
     reach: Any,
     styles: Mapping[str, dict[str, Any]],
 ) -> None:
-    """A system's figure against the bytes that it holds, beside those who hold as many."""
+    """Plot a system's figure against the bytes that it holds, beside systems that hold as many."""
     place = _beside(line, [other for _, other in shown])
     axes.errorbar(place, value, yerr=reach, linestyle="none", capsize=3, label=name, **styles[name])
 

@@ -1,4 +1,4 @@
-"""Jobs in a process of their own, so that the peak of its memory is theirs, and a system that is killed kills nobody.
+"""Runs jobs in a process of their own, so that its peak memory is theirs, and a killed system ends no other one.
 
 Jobs are a file, and so are the records, one a line: of a process that was killed what it had done is there.
 """

@@ -188,7 +188,7 @@ def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
         }
         for questions in given.values()
     ]
-    # What a turn to come will ask nobody knows, and one-shot keeps nothing between two prompts.
+    # The questions of later turns are not known, and one-shot keeps nothing between two prompts.
     wanted = [system for system in found if not system.query_first and system.cache != ONE_SHOT]
     jobs = [{"kind": "turns", "system": dataclasses.asdict(system), "batches": batches} for system in wanted]
     note(f"turns: {len(jobs)} systems")

@@ -34,8 +34,8 @@ class Answer:
         tokens: new tokens.
         prefill_seconds: wall clock up to the first token; eviction between chunks is in it.
         decode_seconds: wall clock from there to the last token.
-        kept: by layer and key head the places of the prompt's tokens that stayed; None where none were dropped, or
-            nobody asked.
+        kept: positions of the prompt's tokens that were not evicted, by layer and key head; None where nothing was
+            evicted, or this was not asked for.
     """
 
     text: str
@@ -198,7 +198,7 @@ class OneShot:
         return int(2 * config.num_attention_heads * columns**2 * self._model.dtype.itemsize)
 
     def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
-        """See ``Running``; nothing is dropped."""
+        """See ``Running``; nothing is evicted."""
         import torch
         from transformers import DynamicCache
 

@@ -1,4 +1,4 @@
-"""What one process does for one system: answer questions, and say what that took. Jobs and records are JSON values.
+"""The work of one process for one system: answers questions and records their cost. Jobs and records are JSON values.
 
 Knows no file and no score: prompts come in as token ids, texts go out.
 """
