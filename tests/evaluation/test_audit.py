@@ -149,7 +149,7 @@ def test_a_broken_rule_is_found_on_rounded_weights(models: Path, monkeypatch: py
     value = json.loads(result.stdout.splitlines()[-1])
     assert {check["rule"] for check in value["checks"] if check["defects"]} == {rule}
     assert value["rounding"]["layers"] > 0
-    assert "judge is the same rounded target" in result.stdout
+    assert "the same target without a draft is the reference" in result.stdout
 
 
 # ---------------------------------------------------------------- broken engines

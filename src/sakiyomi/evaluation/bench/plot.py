@@ -118,7 +118,7 @@ def _curves(part: Any, row: Row) -> None:
     sizes = [line["batch"] for line in row.lines]
     for way, colour in WAYS.items():
         lines = [line for line in row.lines if line[f"{way}_tokens_per_second"] is not None]
-        look = {"color": colour, "markersize": 4, "label": way}
+        look: dict[str, Any] = {"color": colour, "markersize": 4, "label": way}
         curve(throughput, lines, "batch", f"{way}_tokens_per_second", **look)
         xs, lows, highs = ([line[name] for line in lines] for name in ("batch", f"{way}_low", f"{way}_high"))
         throughput.fill_between(xs, lows, highs, color=colour, alpha=0.15, linewidth=0)

@@ -56,7 +56,7 @@ class PairConfig:
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """Medusa heads whose tree is searched, and on what.
+    """What to tune, and on what.
 
     Attributes:
         heads: folder of the heads, or the name of embedded ones; the result is kept there.
