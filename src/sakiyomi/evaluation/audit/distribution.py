@@ -159,7 +159,7 @@ class SampledTests:
     def _write(self, llm: EngineView, params: SamplingParams, most: int) -> list[Request]:
         """Some texts that are written side by side."""
         some = itertools.islice(itertools.cycle(self._prompts), min(SIDE_BY_SIDE, most))
-        requests = [llm.engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(some)]
+        requests = llm.submit(some, params)
         llm.engine.complete(requests)
         return requests
 

@@ -18,6 +18,7 @@ from sakiyomi.evaluation.bench.inflate import inflated
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.evaluation.bench.quality import Quality
 from sakiyomi.evaluation.bench.runner import Agreement
+from sakiyomi.evaluation.loading import load
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.model_executor.runner import ModelRunner
@@ -123,14 +124,8 @@ class Pair:
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
-        own = {
-            "dtype": self.config.dtype,
-            "device": self.config.device,
-            "quantize": self.config.quantize,
-            "compile": self.config.compile,
-        }
-        options = own | options
-        return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
+        draft = f"model:{self.config.draft_model}" if draft is None else draft
+        return load(self.config, draft, **{"compile": self.config.compile} | options)
 
     def peer(self, way: str) -> Transformers:
         """The generation of transformers on the same pair; ``way`` is one of ``WAYS``."""

@@ -30,6 +30,7 @@ from sakiyomi.drafters.medusa_heads.tuned import FILE, Tuned, read_tuned, write_
 from sakiyomi.engine import machine
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.config import TuneConfig
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.theory import expected_tree_tokens
@@ -65,16 +66,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     folder = folder_of(config.heads)
     _check_folder(folder)
     note(f"loading {config.target}")
-    llm = LLM(
-        config.target,
-        f"medusa:{config.heads}",
-        dtype=config.dtype,
-        device=config.device,
-        quantize=config.quantize,
-        compile=True,
-        max_batch=8,
-        strict=True,
-    )
+    llm = load(config, f"medusa:{config.heads}", compile=True, max_batch=8, strict=True)
     llm.wait()
     drafter = llm.draft
     assert isinstance(drafter, MedusaDrafter)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.engine.llm import LLM
@@ -17,6 +17,8 @@ from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_bel
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.ngram import count_tables
 
@@ -49,22 +51,13 @@ def drafts(work: Work, note: Note) -> Row:
     else:
         models = _family(config.models)
         target, others = models[0], models[1:]
-        llm = _llm(work, target)
-        found: dict[str, Any] = {}
-        for folder in others:
-            try:
-                found[folder.name] = llm.drafter(f"model:{folder}")
-            except SakiyomiError as error:
-                notes.append(f"{folder.name} is left out: {error.message}")
+        llm = load(config.bench(target=str(target)), "none", compile=config.compile)
+        found, why = made([f"model:{folder}" for folder in others], llm.drafter, (), note)
+        notes += [f"{Path(spec).name} is left out: {message}" for spec, message in why.items()]
         loaded = load_model(str(target), dtype=config.dtype, device=config.device)
-        lines += _compared(work, llm, loaded, target.name, found, note, notes)
+        lines += _compared(work, llm, loaded, target.name, {Path(k).name: d for k, d in found.items()}, note, notes)
     conditions = {"gamma": config.gamma, "acceptance": "ratio", "n-grams": f"of {COUNTED} sampled texts a prompt"}
     return Row("drafts", "alpha and speed-up by draft", lines, work.laps() | conditions, notes)
-
-
-def _llm(work: Work, folder: Path) -> LLM:
-    config = work.config
-    return LLM(str(folder), draft="none", dtype=config.dtype, device=config.device, compile=config.compile)
 
 
 def _family(name: str) -> list[Path]:

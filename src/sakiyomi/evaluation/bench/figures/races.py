@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.draw import curve
@@ -20,6 +19,7 @@ from sakiyomi.evaluation.bench.frame import PairRow, peer_lap
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread
 from sakiyomi.evaluation.bench.speed import everybody
+from sakiyomi.evaluation.loading import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -189,7 +189,7 @@ def temperature(work: Work, note: Note) -> Row:
     except SakiyomiError as error:
         notes.append(f"Medusa is left out: {error.message}")
     draft = work.pair.config.draft_model
-    alone = LLM(draft, draft="none", dtype=config.dtype, device=config.device, compile=config.compile)
+    alone = load(config.bench(target=draft), "none", compile=config.compile)
     alone.wait()
     engines["draft alone"] = alone
     peer, judge = work.pair.peer("assisted"), work.pair.judge(work.llm)

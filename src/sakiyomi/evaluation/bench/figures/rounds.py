@@ -53,8 +53,7 @@ def rounds(work: Work, note: Note) -> Row:
 
 
 def _traced(engine: Any, prompt: list[int], params: Any) -> tuple[RoundTrace, ...]:
-    core = engine.engine
-    (done,) = core.complete([core.submit(prompt, params, key=(0,), live=False, rounds_trace=True)])
+    (done,) = engine.generate([prompt], params, rounds_trace=True)
     return tuple(done.rounds_trace)
 
 
