@@ -10,14 +10,14 @@ from typing import Any
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Standing, race, timed
 
-__all__ = ["PairRow", "Run", "counted_lap", "generated", "lengths", "our_lap", "peer_lap", "rounding"]
+__all__ = ["PairRow", "Run", "counted_lap", "generated", "lengths", "our_lap", "peer_lap"]
 
 Prompts = Sequence[Sequence[int]]
 Calls = Iterable[tuple[Prompts, SamplingParams]]
@@ -90,7 +90,7 @@ class PairRow:
         pair: target and draft.
     """
 
-    def __init__(self, name: str, config: BenchConfig, note: Note) -> None:
+    def __init__(self, name: str, config: BenchConfig, note: Callable[[str], None]) -> None:
         self.name, self.config, self._note = name, config, note
         self.pair = Pair(config)
 
@@ -144,11 +144,6 @@ class PairRow:
     def row(self, title: str, standings: Sequence[Standing], **conditions: Any) -> Row:
         """The row of one race, see ``of_race``."""
         return of_race(self.name, title, standings, **conditions)
-
-
-def rounding(llm: LLM) -> str | None:
-    """What the quantization of the target changed, in words."""
-    return llm.target.quantization and str(llm.target.quantization)
 
 
 def lengths(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:

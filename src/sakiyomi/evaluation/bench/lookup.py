@@ -24,8 +24,8 @@ from sakiyomi.core.prompts import STORIES
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap, generated, rounding
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap, generated
+from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.report import Row, joined
 from sakiyomi.evaluation.bench.runner import Contender, Judge, same_tokens
 

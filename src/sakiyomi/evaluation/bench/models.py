@@ -23,7 +23,7 @@ from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
+__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts", "rounding"]
 
 MEDIUM = (768, 12, 12, 2048, 32000)  # of random_llama: 134M parameters
 MEASURED = 4  # texts on which a judge measures what rounding does
@@ -100,6 +100,12 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return table
 
 
+def rounding(llm: LLM) -> str | None:
+    """What the quantization of the target changed, in words."""
+    report = llm.target.quantization
+    return None if report is None else str(report)
+
+
 @dataclass
 class Pair:
     """Target and draft of a benchmark, and what is made from them."""
@@ -171,7 +177,7 @@ class Pair:
         return {
             "target": self.config.target,
             "dtype": dtype_name(llm.target.dtype),
-            "rounding": llm.target.quantization and str(llm.target.quantization),
+            "rounding": rounding(llm),
             "gamma": self.config.gamma,
             "max_new_tokens": self.config.max_new_tokens,
         }

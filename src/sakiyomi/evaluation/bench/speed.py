@@ -12,7 +12,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.frame import PairRow, lengths, our_lap, peer_lap, rounding
+from sakiyomi.evaluation.bench.frame import PairRow, lengths, our_lap, peer_lap
 from sakiyomi.evaluation.bench.models import (
     MEDIUM,
     WAYS,
@@ -21,6 +21,7 @@ from sakiyomi.evaluation.bench.models import (
     described,
     random_llama,
     random_prompts,
+    rounding,
 )
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.quality import own_logits, their_logits

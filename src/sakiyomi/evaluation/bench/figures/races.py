@@ -243,7 +243,7 @@ def _paint_temperature(row: Row, theme: Theme) -> Figure:
     rest = iter(theme.colours)
     for way in _ways(row):
         own = [line for line in row.lines if line["name"] == way]
-        look = {"color": colours.get(way) or next(rest), "markersize": 4, "label": way, "linewidth": 2}
+        look: dict[str, Any] = {"color": colours.get(way) or next(rest), "markersize": 4, "label": way, "linewidth": 2}
         curve(axes, own, "temperature", "ms_per_token", "o:" if way in colours else "o-", **look)
     axes.set(xlabel="temperature", ylabel="ms a token", ylim=(0, None))
     legend_below(figure, axes)
