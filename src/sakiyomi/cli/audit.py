@@ -24,7 +24,7 @@ class PromptOptions:
     Attributes:
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
-        count: prompts that are used at most.
+        count: most prompts that are used.
         drafts: other drafters to check beside the same target (again for each).
     """
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from sakiyomi import theory
 from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.theory.checks import cost
 
 __all__ = ["PlanConfig", "draw", "plan"]
@@ -250,16 +250,8 @@ def _curve(entries: tuple[str, ...]) -> Callable[[int], float]:
         if int(found[1]) == 1 and float(found[2]) != 1:
             raise InputError(f"v is {entry!r}; v counts in passes over one row, so that 1=1 by definition")
         points[int(found[1])] = float(found[2])
-    rows = sorted(points)
-    if len(rows) < 2:
-        return lambda count: points[rows[0]]
-
-    def at(count: int) -> float:
-        place = min(max(bisect_left(rows, count), 1), len(rows) - 1)
-        low, high = rows[place - 1], rows[place]
-        return max(points[low] + (points[high] - points[low]) * (count - low) / (high - low), FLOOR)
-
-    return at
+    measured = sorted(points.items())
+    return lambda count: max(between(measured, count), FLOOR)
 
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
