@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from sakiyomi.cache.eviction import FullCache
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
+from sakiyomi.evaluation.tuning.watch import Heard
 from sakiyomi.kernels.batch import SequenceRows
 
 __all__ = ["STATES", "WIDTH", "Listener", "Narrow", "Recording", "TableModel", "narrow", "telling"]
@@ -39,7 +39,7 @@ def narrow(row: Tensor) -> Narrow:
     return best.indices.cpu(), (best.values / best.values.sum()).cpu()
 
 
-class Listener:
+class Listener(Heard):
     """A drafter that keeps the distribution from which the first token of each draft was drawn.
 
     Args:
@@ -50,12 +50,12 @@ class Listener:
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        super().__init__(drafter)
         self.rows: defaultdict[int, dict[int, Narrow]] = defaultdict(dict)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
-        drafts = self._drafter.propose(contexts, gammas)
+        drafts = super().propose(contexts, gammas)
         for context, draft in zip(contexts, drafts, strict=False):
             heard = self.rows[context.id]
             if len(heard) < HEARD and draft.probs is not None:
@@ -63,9 +63,6 @@ class Listener:
                 if drawn is not None and drawn.row is not None:
                     heard[len(context.tokens)] = narrow(draft.probs[drawn.row])
         return drafts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
 
 
 @dataclass(frozen=True)
