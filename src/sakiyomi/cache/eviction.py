@@ -323,7 +323,7 @@ class EvictingCache:
         """
         name = type(model.module).__name__
         for other, what in (
-            (not model.passes_here, "keeps its own attention"),
+            (model.weights.own_attention, "keeps its own attention"),
             (model.sources is not None, "has an encoder"),
         ):
             if other:

@@ -113,7 +113,7 @@ class SlotCache:
         self.room = 0
         self.slots = 0
         self._free = list(range(max_slots - 1, -1, -1))
-        self._on_move, self._available = on_move, available
+        self.on_move, self._available = on_move, available
         self._offloaded = offloaded
         self._untold = False
         self.gather: Callable[[int, int, Sequence[int]], None] | None = None
@@ -226,8 +226,8 @@ class SlotCache:
             self._grow(*self._storage(slot + 1, columns, packed))
         if self._untold:
             # Before any pass, and again if Ctrl-C came in the middle: half of the pointers would be to freed memory.
-            if self._on_move is not None:
-                self._on_move(self)
+            if self.on_move is not None:
+                self.on_move(self)
             self._untold = False
 
     def check(self, requests: int, columns: int) -> None:

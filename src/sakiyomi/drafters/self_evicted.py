@@ -73,7 +73,11 @@ class SelfEvicted(LevelDrafter):
     name = "self-evicted"
 
     def __init__(self, target: ModelRunner, budget: int = BUDGET) -> None:
-        if not isinstance(target.eviction, QueryTrackingCache) or not target.passes_here or target.sources is not None:
+        if (
+            not isinstance(target.eviction, QueryTrackingCache)
+            or target.weights.own_attention
+            or target.sources is not None
+        ):
             raise UnsupportedError(
                 f"draft self-evicted: it draws from all keys and values of {type(target.module).__name__}, and these "
                 "are not all there, or the model keeps them otherwise; use cache='full', or another draft"

@@ -128,7 +128,7 @@ def costs(target: ModelRunner, drafter: Drafter | None, *, context: int = 128, r
     draft = None if model is None else pass_seconds(model, (1,), context=context, repeats=repeats)[1]
     return {
         "context": context,
-        "compiled": target.compiled() and (model is None or model.compiled()),
+        "compiled": target.recorded() and (model is None or model.recorded()),
         "dtype": dtype_name(target.dtype),
         "draft_dtype": None if model is None else dtype_name(model.dtype),
         "target_ms": {rows: 1000 * seconds for rows, seconds in passes.items()},

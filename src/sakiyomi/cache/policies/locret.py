@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sakiyomi.cache.policies.base import Policy, View
 from sakiyomi.core.errors import InputError
-from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ class Locret(Policy):
                 *(self.file, found.base or "another model"),
             )
         heads = found.heads.to(model.device, model.dtype).requires_grad_(False)
-        tables = model.state if isinstance(model.state, PackedWeights) else None
+        tables = model.packed_weights
         for layers in (heads.first, heads.second):
             for i, layer in enumerate(layers):
                 layers[i] = linear_beside(tables, layer.get_parameter("weight"))

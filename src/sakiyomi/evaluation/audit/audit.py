@@ -87,7 +87,7 @@ def audit(
         ", ".join(drafter.name for drafter in drafters) or None,
         ids,
         reference=name,
-        quantization=engine.target.quantization,
+        quantization=engine.target.weights.quantization,
         tokenizer=engine.tokenizer,
     )
     auditor = _Auditor(report, reference, config, note)
@@ -113,7 +113,7 @@ def _reference(
     """Whose texts and logits are right: its name, what judges by its logits, and its greedy texts."""
     own = plain.engine.target
     # torchao, on a GPU, reports nothing
-    if own.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
+    if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
         note("writing plainly")
         texts = [list(plain.generate([prompt], config.greedy())[0].token_ids) for prompt in prompts]
         return "own plain", EngineReference(own), texts

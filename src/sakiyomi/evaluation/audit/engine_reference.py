@@ -51,7 +51,7 @@ class EngineReference(HFReference):
                 end = min(len(ids), far, eviction.border(slot, len(prompt)))
                 # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
                 prompt_rows = at < len(prompt) or (not behind and eviction.sparse is None)
-                rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
+                rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).logits.clone())
                 if eviction.needs_log_probs:
                     eviction.learn_prompt(slot, rows[-1], ids, at, end)
                 at = end if behind else eviction.go_on(slot, len(prompt), end)

@@ -16,7 +16,8 @@ from sakiyomi.evaluation.bench.models import Numbers, random_llama, random_promp
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
-from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.runner import DRAFT_SIZES
 
 __all__ = ["bookkeeping"]
 
@@ -41,7 +42,7 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
     lines = []
     for name, draft in drafts.items():
         note(f"bookkeeping: draft {name}")
-        llm = LLM((target, Numbers()), draft=ModelDrafter(ModelRunner(draft, first_sizes=DRAFT_SIZES), VOCAB))
+        llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft, first_sizes=DRAFT_SIZES), VOCAB))
         # Both on graphs, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
         llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
         compiled = llm.wait()

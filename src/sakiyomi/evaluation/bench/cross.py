@@ -55,7 +55,7 @@ def cross(config: BenchConfig, note: Note) -> Row:
     sizes = {loaded.model.config.get_text_config().vocab_size for loaded in (pair.target, pair.draft)}
     theirs: dict[str, Run] = {}
     # With vocabularies of one size transformers takes the tokenizers for the same, and refuses two.
-    if config.peers and one.target.quantization is None and len(sizes) == 2:
+    if config.peers and one.target.weights.quantization is None and len(sizes) == 2:
         tokenizers = (pair.target.tokenizer, pair.draft.tokenizer)
         peers = {
             "plain": Transformers(pair.target.model, None, stop=pair.stop),

@@ -50,7 +50,7 @@ def evicted(config: BenchConfig, note: Note) -> Row:
                 name: partial(_lap, open_ones.enter_context(talk), prompt, params)
                 for name, (talk, params) in ways.items()
             }
-            judge = NearTies(llm.target if llm.target.quantization is not None else pair.target.model, [prompt])
+            judge = NearTies(llm.target if llm.target.weights.quantization is not None else pair.target.model, [prompt])
             standings = row.race(runs, judge, where=f"{length} tokens")
         lines.append(_line(length, standings))
         notes += [f"{length} tokens: {found.agreement.note}" for found in standings if found.agreement.note]

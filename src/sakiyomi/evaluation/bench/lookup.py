@@ -102,7 +102,7 @@ def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> li
     runs["sakiyomi plain"] = task_run(EngineView(llm), tasks)
     runs |= {f"sakiyomi {spec}": task_run(EngineView(llm, llm.drafter(spec)), tasks) for spec in DRAFTERS}
     contenders = [Contender(name, run, judge) for name, run in runs.items()]
-    if llm.target.quantization is not None and pair.config.peers:
+    if llm.target.weights.quantization is not None and pair.config.peers:
         contenders = [replace(c, against=contenders[min(i, 1)].name) for i, c in enumerate(contenders)]
     return contenders
 

@@ -43,7 +43,7 @@ def medusa(config: BenchConfig, note: Note) -> Row:
     heads = drafter.guesser.bytes
     ways: dict[str, tuple[Any, Callable[[], int]]] = {
         "plain": (EngineView(llm), lambda: 0),
-        "draft model": (llm, lambda: (model.weight_bytes or 0) + _kv_bytes(model)),
+        "draft model": (llm, lambda: (model.weights.bytes or 0) + _kv_bytes(model)),
         "medusa": (EngineView(llm, drafter), lambda: heads),
         "medusa+suffix+ngram": (EngineView(llm, merged), lambda: heads),
     }
@@ -120,7 +120,7 @@ def _distance(llm: LLM, prompt: Sequence[int], done: Generation, params: Samplin
     sampler = Sampler(params, llm.vocab_size)
     ids = [*prompt, *done.token_ids[:-1]]
     with llm.target.cache.lent(len(ids)) as slot:
-        logits = llm.target.score([SequenceRows(slot, 0, ids, prompt=True)])[len(prompt) - 1 :]
+        logits = llm.target.score([SequenceRows(slot, 0, ids, prompt=True)]).logits[len(prompt) - 1 :]
     total = 0.0
     for entry, probs in zip(done.trace, sampler.probs(logits).numpy(), strict=True):
         if entry.status == "accepted":

@@ -102,7 +102,7 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 def rounding(llm: LLM) -> str | None:
     """What the quantization of the target changed, in words."""
-    report = llm.target.quantization
+    report = llm.target.weights.quantization
     return None if report is None else str(report)
 
 
@@ -156,7 +156,7 @@ class Pair:
             llm: the engine; None: outputs are transformers'.
             prompts: others than the pair's.
         """
-        rounded = llm is not None and llm.target.quantization is not None
+        rounded = llm is not None and llm.target.weights.quantization is not None
         model = llm.target if llm is not None and rounded else self.target.model
         return NearTies(model, self.prompts if prompts is None else prompts)
 

@@ -25,8 +25,7 @@ def random_target(model: Any, sizes: Sequence[int], *, compile: bool, **options:
     llm = LLM((model, Numbers()), draft="none", compile="auto" if compile else False, **options)
     if compile:
         llm.wait()  # for the kernels too
-        if llm.target.graphs is not None:
-            llm.target.graphs.make(tuple(sizes))
+        llm.target.record(sizes)
     return llm.target
 
 

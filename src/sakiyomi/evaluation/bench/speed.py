@@ -42,7 +42,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
     pair = (model, Numbers())
     eager = LLM(pair, draft="none", compile=False, quantize=config.quantize)
-    judge = NearTies(model if eager.target.quantization is None else eager.target, prompts)
+    judge = NearTies(model if eager.target.weights.quantization is None else eager.target, prompts)
     contenders = [Contender("sakiyomi eager", partial(our_lap, eager, prompts, params), judge)]
     compiled = False
     if config.compile:
@@ -51,7 +51,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
         if compiled := ready.compiled():
             contenders.insert(0, Contender("sakiyomi compiled", partial(our_lap, ready, prompts, params), judge))
     if config.peers:
-        if eager.target.quantization is not None:
+        if eager.target.weights.quantization is not None:
             contenders = _among_themselves(contenders)
         theirs = partial(peer_lap, Transformers(model), prompts, params)
         contenders.insert(0, Contender("transformers", theirs, NearTies(model, prompts)))
@@ -88,7 +88,7 @@ def everybody(row: PairRow, llm: LLM, *, peers: Sequence[str] = (), auto: bool =
     if auto:
         runs["sakiyomi, gamma auto"] = row.run(llm, gamma="auto")
     ours = [Contender(name, run, judge) for name, run in runs.items()]
-    if peers and llm.target.quantization is not None:
+    if peers and llm.target.weights.quantization is not None:
         ours = _among_themselves(ours)
     return contenders + pair.quality.grade(ours, own_logits(llm.target))
 

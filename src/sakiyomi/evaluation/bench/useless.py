@@ -10,7 +10,8 @@ from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.runner import DRAFT_SIZES
 
 __all__ = ["useless"]
 
@@ -36,5 +37,5 @@ def _wrong(pair: Pair, config: BenchConfig) -> ModelDrafter:
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().roll(1, 0).clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
-    packed = ModelRunner(model, max_slots=8, compile="auto" if config.compile else False, first_sizes=DRAFT_SIZES)
+    packed = build_runner(model, max_slots=8, compile="auto" if config.compile else False, first_sizes=DRAFT_SIZES)
     return ModelDrafter(packed, int(pair.target.model.get_output_embeddings().out_features))

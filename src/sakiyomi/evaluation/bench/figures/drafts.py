@@ -78,7 +78,7 @@ def _compared(
 ) -> list[dict[str, Any]]:
     """A line each drafter, n-grams of the target's own text among them; ``notes`` takes what has to be said of it."""
     prompts = [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.bench().texts()]
-    sizes = {name: _size(drafter) for name, drafter in drafters.items()}
+    sizes = {name: drafter.model.weights.bytes for name, drafter in drafters.items()}
     note(f"drafts: {target} writes texts to count")
     drafters = drafters | _counted(work, llm, prompts)
     llm.wait()
@@ -104,12 +104,6 @@ def _compared(
                 line["c"] = own.median("draft_ms") / work.config.gamma / step
         lines.append(line)
     return lines
-
-
-def _size(drafter: Any) -> int | None:
-    """Bytes of weights that a pass of a draft model reads; None where that is not known."""
-    found: int | None = getattr(drafter.model, "weight_bytes", None)
-    return found
 
 
 def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, NgramDrafter]:
