@@ -85,14 +85,15 @@ class PairRow:
         name: of the row.
         config: what is measured, and how often.
         note: is told what is going on.
+        pair: target and draft of this configuration, if they are loaded already.
 
     Attributes:
         pair: target and draft.
     """
 
-    def __init__(self, name: str, config: BenchConfig, note: Callable[[str], None]) -> None:
+    def __init__(self, name: str, config: BenchConfig, note: Callable[[str], None], pair: Pair | None = None) -> None:
         self.name, self.config, self._note = name, config, note
-        self.pair = Pair(config)
+        self.pair = pair or Pair(config)
 
     def note(self, text: str) -> None:
         """Tell what is going on."""

@@ -86,7 +86,7 @@ class Work:
 
     def row(self, what: str, note: Note, **changed: Any) -> PairRow:
         """A row about the pair, or with some settings changed about another one."""
-        return PairRow(what, self.config.bench(**changed), note)
+        return PairRow(what, self.config.bench(**changed), note, None if changed else self.pair)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
         """What has to be known of a section about the pair, after its laps."""
