@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from sakiyomi.cache.slots import SlotCache
@@ -42,7 +43,7 @@ from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import PackedLinear
-from sakiyomi.model_executor.compiled import Graphs
+from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.runner import SIZES
@@ -712,7 +713,7 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         assert line["ratio_8_to_1"] == line["ms_8"] / line["ms_1"]
         assert line["kv_bytes"] == line["cached"] * 2 * 2 * 64 * 2  # keys and values of two layers, 2 bytes each
         assert 0 < line["read_ms"] < 100
-    weights = [line["weights.bytes"] for line in found.lines[::3]]
+    weights = [line["weight_bytes"] for line in found.lines[::3]]
     assert weights == sorted(weights, reverse=True)
     assert len(weights) == len(set(weights))
     assert found.conditions["graphs"] == "eager"
@@ -786,13 +787,13 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_a_new_process_times_every_graph(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(graphs: Graphs, size: int) -> None:
-        graphs._ready[size] = lambda ids, positions: ids
+    def fails(forward: PassForward, ids: Tensor, positions: Tensor) -> PassForward:
+        raise RuntimeError("no graph")
 
-    monkeypatch.setattr(Graphs, "_compile", compiled)
+    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", lambda forward, ids, positions: forward)
     found = compiling._start(pair.target, "float32")
     assert sorted(found["graphs"]) == list(SIZES)
-    monkeypatch.setattr(Graphs, "_compile", lambda graphs, size: None)
+    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", fails)
     with pytest.raises(SakiyomiError, match="cannot be compiled"):
         compiling._start(pair.target, "float32")
 

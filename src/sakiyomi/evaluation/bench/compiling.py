@@ -14,6 +14,7 @@ from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.compiled import CompiledPasses
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -118,7 +119,7 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     loaded = load_model(target, dtype=dtype, device="cpu")
     load_seconds = time.perf_counter() - began
     model = build_runner(loaded.model, compile=False)
-    model.compile = True
+    recorder = CompiledPasses(model.forward, model.device, model.sizes)
     began = time.perf_counter()
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
@@ -127,8 +128,8 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     found: dict[int, float] = {}
     for size in dict.fromkeys((*TARGET_SIZES, *model.sizes)):
         began = time.perf_counter()
-        model.record((size,))
-        if not model.recorded(size):
+        recorder.record(model.backend, size)
+        if not recorder.has(size):
             raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
         found[size] = time.perf_counter() - began
     return {"load_seconds": load_seconds, "import_seconds": import_seconds, "graphs": found}
