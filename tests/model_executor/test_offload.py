@@ -262,7 +262,7 @@ def test_large_trees_are_considered_where_weights_are_fetched(folder: Path) -> N
     seen: list[Costs] = []
     for how, nodes in (({"offload": "disk"}, FAR_NODES), ({}, MOST_NODES)):
         llm = LLM(os.fspath(folder), drafter, compile=False, **how)
-        seen.append(llm.engine._drafting._costs(1, frozenset()))
+        seen.append(llm.engine._speculation._costs(1, frozenset()))
         assert seen[-1].nodes == nodes
     far = Costs(lambda rows: 1.0, 0.001, 0.001, depth=FAR, nodes=FAR_NODES)
     asked = AutoSize(trees=True).next(lambda: far)

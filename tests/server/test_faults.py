@@ -387,14 +387,16 @@ def test_a_round_that_fails_ends_its_requests_and_not_the_server(own: LLM, monke
 
 
 def test_a_drafter_that_fails_is_left_out(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = toy_llm()
+    llm, calls = toy_llm(), []
 
-    def broken(*_: Any) -> Any:
+    def broken(*given: Any) -> Any:
+        calls.append(given)
         raise RuntimeError("no draft today")
 
     monkeypatch.setattr(llm.draft, "propose", broken)
     with running(llm) as (_, url):
         works(url, own)
+    assert len(calls) == 1, "it is asked, and after its failure not again for this request"
 
 
 def test_a_long_prompt_lets_short_ones_pass(own: LLM) -> None:

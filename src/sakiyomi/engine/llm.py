@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sakiyomi.cache.eviction import EvictingCache
+from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.core.audio import Audio
@@ -17,7 +17,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import parse_bytes
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.params import QUANTIZATIONS, SamplingParams, as_params
-from sakiyomi.drafters import Drafter, make_drafter, parse_drafters
+from sakiyomi.drafters import Drafter, Proposer, make_drafter, parse_drafters
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.engine import CHUNK, Engine
 from sakiyomi.engine.model_pool import ModelPool, answer, wait
@@ -26,7 +26,6 @@ from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import load_model, stop_tokens
-from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["LLM"]
 
@@ -86,7 +85,7 @@ class LLM:
     def __init__(
         self,
         target: str | os.PathLike[str] | tuple[Any, Any],
-        draft: str | Drafter | Sequence[str | Drafter] = "auto",
+        draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer] = "auto",
         *,
         cache: str = "full",
         kv_budget: int | str | None = None,
@@ -280,7 +279,7 @@ class LLM:
 
     # ------------------------------------------------------------ models
 
-    def drafter(self, draft: str | Drafter | Sequence[str | Drafter]) -> Drafter | None:
+    def drafter(self, draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer]) -> Drafter | None:
         """A drafter for this target, for an engine of one's own; the LLM's own drafter stays.
 
         Args:
@@ -293,9 +292,8 @@ class LLM:
             InputError, LoadError, UnsupportedError: its model or file cannot be used beside this target.
         """
         made = make_drafter(parse_drafters(draft), self._context, strict=self._strict)
-        given = getattr(made, "model", None)  # passes of a drafter that the caller made are recorded too
-        if isinstance(given, ModelRunner) and given not in self._pool.models:
-            self._pool.models.append(given)
+        if made is not None and made.model is not None and made.model not in self._pool.models:
+            self._pool.models.append(made.model)  # passes of a drafter that the caller made are recorded too
         return made
 
     def compiled(self) -> bool:
@@ -339,7 +337,7 @@ def _budget(kv_budget: int | str | None, kv_memory: int | str | None) -> int | s
     return f"{kv_memory}b" if str(kv_memory).isdigit() else kv_memory
 
 
-def _eviction(cache: str, spec: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictingCache | None:
+def _eviction(cache: str, spec: CacheSpec, budget: int | str | None, chunk_size: int) -> EvictionPlan | None:
     """What keeps the cache within the budget, quantizes it, or computes prompts in part; None: nothing does."""
     policy, packing, sparse, _ = spec
     if policy is None:
@@ -348,7 +346,7 @@ def _eviction(cache: str, spec: CacheSpec, budget: int | str | None, chunk_size:
                 f"kv_budget={budget!r} with cache={cache!r}, which keeps everything; name a policy, or leave it out"
             )
         full = packing is None and sparse is None
-        return None if full else EvictingCache(None, None, chunk_size, packing=packing, sparse=sparse)
+        return None if full else EvictionPlan(None, None, chunk_size, packing=packing, sparse=sparse)
     if budget is None:
         raise InputError(f"cache={cache!r} without a budget; give kv_budget, pairs of a head, or kv_memory as '2GiB'")
-    return EvictingCache(policy, budget, chunk_size, packing=packing, sparse=sparse)
+    return EvictionPlan(policy, budget, chunk_size, packing=packing, sparse=sparse)

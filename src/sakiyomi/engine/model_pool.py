@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sakiyomi.cache.eviction import EvictingCache
+from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.core.memory import readable, returned_when_freed
 from sakiyomi.core.progress import progress
 from sakiyomi.core.prompts import judging_text
@@ -109,7 +109,7 @@ class ModelPool:
         )
 
     def _pack(
-        self, loaded: Loaded, quantize: str | None, *, eviction: EvictingCache | None = None, **options: Any
+        self, loaded: Loaded, quantize: str | None, *, eviction: EvictionPlan | None = None, **options: Any
     ) -> ModelRunner:
         if loaded.prepared is not None or loaded.model.device.type == "cuda":  # quantized already, or by torchao
             quantize = None

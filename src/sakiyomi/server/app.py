@@ -196,7 +196,7 @@ class Server:
             "created": self.began,
             "owned_by": "sakiyomi",
             "max_model_len": self.llm.max_context,
-            "drafter": getattr(self.llm.draft, "name", None),
+            "drafter": self.llm.draft.name if self.llm.draft is not None else None,
             "chat_template": self.intake.has_template,
         }
 

@@ -234,7 +234,7 @@ class Intake:
 
     def _drafted(self, body: Ask) -> bool:
         wanted = body.speculation
-        own = getattr(self._llm.draft, "name", None)
+        own = self._llm.draft.name if self._llm.draft is not None else None
         if wanted.drafter in ("off", "none"):
             if (wanted.gamma, wanted.tree, wanted.nodes) != ("auto", "auto", "auto"):
                 raise ApiError(

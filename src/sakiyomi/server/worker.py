@@ -267,7 +267,7 @@ class Worker:
                 *(job.prompt, job.params),
                 key=job.key,
                 rounds_trace=job.traced,
-                place=RetainedSlot(open=True) if self._reuse else None,
+                place=RetainedSlot(shareable=True) if self._reuse else None,
                 shares=self._reuse,
                 drafted=job.drafted,
             )

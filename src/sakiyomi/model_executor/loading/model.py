@@ -19,7 +19,6 @@ from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import require_bytes
-from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.quantization import check_quantization
 from sakiyomi.model_executor.loading.accelerated import read_quantized
 from sakiyomi.model_executor.loading.families import check_supported, has_encoder, read_config, text_config
@@ -41,6 +40,7 @@ from sakiyomi.model_executor.loading.packed import (
     source_key,
 )
 from sakiyomi.model_executor.loading.placeholder import register
+from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.stream import is_offloaded
 

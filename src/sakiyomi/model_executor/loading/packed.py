@@ -34,16 +34,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sakiyomi.cache.slots import LayerShape
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.memory import readable
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
-from sakiyomi.kernels.pack import Prepared, join_siblings
+from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
 from sakiyomi.model_executor.loading.placeholder import METHOD
+from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import DTYPES
 
 if TYPE_CHECKING:
