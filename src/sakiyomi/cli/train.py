@@ -46,7 +46,7 @@ def _command(name: str, config_class: type[Any], help: str) -> None:
             raise typer.Exit(error.exit_code) from None
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else _readable(summary))
         if not summary["finished"]:
-            from sakiyomi.cli import INTERRUPTED
+            from sakiyomi.cli.common import INTERRUPTED
 
             raise typer.Exit(INTERRUPTED)
 

@@ -40,10 +40,11 @@ class SamplingParams:
         seed: makes sampling reproducible; None: a new one for each request.
         stop: strings that end the text (one string counts as a list of one).
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
-        gamma: draft tokens, or tree depth, a round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
+        gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
         tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
-            "dynamic" (the best few places of every level are read on), "static" (the best shape for the acceptance
-            measured by rank), or "auto": with gamma "auto" a tree of what pays, with a number a chain. A list fixes it:
+            "dynamic" (the best few nodes of every level are expanded), "static" (the best shape for the acceptance
+            measured by rank), or "auto": with gamma "auto" the tree that pays by measured
+            costs, with a number a chain. A list fixes it:
             of counts, ``[1, 7, 6]`` for 7 first tokens and 6 behind each (the 1 stands for the target's own token), or
             of nodes, each the ranks on the way to it, ``[[0], [1], [0, 0]]``: Medusa's ``medusa_choices``.
         nodes: most nodes of the tree: a number, "auto" (by measured costs) or "heuristic" (starts at 5; +2 / -1).
@@ -51,14 +52,14 @@ class SamplingParams:
         bad_words: words, or lists of token ids, that must not be generated.
         logit_bias: added to the logits of these tokens.
         logits_processors: transformers' own, called after the options above and before temperature.
-        logprobs: how many of the most probable tokens to report at each place; None: none.
-        ignore_eos: go on after the model's end token.
+        logprobs: how many of the most probable tokens to report at each position; None: none.
+        ignore_eos: continue after the model's end token.
         n: samples per prompt.
         acceptance: rule by which draft tokens are accepted: "ratio", "coupled", "block" (a chain as a whole) or
-            "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it takes what is not
-            unlikely.
-        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1): a token is taken whose
-            probability is above the smaller of epsilon and delta x exp(-entropy).
+            "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it accepts tokens that
+            are probable enough.
+        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1): a token is accepted if
+            its probability is above the smaller of epsilon and delta x exp(-entropy).
 
     Raises:
         InputError: a value that makes no sense.

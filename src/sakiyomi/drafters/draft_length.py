@@ -67,7 +67,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class TokenValue:
-    """Weighs the tokens of a draft against the time that they take.
+    """What a draft's tokens are worth against the time that they take.
 
     A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of drafting. A draft that is
     expected to bring more than that makes the request faster, and no other does: the largest ratio of tokens to time is
@@ -88,7 +88,7 @@ class TokenValue:
         return tokens > self.rate * seconds
 
     def price(self, nodes: int) -> float:
-        """Cost of one node in a tree of so many: its share of the pass, in tokens."""
+        """What a node costs on the way to a tree of so many: its share of the pass, in tokens."""
         score, batch = self.costs.score, self.costs.batch
         return self.rate * max(0.0, score(batch * (nodes + 1)) - score(batch)) / nodes
 
@@ -136,7 +136,7 @@ class DraftLengthPolicy(Protocol):
 
 @dataclass(slots=True)
 class Heuristic:
-    """Two more after a draft that was accepted in full, else one less, at least one (``transformers``' "heuristic")."""
+    """Two more after a wholly accepted draft, else one less, at least one (transformers' "heuristic" schedule)."""
 
     number: int = 5
 
@@ -166,7 +166,7 @@ class FixedSize:
     Args:
         depth: levels; None: as many as pay.
         nodes: of the tree; None: as many as pay.
-        chain: the draft is one path, with as many nodes as levels.
+        chain: the draft is one path, so that there are as many nodes as levels.
     """
 
     def __init__(self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool) -> None:
@@ -236,10 +236,10 @@ def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
 class AutoSize:
     """Drafts what pays on this machine now, and nothing where plain decoding is as fast.
 
-    A drafter that knows its own chances is given the value of a token, and weighs every level and node of its tree. The
-    others are asked for the chain with the largest predicted speed-up: the acceptance of each position in the draft is
-    estimated from the rounds that reached it, older ones counting less; a position that was never reached is taken to
-    be as the one before. Costs are measured on this machine while it works.
+    A drafter that knows its own chances is told what a token is worth, and weighs every level and node of its tree. The
+    others are asked for the chain with the largest predicted speed-up: the acceptance of each place in the draft is
+    estimated from the rounds that reached it, older ones counting less; a place never reached is taken to be as the one
+    before. Costs are the machine's own, measured while it works.
 
     Whatever was predicted: where the measured tokens per second fall below those of plain decoding, the request stops
     drafting for a while and then probes again, because text changes. See ``Phase`` and ``next_phase``.
@@ -272,7 +272,7 @@ class AutoSize:
         self._rest = PROBE_EVERY  # rounds of the next rest
 
     def alphas(self) -> list[float]:
-        """Estimated acceptance by position in the draft."""
+        """Estimated acceptance by place."""
         alphas, prior = [], self._start
         for kept, tried in zip(self._kept, self._tried, strict=True):
             prior = (kept + prior * self._weight) / (tried + self._weight)
@@ -312,7 +312,7 @@ class AutoSize:
         self.phase = phase
 
     def _forget(self, share: float) -> None:
-        """Have what was measured so far count less."""
+        """Let what was seen so far count less."""
         self._gain.fade(share)
         self._kept = [kept * share for kept in self._kept]
         self._tried = [tried * share for tried in self._tried]
@@ -359,19 +359,19 @@ class Throughput:
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def expected(self, costs: Costs) -> float:
-        """Tokens a second to expect: as measured, and before that as other requests had, or as plain decoding has."""
+        """Tokens a second to expect: what was seen, and before that what other requests had, or plain decoding has."""
         weight = PATIENCE * costs.plain
         return (self._tokens + weight * (costs.rate or 1.0 / costs.plain)) / (self._seconds + weight)
 
     def add(self, tokens: float, seconds: float) -> None:
-        """Count a round that committed so many tokens in so many seconds."""
+        """A round committed so many tokens in so many seconds."""
         self.fade(0.92)
         self._tokens += tokens
         self._seconds += seconds
         self.rounds += 1
 
     def fade(self, share: float) -> None:
-        """Have what was measured so far count less."""
+        """Let what was seen so far count less."""
         self._tokens *= share
         self._seconds *= share
 

@@ -126,7 +126,7 @@ class Dialogue:
             if options:
                 raise InputError("without a chat template nothing is done with values for it; leave them out")
             if tools:
-                raise InputError("without a chat template nothing tells the model of tools; leave them out")
+                raise InputError("the model has no chat template that could describe tools to it; leave tools out")
             text = ""
             for message in messages:
                 role, said = message["role"], message["content"]

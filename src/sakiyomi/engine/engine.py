@@ -100,9 +100,11 @@ class Engine:
         return bool(self._waiting or self._running)
 
     @property
-    def cached(self) -> int:
-        """Tokens of running requests whose keys and values are in the target's cache."""
-        return sum(request.cached for request in list(self._running))
+    def cache_usage(self) -> float:
+        """Share of the target's cache that running requests and retained slots hold; 1 if all slots were full."""
+        return min(
+            1.0, self._slots.held_bytes / self.target.cache.capacity(self.target.cache.max_slots, self.max_context)
+        )
 
     def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
         """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.

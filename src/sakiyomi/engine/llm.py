@@ -125,7 +125,6 @@ class LLM:
             quantize=quantize,
             offload=offload,
             eviction=eviction,
-            watched=eviction is None and any(str(part).partition(":")[0] == "self-evicted" for part in drafters),
             offloaded=spec.offloaded,
             exact=exact,
         )

@@ -62,6 +62,13 @@ class SlotManager:
         """What stays in the cache; another object once a drafter has asked for queries to be tracked."""
         return self._target.eviction
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values that requests and retained slots hold; evicted ones are not among them."""
+        seated = [(request.slot, request.cached) for request in list(self._seated)]
+        kept = [(place.slot, len(place.held)) for place in list(self._kept)]
+        return sum(self._cache.held_bytes(slot, length) for slot, length in seated + kept if slot is not None)
+
     def seat(self, request: Request) -> None:
         """Give a request a slot: that of its conversation, or of a shareable place that it goes on from, rolled back to
         what the prompt shares with it; or a free one, with what others have read of the prompt.

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sakiyomi.cache.cross_attention import SourceCache
-from sakiyomi.cache.eviction import EvictingCache, QueryTrackingCache
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.eviction_plan import Capacity, EvictionPlan
 from sakiyomi.cache.layer_state import make_states
 from sakiyomi.cache.mapped_files import MappedFiles
-from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes
@@ -39,7 +38,6 @@ def build_runner(
     text: Sequence[int] = (),
     prepared: Prepared | None = None,
     eviction: EvictionPlan | None = None,
-    watched: bool = False,
     offloaded: MappedFiles | None = None,
 ) -> ModelRunner:
     """A session of a model of its own.
@@ -50,7 +48,6 @@ def build_runner(
         compile, exact, first_sizes: see ``ModelRunner``.
         text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
-        watched: where all pairs stay, the queries of each slot's last row are kept beside them.
         offloaded: where the cache's files lie; None: it lies in memory.
 
     Raises:
@@ -71,7 +68,7 @@ def build_runner(
         alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)
         slots = max_slots + int(weights.encoder is not None)
         capacity = eviction.capacity(weights.shapes, weights.dtype.itemsize, slots, alone=alone)
-    evicts = eviction is not None or watched
+    evicts = eviction is not None
     cache, sources = _caches(weights, max_slots, capacity, offloaded, exact=exact, evicts=evicts)
     sizes: tuple[int, ...] = SIZES
     if choose_backend(
@@ -85,8 +82,7 @@ def build_runner(
         weights,
         cache,
         sources=sources,
-        eviction=QueryTrackingCache(cache) if watched else None,
-        note=scaled_queries if watched else observed.observe if observed is not None else None,
+        note=observed.observe if observed is not None else None,
         noted=observed,
         compile=compile,
         exact=exact,

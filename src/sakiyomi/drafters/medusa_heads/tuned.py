@@ -10,7 +10,7 @@ from typing import Any
 
 from sakiyomi.core.errors import LoadError
 
-__all__ = ["FILE", "TuneConfig", "Tuned", "read_tuned", "write_tuned"]
+__all__ = ["FILE", "Tuned", "read_tuned", "write_tuned"]
 
 FILE = "tuned.json"
 
@@ -34,33 +34,6 @@ class Tuned:
     accuracies: list[list[float]]
     conditions: dict[str, Any]
     table: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class TuneConfig:
-    """What to tune, and on what.
-
-    Attributes:
-        heads: folder of the heads, or the name of embedded ones; the result is kept there.
-        target: the model that they belong to: embedded name, folder or hub id.
-        valid: held-out texts or chats, a .jsonl, .json or .txt file (.gz allowed); the target answers their prompts.
-        prompts: how many of them.
-        new_tokens: longest answer.
-        max_nodes: largest tree.
-        dtype: auto, float32, bfloat16 or float16.
-        device: auto, cpu, cuda or cuda:N.
-        quantize: int8 or int4: as the target will run.
-    """
-
-    heads: str = dataclasses.field(metadata={"argument": "HEADS"})
-    target: str = "tales"
-    valid: str = ""
-    prompts: int = 24
-    new_tokens: int = 128
-    max_nodes: int = 31
-    dtype: str = "auto"
-    device: str = "auto"
-    quantize: str | None = None
 
 
 def read_tuned(folder: Path) -> Tuned | None:
