@@ -11,6 +11,7 @@ import typer
 
 from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.output import legend, printed, progress, quiet, say, stdout, table, write
+from sakiyomi.core.embedded import DEFAULT, DRAFTS
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
     from sakiyomi.evaluation.bench.report import Row
 
-TARGET, DRAFT = "tales", "model:tales-draft"
+TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
 COMPILE_UNTIL, TABLE_UNTIL = 30.0, 46.0
 """Seconds after the start: graphs are waited for, and laps are added to the table, no longer than this."""

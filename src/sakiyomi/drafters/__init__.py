@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sakiyomi.core.embedded import DRAFTS
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, Rule
@@ -231,7 +232,8 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     if not isinstance(spec, str):
         return spec
     if spec == "auto":
-        spec = "model:tales-draft" if around.target.name == "tales" else "none"
+        known = DRAFTS.get(around.target.name)
+        spec = "none" if known is None else f"model:{known}"
     kind, _, argument = spec.partition(":")
     return None if kind == "none" else DRAFTERS[kind](argument, around)
 

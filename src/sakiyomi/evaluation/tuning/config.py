@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 
 __all__ = ["PairConfig", "TuneConfig"]
@@ -34,7 +35,7 @@ class PairConfig:
         save: keep the result, so that draft auto uses it for this target from now on.
     """
 
-    target: str = "tales"
+    target: str = DEFAULT
     draft: tuple[str, ...] = ()
     drafts: str | None = None
     prompts: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 
 __all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
@@ -38,7 +39,7 @@ class SpecConfig:
         compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
     """
 
-    target: str = "tales"
+    target: str = DEFAULT
     draft: tuple[str, ...] = ()
     questions: str | None = None
     categories: tuple[str, ...] = ()

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from held_out import Example, write_examples
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.train.checkpoint import checkpoints
-from sakiyomi.train.config import PairConfig
+from sakiyomi.train.config import LoopConfig, TextRunConfig
+from sakiyomi.train.config.base import Group, check_sizes, require, setting
 from sakiyomi.train.data import Ids
-from sakiyomi.train.export import model_folder, write_card
-from sakiyomi.train.held_out import Example, write_examples
+from sakiyomi.train.export import Result, model_folder, write_card
 from sakiyomi.train.loop import BatchLoss, Loop, compiled_loss, on_device
 from sakiyomi.train.losses import distillation_loss, next_token_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.preflight import check_run
-from sakiyomi.train.scores import exact_match, word_error_rate
-from sakiyomi.train.texts import read_texts, text_files
 from sakiyomi.train.writing import writing
+from scores import exact_match, word_error_rate
+from texts import read_texts, text_files
 
 __all__ = ["Task", "answers", "padded", "states", "train_pair"]
 
@@ -36,6 +37,76 @@ ANSWERED = 32
 """Examples of each kind that a finished model answers for its card, and that are answered together."""
 
 Batch = dict[str, Any]
+
+
+PAIR_LOOP = LoopConfig(
+    minutes=12.0, decay_share=0.5, row_tokens=(16, 32, 64), step_tokens=2048, eval_minutes=2.0, compile=False
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSizes(Group):
+    """Sizes of target and draft."""
+
+    hidden: int = setting(192, "Width of the target's hidden states.", least=1)
+    layers: int = setting(2, "Layers of the target's decoder.", least=1)
+    encoder_layers: int = setting(3, "Layers of the target's encoder.", least=1)
+    heads: int = setting(6, "Attention heads of the target.", least=1)
+    intermediate: int = setting(512, "Width of the target's MLP.", least=1)
+    draft_hidden: int = setting(96, "Width of the draft's hidden states.", least=1)
+    draft_layers: int = setting(1, "Layers of the draft's decoder.", least=1)
+    draft_encoder_layers: int = setting(2, "Layers of the draft's encoder, which runs once a text.", least=1)
+    draft_heads: int = setting(3, "Attention heads of the draft.", least=1)
+    draft_intermediate: int = setting(256, "Width of the draft's MLP.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self.hidden, self.heads, self.heads)
+        check_sizes(self.draft_hidden, self.draft_heads, self.draft_heads)
+
+    def of_part(self, part: str) -> dict[str, Any]:
+        """Those of the "target" or the "draft", by the names that transformers' configurations have."""
+        prefix = "" if part == "target" else "draft_"
+        hidden, layers, encoder_layers, heads, intermediate = (
+            getattr(self, prefix + name) for name in ("hidden", "layers", "encoder_layers", "heads", "intermediate")
+        )
+        return {
+            "d_model": hidden,
+            "encoder_layers": encoder_layers,
+            "decoder_layers": layers,
+            "encoder_attention_heads": heads,
+            "decoder_attention_heads": heads,
+            "encoder_ffn_dim": intermediate,
+            "decoder_ffn_dim": intermediate,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TextRunConfig):
+    """What both encoder-decoder pairs share: a target, and a draft distilled from it on the same task."""
+
+    HELP: ClassVar[dict[str, str]] = {
+        "valid": "Held-out file, NAME=FILE; without it every twentieth document of the training text is held out.",
+        "minutes": "Training time of the target in minutes of wall clock.",
+        "row_tokens": "Longest answers in tokens; step s uses the (s mod n)-th; 2 at least.",
+        "step_tokens": "Tokens of the answers of one optimizer step; a multiple of every row length.",
+    }
+
+    loop: LoopConfig = field(default=PAIR_LOOP)
+    sizes: PairSizes = PairSizes()
+    draft_minutes: float = setting(6.0, "Training time of the draft, behind the target's.", above=0)
+    draft_tokens: int = setting(
+        0, "Training budget of the draft in tokens; above 0 it replaces `draft_minutes`.", least=0
+    )
+    top: int = setting(16, "The target's likeliest tokens that the draft learns; one bucket holds the rest.", least=1)
+    greedy_weight: float = setting(
+        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
+    )
+    examples: int = setting(64, "Held-out examples kept beside the models for measurements.", least=1, resume=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(min(self.loop.row_tokens) >= 2, "row_tokens", self.loop.row_tokens, "2 or more")
 
 
 class Task(Protocol):
@@ -76,19 +147,19 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
     Returns:
         The summary that `--json` prints; `finished` is False after SIGINT.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    if config.loop.threads:
+        torch.set_num_threads(config.loop.threads)
     files = text_files(config)
     for name in ("target", "draft"):  # what could not be done, or would spoil an earlier run, is refused
         check_run(_part(config, name), files)
     task = make_task(*read_texts(config))
-    found: dict[str, Any] = {"finished": True, "out": config.out}
+    found: dict[str, Any] = {"finished": True, "out": config.loop.out}
     held_out: dict[str, Any] = {}
     target = None
     for name in ("target", "draft"):
         part = _part(config, name)
         folder = model_folder(part)
-        if not (config.resume and (folder / "card.json").exists()):
+        if not (config.loop.resume and (folder / "card.json").exists()):
             loop = Loop(
                 part,
                 _new(config, task, name),
@@ -99,12 +170,13 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
             )
             if not loop.run():
                 progress = loop.progress
-                stopped = {"finished": False, "out": config.out, "part": name}
+                stopped = {"finished": False, "out": config.loop.out, "part": name}
                 return stopped | {"step": progress.step, "tokens": progress.tokens}
             with writing(folder), _whole(folder) as fresh:
                 _save(fresh, loop.model, task)
                 measures = _measures(_load(task, name, fresh), task, target)
-                write_card(part, loop.model, loop.progress, measures, command, {}, folder=fresh)
+                result = Result(loop.model, loop.model.config.num_hidden_layers, measures, {})
+                write_card(part, result, loop.progress, command, folder=fresh)
         card = read_json(folder / "card.json")
         found |= {name: str(folder), f"{name}_parameters": card["parameters"], f"{name}_minutes": card["minutes"]}
         held_out |= {f"{name}, {key}": values for key, values in card["held_out"].items()}
@@ -114,18 +186,16 @@ def train_pair(config: PairConfig, make_task: Callable[[list[str], list[str]], T
 
 def _part(config: PairConfig, name: str) -> PairConfig:
     """The settings of one of the two runs."""
-    out = str(Path(config.out) / name) if config.out else ""
-    named = f"{config.name or Path(config.out).name}-{name}"
+    out = str(Path(config.loop.out) / name) if config.loop.out else ""
+    named = f"{config.loop.name or Path(config.loop.out).name}-{name}"
     if name == "target":
-        return dataclasses.replace(config, out=out, name=named)
-    resume = config.resume and bool(checkpoints(Path(out) / "checkpoints"))
-    return dataclasses.replace(
-        config, out=out, name=named, resume=resume, minutes=config.draft_minutes, tokens=config.draft_tokens
-    )
+        return config.changed(out=out, name=named)
+    resume = config.loop.resume and bool(checkpoints(Path(out) / "checkpoints"))
+    return config.changed(out=out, name=named, resume=resume, minutes=config.draft_minutes, tokens=config.draft_tokens)
 
 
 def _new(config: PairConfig, task: Task, name: str) -> Any:
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.loop.seed)
     return task.new_model(name)
 
 
@@ -165,9 +235,9 @@ def _head(model: Any) -> Tensor:
 def _loss(config: PairConfig, target: Any) -> BatchLoss:
     """Of the target: the right answers; of the draft: the target's probabilities for them."""
     if target is None:
-        plain = compiled_loss(next_token_loss, config.compile)
+        plain = compiled_loss(next_token_loss, config.loop.compile)
         return lambda model, batch: plain(states(model, batch), _head(model), _labels(batch))
-    distilled = compiled_loss(distillation_loss, config.compile)
+    distilled = compiled_loss(distillation_loss, config.loop.compile)
 
     def loss(model: Any, batch: Batch) -> Tensor:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.config import PairConfig
+from sakiyomi.train.config import TextRunConfig
 from sakiyomi.train.data import check_shares, parse_text
 from sakiyomi.train.evaluate import parse_valid, read_held_out
 
@@ -18,21 +18,21 @@ HELD_BACK = 20
 """Without held-out files every document of this number is held out."""
 
 
-def text_files(config: PairConfig) -> list[Path]:
+def text_files(config: TextRunConfig) -> list[Path]:
     """All files that the run reads."""
-    specs = [parse_text(spec) for spec in config.text]
+    specs = [parse_text(spec) for spec in config.text.text]
     check_shares("--text", specs)
-    return [*(spec.path for spec in specs), *parse_valid(config.valid).values()]
+    return [*(spec.path for spec in specs), *parse_valid(config.loop.valid).values()]
 
 
-def read_texts(config: PairConfig) -> tuple[list[str], list[str]]:
+def read_texts(config: TextRunConfig) -> tuple[list[str], list[str]]:
     """Documents to train on, and those held out.
 
     Raises:
         LoadError, InputError: a file cannot be read; or there are too few documents to hold some back.
     """
-    valid = parse_valid(config.valid)
-    found = [text for path in text_files(config)[: len(config.text)] for text in read_held_out(path)]
+    valid = parse_valid(config.loop.valid)
+    found = [text for path in text_files(config)[: len(config.text.text)] for text in read_held_out(path)]
     if valid:
         return found, [text for path in valid.values() for text in read_held_out(path)]
     if len(found) < HELD_BACK:
@@ -40,7 +40,7 @@ def read_texts(config: PairConfig) -> tuple[list[str], list[str]]:
             f"the training text has {len(found)} documents, expected {HELD_BACK} or more to hold some back; give more, "
             "or held-out text with --valid NAME=FILE"
         )
-    order = np.random.default_rng(config.seed).permutation(len(found)).tolist()
+    order = np.random.default_rng(config.loop.seed).permutation(len(found)).tolist()
     held = set(order[: len(found) // HELD_BACK])
     return [text for i, text in enumerate(found) if i not in held], [found[i] for i in sorted(held)]
 

@@ -1,14 +1,18 @@
-"""The task of `train tones`: words played as tones, one chord a letter, in; the letters out.
+"""An encoder-decoder pair that listens: words played as tones, one chord a letter, in; the letters out.
 
 The recordings are made here from text, so that a model of speech recognition's shape can be trained in minutes and
 every answer is known. They pass through transformers' own feature extractor, as recordings of people would.
+
+python recipes/tones.py --out tones --text stories.jsonl
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import (
@@ -19,12 +23,13 @@ from transformers import (
     WhisperTokenizer,
 )
 
+from held_out import Example
+from pairs import PAIR_LOOP, PairConfig, PairSizes, padded, train_pair
+from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config import TonesConfig
-from sakiyomi.train.held_out import Example
-from sakiyomi.train.pairs import padded, train_pair
-from sakiyomi.train.sounds import LETTERS, RATE, recording, spelled
-from sakiyomi.train.texts import FixedTexts
+from sakiyomi.train.config.base import LoopConfig, require, setting
+from sounds import LETTERS, RATE, recording, spelled
+from texts import FixedTexts
 
 __all__ = ["ToneRows", "Tones", "letters_tokenizer", "train_tones"]
 
@@ -33,8 +38,40 @@ MEASURED_ROWS = 32
 """Rows of the held-out batch."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TonesConfig(PairConfig):
+    """A Whisper pair that writes down words which are played as tones."""
+
+    HELP: ClassVar[dict[str, str]] = PairConfig.HELP | {
+        "row_tokens": "Most letters of a recording; step s uses the (s mod n)-th; 2 at least.",
+        "step_tokens": "Letters of one optimizer step; a multiple of every row length.",
+    }
+
+    loop: LoopConfig = field(default=dataclasses.replace(PAIR_LOOP, row_tokens=(36,), step_tokens=1152))
+    sizes: PairSizes = field(
+        default=PairSizes(
+            hidden=128,
+            encoder_layers=2,
+            heads=4,
+            intermediate=384,
+            draft_hidden=64,
+            draft_heads=2,
+            draft_intermediate=192,
+        )
+    )
+    bands: int = setting(40, "Mel bands of the feature extractor.", least=8)
+    seconds: int = setting(4, "Length of a recording that the encoder reads; shorter ones are filled up.", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # The slowest letters have to fit into the recording behind the silence in front.
+        most, rows = 10 * self.seconds - 2, self.loop.row_tokens
+        for length in rows:
+            require(length <= most, "row_tokens", rows, f"at most {most} letters in {self.seconds} seconds")
+
+
 def train_tones(config: TonesConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train tones`.
+    """Train the pair.
 
     Args:
         config: the settings.
@@ -62,10 +99,10 @@ class Tones:
         )
         self.processor = WhisperProcessor(self.extractor, self.tokenizer)
         # One more for the start token.
-        self.most_tokens = max(config.row_tokens) + 1
-        self.rows = ToneRows(texts, self.tokenizer, self.extractor, seed=config.seed)
+        self.most_tokens = max(config.loop.row_tokens) + 1
+        self.rows = ToneRows(texts, self.tokenizer, self.extractor, seed=config.loop.seed)
         # The same generator with another seed, on other text.
-        seed, length = config.seed + 1, max(config.row_tokens)
+        seed, length = config.loop.seed + 1, max(config.loop.row_tokens)
         others = ToneRows(held_out, self.tokenizer, self.extractor, seed=seed)
         self.held_out = {"tones": others.batch(0, MEASURED_ROWS, length, False)}
         rng = np.random.default_rng((seed, 1))
@@ -76,26 +113,6 @@ class Tones:
     def new_model(self, part: str) -> WhisperForConditionalGeneration:
         """A Whisper with random weights."""
         config, tokenizer = self._config, self.tokenizer
-        sizes: dict[str, Any] = {
-            "target": {
-                "d_model": config.hidden,
-                "encoder_layers": config.encoder_layers,
-                "decoder_layers": config.layers,
-                "encoder_attention_heads": config.heads,
-                "decoder_attention_heads": config.heads,
-                "encoder_ffn_dim": config.intermediate,
-                "decoder_ffn_dim": config.intermediate,
-            },
-            "draft": {
-                "d_model": config.draft_hidden,
-                "encoder_layers": config.draft_encoder_layers,
-                "decoder_layers": config.draft_layers,
-                "encoder_attention_heads": config.draft_heads,
-                "decoder_attention_heads": config.draft_heads,
-                "encoder_ffn_dim": config.draft_intermediate,
-                "decoder_ffn_dim": config.draft_intermediate,
-            },
-        }
         end = tokenizer.eos_token_id
         return WhisperForConditionalGeneration(
             WhisperConfig(
@@ -110,7 +127,7 @@ class Tones:
                 pad_token_id=end,
                 suppress_tokens=None,
                 begin_suppress_tokens=None,
-                **sizes[part],
+                **config.sizes.of_part(part),
             )
         )
 
@@ -165,3 +182,11 @@ def letters_tokenizer() -> WhisperTokenizer:
     tokenizer = WhisperTokenizer(vocab=vocab, merges=[], pad_token=END)
     tokenizer.add_special_tokens({"additional_special_tokens": [START]})
     return tokenizer
+
+
+if __name__ == "__main__":
+    script(
+        TonesConfig,
+        train_tones,
+        "Train a Whisper pair, target and draft, that writes down the words of TEXT, which it plays as tones.",
+    )

@@ -56,6 +56,6 @@ def read_examples(folder: Path) -> list[Example]:
         return [Example(one["task"], one["source"], one["target"], tuple(one["seed"])) for one in found]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(
-            f"cannot read {path}: {error}; expected the folder of a target that `sakiyomi train edits` or `train "
-            "tones` made, or that was inflated from one"
+            f"cannot read {path}: {error}; expected the folder of a target that `recipes/edits.py` or "
+            "`recipes/tones.py` made, or that was inflated from one"
         ) from error

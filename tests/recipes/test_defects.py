@@ -8,8 +8,8 @@ from collections import Counter
 
 import numpy as np
 
-from sakiyomi.train.defects import OPENERS, SHORTEST_SLIP, Spoiler, sentences
-from sakiyomi.train.scores import edit_distance
+from defects import OPENERS, SHORTEST_SLIP, Spoiler, sentences
+from scores import edit_distance
 from train_toys import stories
 
 

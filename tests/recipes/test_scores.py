@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sakiyomi.train.scores import edit_distance, exact_match, word_error_rate
+from scores import edit_distance, exact_match, word_error_rate
 
 words = st.text("abc", max_size=6)
 

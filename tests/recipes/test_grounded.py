@@ -1,4 +1,4 @@
-"""The bench row of encoder-decoder pairs: with transformers alone, and with an engine that stands in for ours."""
+"""The benchmark of encoder-decoder pairs: with transformers alone, and with an engine that stands in for ours."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import grounded as module
+from edits import train_edits
+from grounded import app, grounded
 from pair_toys import edits_config, tones_config
-from sakiyomi.cli import app
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.outputs import Stats
-from sakiyomi.evaluation.bench import grounded as module
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.grounded import grounded
 from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.train.edits import train_edits
-from sakiyomi.train.tones import train_tones
+from tones import train_tones
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 def bench_config(pair: dict[str, Any], **changes: Any) -> BenchConfig:
     settings: dict[str, Any] = {
-        "rows": ("grounded",),
         "target": pair["target"],
         "draft": f"model:{pair['draft']}",
         "dtype": "float32",
@@ -124,7 +122,7 @@ def test_what_cannot_run_the_pair_is_left_out(
 
 
 def test_a_folder_without_examples_is_refused_by_the_command(tmp_path: Path) -> None:
-    arguments = ["bench", "--rows", "grounded", "--target", str(tmp_path), "--draft", f"model:{tmp_path}"]
+    arguments = ["--target", str(tmp_path), "--draft", f"model:{tmp_path}"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert "held_out.jsonl" in result.output

@@ -12,23 +12,22 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoProcessor, AutoTokenizer
 
+from edits import CONTINUE, FIX, Edits, train_edits
+from held_out import Example, read_examples, write_examples
 from pair_toys import edits_config, tones_config
+from pairs import states
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.config import EditsConfig
-from sakiyomi.train.edits import CONTINUE, FIX, Edits, train_edits
-from sakiyomi.train.held_out import Example, read_examples, write_examples
-from sakiyomi.train.pairs import states
-from sakiyomi.train.sounds import HIGH, LETTERS, LOW, RATE, recording, spelled
-from sakiyomi.train.texts import read_texts
-from sakiyomi.train.tones import Tones, letters_tokenizer, train_tones
+from sounds import HIGH, LETTERS, LOW, RATE, recording, spelled
+from texts import read_texts
+from tones import Tones, letters_tokenizer, train_tones
 from train_toys import losses, stop_at
 
 
 def test_a_tiny_pair_that_corrects_text(tmp_path: Path) -> None:
     config = edits_config(tmp_path, tokens=40 * 256, note=("Stories of the tests",))
-    summary = train_edits(config, "sakiyomi train edits --out x")
+    summary = train_edits(config, "python recipes/edits.py --out x")
     assert summary["finished"]
-    seen = losses(config.out + "/target")
+    seen = losses(config.loop.out + "/target")
     assert sum(seen[-5:]) < 0.8 * sum(seen[:5])
     for part in ("target", "draft"):
         folder = Path(summary[part])
@@ -43,12 +42,12 @@ def test_a_tiny_pair_that_corrects_text(tmp_path: Path) -> None:
         assert {"exact_match", "word_error_rate", "right_tokens"} <= card["held_out"]["fix"].keys()
         assert ("agreement" in card["held_out"]["continue"]) == (part == "draft")
         text = (folder / "README.md").read_text()
-        assert "sakiyomi train edits --out x" in text
+        assert "python recipes/edits.py --out x" in text
         assert "Stories of the tests" in text
         examples = read_examples(folder)
         assert [example.task for example in examples] == ["fix"] * 3 + ["continue"] * 3
-    assert sorted(path.name for path in Path(config.out).iterdir()) == ["draft", "target", "tokenizer"]
-    assert sorted(path.name for path in Path(config.out, "draft").iterdir()) == ["checkpoints", "model"]
+    assert sorted(path.name for path in Path(config.loop.out).iterdir()) == ["draft", "target", "tokenizer"]
+    assert sorted(path.name for path in Path(config.loop.out, "draft").iterdir()) == ["checkpoints", "model"]
 
 
 def test_a_tiny_pair_that_hears(tmp_path: Path) -> None:
@@ -89,10 +88,10 @@ def test_a_stopped_run_goes_on_to_the_same_models(tmp_path: Path, monkeypatch: p
 def test_nothing_half_written_is_taken_for_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tones_config(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("sakiyomi.train.pairs._measures", _interrupted)
+        patch.setattr("pairs._measures", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_tones(config)
-    assert [path.name for path in Path(config.out, "target").iterdir()] == ["checkpoints"]
+    assert [path.name for path in Path(config.loop.out, "target").iterdir()] == ["checkpoints"]
     assert train_tones(tones_config(tmp_path, resume=True))["finished"]
 
 
@@ -115,10 +114,10 @@ def test_other_text_than_the_checkpoints_is_refused(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         stop_at(patch, 1, signal.SIGINT)
         train_edits(config)
-    lines = Path(config.text[0]).read_text().splitlines()
-    Path(config.text[0]).write_text("\n".join(lines[:40]) + "\n")
+    lines = Path(config.text.text[0]).read_text().splitlines()
+    Path(config.text.text[0]).write_text("\n".join(lines[:40]) + "\n")
     with pytest.raises(LoadError, match="text has changed"):
-        train_edits(EditsConfig(**({**vars(config)} | {"resume": True})))
+        train_edits(config.changed(resume=True))
 
 
 def test_batches_of_text_are_what_a_teacher_forces(tmp_path: Path) -> None:
@@ -153,7 +152,7 @@ def test_held_out_text_is_other_text(tmp_path: Path) -> None:
     config = edits_config(tmp_path)
     texts, held_out = read_texts(config)
     assert (len(texts), len(held_out)) == (57, 3)
-    named = edits_config(tmp_path, valid=(f"own={config.text[0]}",))
+    named = edits_config(tmp_path, valid=(f"own={config.text.text[0]}",))
     assert [len(some) for some in read_texts(named)] == [60, 60]
     few = tmp_path / "few.jsonl"
     few.write_text('{"text": "One. Two."}\n')
@@ -211,5 +210,5 @@ def test_examples_survive_their_file(tmp_path: Path) -> None:
     assert read_examples(tmp_path) == examples
     assert [example.grounded for example in [*examples, Example("continue", "x", "y")]] == [True, True, False]
     (tmp_path / "held_out.jsonl").write_text('{"task": "fix"}\n')
-    with pytest.raises(LoadError, match="train edits"):
+    with pytest.raises(LoadError, match=r"recipes/edits\.py"):
         read_examples(tmp_path)

@@ -2,21 +2,30 @@
 
 The questions are the held-out examples in the target's folder. A text to be corrected is nearly all copied, a recording
 fixes every letter, and of a story to be continued nothing is known: what a draft is worth goes down in that order.
+
+python recipes/edits.py --out edits --text stories.jsonl
+python benchmarks/grounded.py --target edits/target/model --draft model:edits/draft/model
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
+from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.output import emit_json, progress, quiet
+from sakiyomi.cli.rows import Shown, show
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.inflate import inflated
 from sakiyomi.evaluation.bench.inflate_seq import positions
@@ -25,9 +34,12 @@ from sakiyomi.evaluation.bench.peers import ForwardClock, generation_settings
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Judge, Lap, Outputs, race, same_tokens, timed
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
-from sakiyomi.train.held_out import Example, read_examples
-from sakiyomi.train.scores import exact_match, word_error_rate
-from sakiyomi.train.sounds import RATE, recording
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "recipes"))
+
+from held_out import Example, read_examples
+from scores import exact_match, word_error_rate
+from sounds import RATE, recording
 
 __all__ = ["grounded"]
 
@@ -145,7 +157,7 @@ def _load(name: str, config: BenchConfig) -> _Loaded:
         return _Loaded(model, transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True), None)
     except (OSError, ValueError) as error:
         raise LoadError(
-            f"row grounded cannot load {name!r} as an encoder-decoder model: {error}; give the folders of a pair with "
+            f"cannot load {name!r} as an encoder-decoder model: {error}; give the folders of a pair with "
             "--target and --draft model:FOLDER"
         ) from error
 
@@ -274,3 +286,35 @@ def _gap(target: _Loaded, example: Example, right: Sequence[int], text: Sequence
     logits = target.model(**target.question(example), decoder_input_ids=tokens, use_cache=False).logits[0, -1].float()
     step = float(logits.abs().max()) * torch.finfo(target.model.dtype).eps
     return abs(float(logits[one[place]] - logits[other[place]])), NEAR_TIE * step
+
+
+# ---------------------------------------------------------------- command line
+
+
+def bench(config: BenchConfig, output: JsonOption) -> None:
+    """Measure the pair and show the table."""
+    try:
+        config.check_pair()
+        with progress("loading") as status:
+            quiet()
+            conditions = machine.conditions()
+            done = show([grounded(config, Shown(status))], conditions, status)
+    except SakiyomiError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    if output.json:
+        emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
+
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+command(
+    app,
+    None,
+    BenchConfig,
+    JsonOption,
+    help="Measure an encoder-decoder pair on its own tasks.\n\nPlain, a draft model and drafts from text alone, beside "
+    "transformers, on the questions in the target's folder.",
+)(bench)
+
+if __name__ == "__main__":
+    app()

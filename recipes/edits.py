@@ -1,26 +1,29 @@
-"""The task of `train edits`: text with mistakes in, the right text out; and, beside it, a story to be continued."""
+"""An encoder-decoder pair that corrects text: text with mistakes in, the right text out; and a story to be continued.
+
+python recipes/edits.py --out edits --text stories.jsonl
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import processors
-from transformers import AutoTokenizer, PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerBase
 
+from defects import Spoiler, sentences
+from held_out import Example
+from pairs import PairConfig, padded, train_pair
+from sakiyomi.cli.train import script
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.config import EditsConfig
+from sakiyomi.train.config.base import setting
 from sakiyomi.train.data import Ids
-from sakiyomi.train.defects import Spoiler, sentences
-from sakiyomi.train.held_out import Example
-from sakiyomi.train.pairs import padded, train_pair
-from sakiyomi.train.texts import FixedTexts
-from sakiyomi.train.tokenizer import train_tokenizer
-from sakiyomi.train.writing import writing
+from sakiyomi.train.tokenizer import own_tokenizer, train_tokenizer
+from texts import FixedTexts
 
 __all__ = ["CONTINUE", "FIX", "EditRows", "Edits", "edit_tokenizer", "train_edits"]
 
@@ -41,8 +44,18 @@ SOURCE_STEP = 32
 """Sources are filled up to a multiple of so many tokens: every shape is a graph where layers are compiled."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EditsConfig(PairConfig):
+    """A Pegasus pair that puts mistakes of a text right, and that continues stories."""
+
+    vocab: int = setting(1024, "Pieces of the tokenizer to train, special tokens included.", least=1)
+    continue_share: float = setting(
+        0.2, "Share of the rows that continue a story, so that text without a source can be measured.", least=0, most=1
+    )
+
+
 def train_edits(config: EditsConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train edits`.
+    """Train the pair.
 
     Args:
         config: the settings.
@@ -64,12 +77,14 @@ class Edits:
 
     def __init__(self, config: EditsConfig, texts: Sequence[str], held_out: Sequence[str]) -> None:
         self._config = config
-        self.tokenizer = self.processor = _own_tokenizer(config, texts)
-        self.most_tokens = 2 * max(config.row_tokens)
+        self.tokenizer = self.processor = own_tokenizer(
+            config.loop.out, config.vocab, lambda: edit_tokenizer(texts, config.vocab, 2 * max(config.loop.row_tokens))
+        )
+        self.most_tokens = 2 * max(config.loop.row_tokens)
         spoiler = Spoiler([*texts, *held_out])
-        self.rows = EditRows(texts, self.tokenizer, spoiler, continued=config.continue_share, seed=config.seed)
+        self.rows = EditRows(texts, self.tokenizer, spoiler, continued=config.continue_share, seed=config.loop.seed)
         # The same generator with another seed, on other text.
-        seed, length = config.seed + 1, max(config.row_tokens)
+        seed, length = config.loop.seed + 1, max(config.loop.row_tokens)
         others = {
             name: EditRows(held_out, self.tokenizer, spoiler, continued=share, seed=seed)
             for name, share in (("fix", 0.0), ("continue", 1.0))
@@ -91,26 +106,6 @@ class Edits:
         they feed, so that layers can be put between (`bench.inflate`).
         """
         config, tokenizer = self._config, self.tokenizer
-        sizes: dict[str, Any] = {
-            "target": {
-                "d_model": config.hidden,
-                "encoder_layers": config.encoder_layers,
-                "decoder_layers": config.layers,
-                "encoder_attention_heads": config.heads,
-                "decoder_attention_heads": config.heads,
-                "encoder_ffn_dim": config.intermediate,
-                "decoder_ffn_dim": config.intermediate,
-            },
-            "draft": {
-                "d_model": config.draft_hidden,
-                "encoder_layers": config.draft_encoder_layers,
-                "decoder_layers": config.draft_layers,
-                "encoder_attention_heads": config.draft_heads,
-                "decoder_attention_heads": config.draft_heads,
-                "encoder_ffn_dim": config.draft_intermediate,
-                "decoder_ffn_dim": config.draft_intermediate,
-            },
-        }
         model = PegasusForConditionalGeneration(
             PegasusConfig(
                 vocab_size=len(tokenizer),
@@ -122,7 +117,7 @@ class Edits:
                 eos_token_id=tokenizer.eos_token_id,
                 decoder_start_token_id=tokenizer.pad_token_id,
                 forced_eos_token_id=None,
-                **sizes[part],
+                **config.sizes.of_part(part),
             )
         )
         torch.nn.init.normal_(model.model.shared.weight, std=TABLE_SPREAD)
@@ -211,22 +206,6 @@ def _end(lengths: Sequence[int], start: int, length: int) -> int:
     return start + max(1, fits)
 
 
-def _own_tokenizer(config: EditsConfig, texts: Sequence[str]) -> PreTrainedTokenizerBase:
-    """The one below OUT (a resumed run), else a new one kept there."""
-    own = Path(config.out) / "tokenizer"
-    if not (own / "tokenizer.json").exists():
-        new = edit_tokenizer(texts, config.vocab, 2 * max(config.row_tokens))
-        with writing(own):
-            new.save_pretrained(own)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(own, local_files_only=True)
-    if len(tokenizer) != config.vocab:
-        raise InputError(
-            f"vocab is {config.vocab}, and the tokenizer in {own} has {len(tokenizer)} pieces; give --vocab "
-            f"{len(tokenizer)}, or delete that folder to have another one trained"
-        )
-    return tokenizer
-
-
 def edit_tokenizer(texts: Sequence[str], pieces: int, max_length: int) -> PreTrainedTokenizerBase:
     """A BPE tokenizer that ends what it encodes with the end token, as encoders expect it."""
     tokenizer = train_tokenizer([" ".join(sentences(text)) for text in texts], pieces, max_length)
@@ -238,3 +217,12 @@ def edit_tokenizer(texts: Sequence[str], pieces: int, max_length: int) -> PreTra
         ]
     )
     return tokenizer
+
+
+if __name__ == "__main__":
+    script(
+        EditsConfig,
+        train_edits,
+        "Train a Pegasus pair, target and draft, that corrects text, with mistakes put into TEXT, and continues "
+        "stories.",
+    )
