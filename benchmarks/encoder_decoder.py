@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 
 _BART = {"d_model": 768, "encoder_attention_heads": 12, "decoder_attention_heads": 12}
@@ -81,7 +82,7 @@ def main() -> None:
 
 def measure(model: Any, source: Source, laps: int, clock: Callable[[], float]) -> dict[str, Any]:
     """Milliseconds of a pass by who makes it and by rows."""
-    graphs, eager = ModelRunner(model, compile=True), ModelRunner(model, compile=False)
+    graphs, eager = build_runner(model, compile=True), ModelRunner(model, compile=False)
     slots = {}
     ids = torch.randint(10, 1000, (HELD + max(ROWS),)).tolist()
     for packed in (graphs, eager):
@@ -99,7 +100,7 @@ def measure(model: Any, source: Source, laps: int, clock: Callable[[], float]) -
         own.self_attention_cache.crop(-rows)
 
     def ours(packed: ModelRunner) -> Callable[[int], object]:
-        return lambda rows: packed.score([SequenceRows(slots[packed], HELD, ids[HELD : HELD + rows])])
+        return lambda rows: packed.score([SequenceRows(slots[packed], HELD, ids[HELD : HELD + rows])]).logits
 
     ways = {"ours, graphs": ours(graphs), "ours, eager": ours(eager), "transformers": their_pass}
     times: dict[str, dict[int, list[float]]] = {way: {rows: [] for rows in ROWS} for way in ways}

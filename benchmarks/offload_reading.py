@@ -31,8 +31,8 @@ def main() -> None:
     ahead = LLM(arguments.folder, "none", offload="disk")
     with patch("sakiyomi.model_executor.runner.attach", lambda *_: None):
         mapped = LLM(arguments.folder, "none", offload="disk")
-    stream = ahead.target.stream
-    assert stream is not None and mapped.target.stream is None
+    stream = ahead.target.weights.stream
+    assert stream is not None and mapped.target.weights.stream is None
     ways = [(name, llm, cold) for cold in (True, False) for name, llm in (("ahead", ahead), ("mapped", mapped))]
     wall: dict[tuple[str, int, bool], list[float]] = {}
     processor: dict[tuple[str, int, bool], list[float]] = {}
@@ -42,7 +42,7 @@ def main() -> None:
                 if cold:
                     drop(stream.files)
                 began, used = time.perf_counter(), time.process_time()
-                llm.target._run(BatchPlan([]), rows)
+                llm.target.run(BatchPlan([]), rows)
                 if lap:
                     wall.setdefault((name, rows, cold), []).append(time.perf_counter() - began)
                     processor.setdefault((name, rows, cold), []).append(time.process_time() - used)

@@ -26,6 +26,7 @@ from sakiyomi.cache.policies import read_cache
 from sakiyomi.cache.quantized import GROUP
 from sakiyomi.evaluation.bench.models import random_llama
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 
 WINDOW, CHUNK, FIRST = 1024, 64, 256
@@ -40,7 +41,7 @@ def read(llm: LLM, tokens: list[int]) -> Tensor:
     for first in range(0, len(tokens), CHUNK):
         piece = tokens[first : first + CHUNK]
         model.make_room(slot, first + len(piece))
-        logits = model.score([SequenceRows(slot, first, piece, prompt=True)])
+        logits = model.score([SequenceRows(slot, first, piece, prompt=True)]).logits
         if first >= FIRST:
             rows.append(logits.float().log_softmax(-1))
         model.eviction.evict(slot, len(tokens), first + len(piece))
@@ -123,7 +124,7 @@ def speed(lengths: list[int], dtype: torch.dtype, heads: int, laps: int) -> dict
             for name in CACHES:
                 packing = read_cache(name).packing
                 eviction = None if packing is None else EvictionPlan(None, None, 512, packing=packing)
-                made = ModelRunner(model, max_slots=1, compile=False, eviction=eviction, text=range(256))
+                made = build_runner(model, max_slots=1, compile=False, eviction=eviction, text=range(256))
                 packed[name] = made, filled(made, tokens)
             spent: dict[tuple[str, int], list[float]] = {}
             for _ in range(laps + 1):

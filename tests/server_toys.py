@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sakiyomi import LLM
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
 from toys import tiny_llama, tiny_tokenizer
@@ -48,7 +48,7 @@ def toy_llm(draft: Any = "close", *, template: str | None = CHATML, marks: Seque
         for parameter in near.parameters():
             parameter.data.mul_(1.02)
         near.lm_head.weight.data += 0.1 * tiny_llama(seed=5).lm_head.weight.data
-        draft = ModelDrafter(ModelRunner(near, compile=False, max_slots=options.get("max_batch", 8)), 320)
+        draft = ModelDrafter(build_runner(near, compile=False, max_slots=options.get("max_batch", 8)), 320)
     target = tiny_llama(max_position_embeddings=4096)
     return LLM((target, tokenizer), draft, **({"compile": False} | options))
 

@@ -20,7 +20,7 @@ from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.layer_state import LAYER_STATES
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from toys import character_tokenizer, tiny_llama
 
 VOCAB, WINDOW, NEW, CHUNK = 64, 3, 24, 16
@@ -187,7 +187,7 @@ PROMPTS = [prompt(37, 1), prompt(5, 2), prompt(90, 3), prompt(1, 4)]
 
 
 def llm_with(draft: Any = "none", **options: Any) -> LLM:
-    return LLM((model_of(), TOKENIZER), draft, compile=False, chunk_size=CHUNK, **options)
+    return LLM((model_of(), TOKENIZER), draft, chunk_size=CHUNK, **({"compile": False} | options))
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -199,44 +199,45 @@ def test_chains_trees_and_levels_of_a_tree(native: bool, monkeypatch: pytest.Mon
     """Two requests in one pass; a tree at once, the same in two passes, and what follows the path that is kept."""
     if not native:
         monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
-    runner = ModelRunner(model_of(), compile=False, max_slots=3)
+    runner = build_runner(model_of(), compile=False, max_slots=3)
     first, second = prompt(20, 5), prompt(7, 6)
     one, two = runner.cache.take(), runner.cache.take()
     runner.cache.reserve(two, 60)
     segments = [SequenceRows(one, 0, first, prompt=True), SequenceRows(two, 0, second, prompt=True)]
-    close(runner.score(segments), torch.cat([logits_of(first), logits_of(second)]))
+    close(runner.score(segments).logits, torch.cat([logits_of(first), logits_of(second)]))
     tree, parents = [11, 12, 13, 14, 15, 16], (-1, 0, 0, 1, 2, 3)
     paths = [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]]
     wanted = [logits_of([*first, *(tree[i] for i in path)])[-1] for path in paths]
-    whole = runner.score([SequenceRows(one, 20, tree, parents), SequenceRows(two, 7, [3, 4])])
+    whole = runner.score([SequenceRows(one, 20, tree, parents), SequenceRows(two, 7, [3, 4])]).logits
     close(whole[:6], torch.stack(wanted))
     close(whole[6:], logits_of([*second, 3, 4])[-2:])
     runner.cache.roll_back(one, 20)
-    begun = runner.score([SequenceRows(one, 20, tree[:3], parents[:3])])
-    rest = runner.score([SequenceRows(one, 23, tree[3:], parents, done=3)])
+    begun = runner.score([SequenceRows(one, 20, tree[:3], parents[:3])]).logits
+    rest = runner.score([SequenceRows(one, 23, tree[3:], parents, done=3)]).logits
     close(torch.cat([begun, rest]), torch.stack(wanted))
     runner.cache.commit(one, 20, (0, 2, 4))
-    close(runner.score([SequenceRows(one, 23, [9])]), logits_of([*first, 11, 13, 15, 9])[-1:])
+    close(runner.score([SequenceRows(one, 23, [9])]).logits, logits_of([*first, 11, 13, 15, 9])[-1:])
 
 
-@pytest.mark.parametrize("draft", ["none", "chain", "tree", "model"])
-def test_greedy_text_alone_and_in_a_batch(draft: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("draft", ["none", "chain", "tree", "traced", "model"])
+def test_greedy_text_alone_and_in_a_batch(draft: str) -> None:
     """Prompts of several chunks and of one token; a draft model whose own layers keep such windows, too."""
     texts = [greedy(tokens) for tokens in PROMPTS]
     drafter: Any = "none"
-    if draft in ("chain", "tree"):
+    if draft in ("chain", "tree", "traced"):
         kind = Scripted if draft == "chain" else Branching
         drafter = kind(texts_of(PROMPTS, texts), "sometimes", VOCAB)
     elif draft == "model":
-        near = ModelRunner(model_of(), compile=False)
+        near = build_runner(model_of(), compile=False)
         from sakiyomi.drafters.model import ModelDrafter
 
         drafter = ModelDrafter(near, VOCAB)
-    llm = llm_with(drafter)
+    llm = llm_with(drafter, compile="auto" if draft == "traced" else False)
     found = llm.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in found] == texts
     assert draft == "none" or sum(out.stats.accepted for out in found) > 10
     assert [llm.generate([tokens], GREEDY)[0].token_ids for tokens in PROMPTS] == texts
+    assert any(map(llm.target.recorder.has, llm.target.sizes)) if draft == "traced" else llm.target.recorder is None
     assert llm.target.cache.bytes > sum(store.nbytes for store in (*llm.target.cache.keys, *llm.target.cache.values))
 
 

@@ -23,8 +23,8 @@ from sakiyomi.cache.policies.retaining.raw import Raw, find_projections
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError, UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.train import retaining_labels as labels
 from sakiyomi.train.heads_loss import heads_loss
 from sakiyomi.train.retaining_labels import attention_heard, kv_heads_of, largest_chances, largest_logits
@@ -122,7 +122,7 @@ def test_raw_of_a_packed_model_eager_and_compiled(name: str) -> None:
     ids = prompt(8)
     expected = [torch.cat(layer, 2)[0] for layer in projected(model, torch.tensor([ids]))]
     names = find_projections(model)
-    packed = ModelRunner(model, compile=False)
+    packed = build_runner(model, compile=False)
     raw = Raw(packed.module, names=names)
     assert raw.widths == tuple(layer.shape[1] for layer in expected)
     kv_heads = [shape.heads for shape in packed.cache.shapes]
@@ -135,17 +135,17 @@ def test_raw_of_a_packed_model_eager_and_compiled(name: str) -> None:
         assert torch.allclose(read, layer, atol=1e-4, rtol=1e-4)
     if name in OWN_ATTENTION:
         return  # no graphs are made of these
-    packed.state.begin(BatchPlan([]), 8)
+    packed.backend.begin(BatchPlan([]), 8)
 
-    def step(ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor], Tensor | None]:
+    def step(ids: Tensor, positions: Tensor) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]]:
         logits = packed.module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits
         scores = [heads(layer, read) for layer, read in enumerate(raw.traced) if read is not None]
-        return logits, scores, packed.tap.traced
+        return logits, scores, packed.weights.capture.take()
 
     row, positions = torch.tensor([ids]), torch.arange(8)[None]
     compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
     with torch.no_grad():
-        logits, scores, hidden = compiled(row, positions)
+        logits, scores, (hidden,) = compiled(row, positions)
     assert logits.shape[:2] == (1, 8)
     assert hidden is not None
     # Behind the first layer a pass without requests attends to nothing: only that one has the same inputs.
@@ -391,7 +391,7 @@ def test_the_fingerprint_tells_models_apart_and_not_how_they_were_loaded() -> No
     model = model_of("qwen2")
     tokenizer = tiny_tokenizer()
     own = fingerprint(model, tokenizer)
-    packed = ModelRunner(model, compile=False)
+    packed = build_runner(model, compile=False)
     assert fingerprint(packed.module, tokenizer) == own
     assert fingerprint(model_of("llama"), tokenizer)["weights"] != own["weights"]
     assert fingerprint(model, tiny_tokenizer(300))["tokenizer"] != own["tokenizer"]

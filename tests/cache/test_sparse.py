@@ -157,9 +157,9 @@ def read(llm: LLM, tokens: list[int], *, behind: int = 0) -> Tensor:
         llm.target.eviction.begin(slot)
         for at in range(0, end, 16):
             part = tokens[at : min(at + 16, end)]
-            rows.append(llm.target.score([SequenceRows(slot, at, part, prompt=True)]).clone())
+            rows.append(llm.target.score([SequenceRows(slot, at, part, prompt=True)]).logits.clone())
         if behind:
-            rows.append(llm.target.score([SequenceRows(slot, end, tokens[end:])]).clone())
+            rows.append(llm.target.score([SequenceRows(slot, end, tokens[end:])]).logits.clone())
     return torch.cat(rows)
 
 
@@ -182,7 +182,7 @@ def test_what_is_written_sees_everything() -> None:
     mine, theirs = full.target.cache, llm.target.cache
     for a, b in zip((*mine.keys, *mine.values), (*theirs.keys, *theirs.values), strict=True):
         a[0, :, :32] = b[0, :, :32]
-    behind = full.target.score([SequenceRows(0, 32, tokens[32:])])
+    behind = full.target.score([SequenceRows(0, 32, tokens[32:])]).logits
     assert torch.equal(found, behind)
     assert llm.target.cache.bytes == full.target.cache.bytes, "all pairs stay"
 

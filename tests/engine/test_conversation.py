@@ -16,6 +16,7 @@ from sakiyomi import LLM, InputError, MemoryLimitError, RemovedError, SamplingPa
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.model_executor.attention.cpu import CpuBackend
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -212,15 +213,15 @@ def test_kernels_that_are_ready_between_two_requests(monkeypatch: pytest.MonkeyP
     """What plain torch wrote into the cache on a machine's first use is read by the compiled kernels from then on."""
     if PackedWeights.create() is None:
         pytest.skip("the C++ kernels cannot be compiled here")
-    monkeypatch.setattr("sakiyomi.model_executor.compiled.compiler", lambda: None)
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "native_at_hand", lambda: False)
+    for place in ("runner", "build"):
+        monkeypatch.setattr(f"sakiyomi.model_executor.{place}.native_at_hand", lambda: False)
     llm = LLM((model_of("llama"), TOKENIZER), "none")
     with llm.conversation() as conversation:
         conversation.generate(FIRST, params())
-        assert not isinstance(llm.target.state, PackedWeights)
+        assert not isinstance(llm.target.backend, CpuBackend)
         monkeypatch.setattr(sakiyomi.model_executor.runner, "native_at_hand", lambda: True)
         out = conversation.generate(second(), params())
-        assert isinstance(llm.target.state, PackedWeights)
+        assert isinstance(llm.target.backend, CpuBackend)
         assert (out.stats.reused, out.token_ids) == (22, reply(tuple(second())))
 
 

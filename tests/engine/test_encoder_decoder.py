@@ -16,8 +16,9 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.attention.torch import TorchBackend
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from seq2seq_toys import ALL, FOUR, NEW, TOKENIZER, VOCAB, build, model_of, reference, sources
 
 
@@ -36,7 +37,7 @@ def drafter(name: str, which: str) -> Any:
     """By name: the target itself as its draft, another model of the family, or a spec."""
     if which in ("self", "other"):
         model = model_of(name) if which == "self" else model_of(name, 7, 1)
-        return ModelDrafter(ModelRunner(model, compile=False), VOCAB)
+        return ModelDrafter(build_runner(model, compile=False), VOCAB)
     return which
 
 
@@ -94,7 +95,7 @@ def test_text_with_drafts_without_a_model_is_that_of_transformers(name: str, whi
 def test_text_without_the_compiled_kernels_is_that_of_transformers(name: str, plain_torch: None) -> None:
     for which, size in (("none", "auto"), ("self", "tree")):
         llm = llm_of(name, which)
-        assert isinstance(llm.target.state, TorchBackend)
+        assert isinstance(llm.target.backend, TorchBackend)
         assert tokens(llm, sources(name), params(**SIZES[size])) == wanted(name)
 
 
@@ -154,7 +155,7 @@ def test_text_up_to_the_last_position(name: str) -> None:
     limit = "max_target_positions" if name == "whisper" else "max_position_embeddings"
     model = build(name, **{limit: 20})
     for which in ("none", "self"):
-        draft = ModelDrafter(ModelRunner(model, compile=False), VOCAB) if which == "self" else which
+        draft = ModelDrafter(build_runner(model, compile=False), VOCAB) if which == "self" else which
         llm = LLM((model, TOKENIZER), draft, compile=False, strict=True)
         done = llm.generate(sources(name), params(max_new_tokens=50, gamma=4))
         assert [out.token_ids for out in done] == [reference(model, source, 19) for source in sources(name)]
@@ -171,7 +172,7 @@ def test_what_a_pass_reads_is_less_than_the_model() -> None:
     assert len(cross) == 4
     elsewhere = sum(module.weight.nbytes for module in (*cross, bias))
     padding = 4 * 32 * 4  # the head's 60 channels are packed as 64
-    assert ModelRunner(model, compile=False).weight_bytes == sum(read.values()) - elsewhere + padding
+    assert build_runner(model, compile=False).weights.bytes == sum(read.values()) - elsewhere + padding
 
 
 def counted(llm: LLM) -> list[object]:
@@ -220,16 +221,16 @@ def test_a_wrong_relative_bias_is_noticed() -> None:
     """T5's bias one place off, none, or that of another head: the text is another one."""
     for broken in (lambda table: table.roll(1, 1), lambda table: 0 * table, lambda table: table.flip(0)):
         llm = llm_of("t5")
-        state = llm.target.state
-        assert isinstance(state, PackedWeights)
-        state.set_distances(broken(llm.target.module.distances).contiguous())
+        assert isinstance(llm.target.backend, CpuBackend)
+        llm.target.module.distances = broken(llm.target.module.distances).contiguous()
+        llm.target.take_backend()
         assert tokens(llm, sources("t5"), params()) != wanted("t5")
 
 
 def test_a_bias_by_column_is_noticed_in_trees(plain_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a tree siblings lie in different columns at one depth."""
     llm = llm_of("t5", "self")
-    assert isinstance(llm.target.state, TorchBackend)
+    assert isinstance(llm.target.backend, TorchBackend)
     good = llm.generate(sources("t5"), params(**SIZES["tree"]))
     assert [out.token_ids for out in good] == wanted("t5")
 
@@ -278,8 +279,8 @@ def test_compiled_and_plain_attention_agree_on_trees(
     for plain in (False, True):
         if plain:
             monkeypatch.setattr(PackedWeights, "create", lambda: None)
-        model = ModelRunner(build(name).to(dtype), compile=False)
-        assert isinstance(model.state, TorchBackend if plain else PackedWeights)
+        model = build_runner(build(name).to(dtype), compile=False)
+        assert isinstance(model.backend, TorchBackend if plain else CpuBackend)
         intake = LLM((model_of(name), TOKENIZER), "none", compile=False).engine._intake
         slots = [model.cache.take() for _ in range(3)]
         for slot, source in zip(slots[:2], sources(name), strict=False):
@@ -288,7 +289,7 @@ def test_compiled_and_plain_attention_agree_on_trees(
         model.score([SequenceRows(slot, 0, list(range(3, 3 + 5 + slot)), prompt=True) for slot in slots])
         parents = (-1, 0, 0, 1, 1, 3, 2)
         parts = [SequenceRows(slot, 5 + slot, list(range(10, 17)), parents) for slot in slots]
-        found.append(model.score(parts).float())
+        found.append(model.score(parts).logits.float())
     assert found[0].isfinite().all()
     tolerance = (1e-5 if dtype == torch.float32 else 0.05) * float(found[0].abs().max())
     torch.testing.assert_close(found[0], found[1], atol=tolerance, rtol=0.0)
@@ -297,12 +298,12 @@ def test_compiled_and_plain_attention_agree_on_trees(
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
 def test_a_pass_without_positions_is_compiled_too() -> None:
     """T5's graphs have token ids as their only input."""
-    model = ModelRunner(model_of("t5"), compile="auto")
-    assert model.graphs is not None
-    model.graphs.make((4,))
-    assert model.ready == {4}
+    model = build_runner(model_of("t5"), compile=False)
+    model.compile = True
+    model.take_backend()
+    assert model.recorded(4)
     llm = llm_of("t5")
     llm.engine.target = llm.target = model
-    llm.engine._places._cache = model.cache
-    llm.engine._drafting.target = model
+    llm.engine._slots._cache = model.cache
+    llm.engine._speculation.target = model
     assert tokens(llm, sources("t5"), params()) == wanted("t5")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import sakiyomi.model_executor.runner
 from sakiyomi import LLM, Audio, InputError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
+from sakiyomi.model_executor.build import build_runner
 from seq2seq_toys import FOUR, FRAMES, MELS, NEW, TOKENIZER, VOCAB, build, model_of, reference, sources
 from toys import save_model, tiny_llama
 
@@ -406,9 +407,7 @@ def test_a_source_too_long_for_the_draft_goes_undrafted() -> None:
     from sakiyomi.drafters.model import ModelDrafter
 
     small = build("bart", seed=3, max_position_embeddings=40)
-    llm = llm_of(
-        model_of("bart"), ModelDrafter(sakiyomi.model_executor.runner.ModelRunner(small, compile=False), VOCAB)
-    )
+    llm = llm_of(model_of("bart"), ModelDrafter(build_runner(small, compile=False), VOCAB))
     long, short = sources("bart", (60, 30))
     done = llm.generate([long, short], params(gamma=2, ignore_eos=True))
     assert [out.token_ids for out in done] == [reference(model_of("bart"), source) for source in (long, short)]

@@ -5,12 +5,8 @@ What a pass computes is tested elsewhere; here it is who gets it, when, and what
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -33,8 +29,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.request import Request
-from sakiyomi.model_executor import compiled as graphs
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -386,13 +381,13 @@ def test_the_four_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
 
 
 def compare_clocks(heavy: LLM, length: int, gamma: int | str) -> None:
-    watches = [Clock(heavy.target._model), Clock(heavy.draft.model._model)]  # type: ignore[union-attr]
+    watches = [Clock(heavy.target.module), Clock(heavy.draft.model.module)]  # type: ignore[union-attr]
     try:
         began = time.perf_counter()
         (out,) = heavy.generate([prompt(length)], params(max_new_tokens=24, gamma=gamma))
         wall = time.perf_counter() - began
     finally:
-        for watch, model in zip(watches, (heavy.target._model, heavy.draft.model._model), strict=True):  # type: ignore[union-attr]
+        for watch, model in zip(watches, (heavy.target.module, heavy.draft.model.module), strict=True):  # type: ignore[union-attr]
             model.forward = watch._inner
     stats = out.stats
     parts = (stats.prefill_seconds, stats.draft_seconds, stats.score_seconds, stats.overhead_seconds)
@@ -412,11 +407,11 @@ def test_the_drafts_prompt_counts_as_prefill(heavy: LLM) -> None:
     """``prefill_seconds`` is inside forwards over the prompt, the target's and the draft's (outputs.Stats): else the
     cost of a draft step would look several times what it is on a long prompt.
     """
-    watch = Clock(heavy.draft.model._model)  # type: ignore[union-attr]
+    watch = Clock(heavy.draft.model.module)  # type: ignore[union-attr]
     try:
         (out,) = heavy.generate([prompt(400)], params(max_new_tokens=3, gamma=1))
     finally:
-        heavy.draft.model._model.forward = watch._inner  # type: ignore[union-attr]
+        heavy.draft.model.module.forward = watch._inner  # type: ignore[union-attr]
     assert watch.calls >= 2
     # One draft step of one token remains outside; the rest is 400 tokens of prompt.
     assert out.stats.draft_seconds < 0.5 * watch.total
@@ -703,16 +698,16 @@ def test_compiled_graphs_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("share", "eager"), [(1.0, 0), (0.0, 3)])
 def test_a_short_prompt_takes_a_graph_that_is_there(monkeypatch: pytest.MonkeyPatch, share: float, eager: int) -> None:
     """Where logits of all its rows cost little: then no pass is eager, and the text is the same."""
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "SMALL_HEAD", share)
+    monkeypatch.setattr("sakiyomi.model_executor.build.SIZES", (1, 8, 64))
+    monkeypatch.setattr("sakiyomi.model_executor.weights.SMALL_HEAD", share)
     llm = LLM((model_of("llama"), TOKENIZER), "none", compile=True)
-    plain, calls = llm.target._plain, []
+    plain, calls = llm.target.module.forward, []
 
-    def counted(*args: Any) -> Tensor:
-        calls.append(args)
-        return plain(*args)
+    def counted(**given: Any) -> Any:
+        calls.append(given)
+        return plain(**given)
 
-    monkeypatch.setattr(llm.target, "_plain", counted)
+    monkeypatch.setattr(llm.target.module, "forward", counted)
     assert [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS] == wanted()
     assert len(calls) == eager
 
@@ -721,71 +716,21 @@ def test_a_short_prompt_takes_a_graph_that_is_there(monkeypatch: pytest.MonkeyPa
 def test_a_model_with_graphs_goes_when_nobody_holds_it() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", compile="auto")
     llm.generate(PROMPTS[:1], params(max_new_tokens=4))
-    assert llm.target.graphs is not None
-    llm.target.graphs.wait()
+    llm.wait()
     assert llm.compiled()
-    held = [weakref.ref(thing) for thing in (llm.target, llm.target._model, llm.target.state)]
+    held = [weakref.ref(thing) for thing in (llm.target, llm.target.module, llm.target.backend)]
     del llm
     gc.collect()
     assert [thing() for thing in held] == [None] * 3
 
 
-def test_who_waits_for_batches_has_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_compiled", lambda *_: None)
+def test_who_waits_for_batches_has_every_size_recorded() -> None:
     llm = LLM((model_of("llama"), TOKENIZER), "none", compile="auto", max_batch=32)
-    llm.wait()
-    assert llm.target.ready == set(llm.target.first_sizes)
-    llm.wait(batches=True)
-    assert llm.target.ready == set(llm.target.sizes)
-
-
-@pytest.mark.parametrize("seconds", [0.7, 1.5])
-def test_a_process_may_end_while_graphs_compile(seconds: float, tmp_path: Path) -> None:
-    code = """
-import sys, time
-from sakiyomi import LLM, SamplingParams
-llm = LLM("tales", "model:tales-draft")
-print(llm.generate("Once upon a time", SamplingParams(max_new_tokens=4)).text)
-assert not llm.compiled()
-time.sleep(float(sys.argv[1]))
-"""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # nothing compiled before helps
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(seconds)], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "terminate" not in done.stderr and "Traceback" not in done.stderr
-
-
-def test_what_compiles_ends_even_if_a_callback_swallows_the_call(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """An exception from outside may reach a thread within a callback of the collector, which goes on after it."""
-    monkeypatch.setattr(graphs, "_stopped", threading.Event())
-    monkeypatch.setattr(graphs, "_compiling", set())
-    calls = []
-
-    class Slow:
-        def __del__(self) -> None:
-            calls.append(1)
-            while True:
-                time.sleep(0.01)
-
-    def work() -> None:
-        thing = Slow()
-        del thing  # the first call ends this
-        calls.append(2)
-        with contextlib.suppress(SystemExit):  # pytest would report it
-            while True:
-                time.sleep(0.01)
-
-    thread = threading.Thread(target=work, daemon=True)
-    graphs._compiling.add(thread)
-    thread.start()
-    time.sleep(0.1)
-    graphs.stop_compiling()
-    assert not thread.is_alive() and calls == [1, 2]
-    assert capfd.readouterr().err == ""
+    assert not llm.compiled()
+    assert llm.wait() and llm.compiled()
+    assert {size for size in llm.target.sizes if llm.target.recorded(size)} == set(llm.target.first_sizes)
+    assert llm.wait(batches=True)
+    assert all(llm.target.recorded(size) for size in llm.target.sizes)
 
 
 @pytest.mark.alone
@@ -817,7 +762,7 @@ def test_a_draft_ends_with_an_end_token() -> None:
     """Whatever gamma says: behind the end of the text there is nothing to guess."""
     model = model_of("llama")
     text = wanted()[0]
-    llm = LLM((model, TOKENIZER), ModelDrafter(ModelRunner(model, compile=False), VOCAB), compile=False)
+    llm = LLM((model, TOKENIZER), ModelDrafter(build_runner(model, compile=False), VOCAB), compile=False)
     end = text[5]
     first = text.index(end)
     values = params(gamma="heuristic", stop_token_ids=[end])

@@ -24,7 +24,7 @@ from sakiyomi.evaluation.audit.audit import AuditConfig, audit
 from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention.torch import TorchBackend
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -50,7 +50,7 @@ def scripted(kind: type[Scripted] = Scripted) -> Scripted:
 
 def drafted(draft: Any, **options: Any) -> LLM:
     """With a draft model that is another llama of random weights."""
-    return llm_with(ModelDrafter(ModelRunner(draft, compile=False), VOCAB), **options)
+    return llm_with(ModelDrafter(build_runner(draft, compile=False), VOCAB), **options)
 
 
 def broken_after(count: int) -> Any:
@@ -197,7 +197,7 @@ def test_memory_that_goes_away_ends_the_request_that_needs_more() -> None:
 
 
 def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
-    draft = ModelRunner(model_of("llama"), compile=False)
+    draft = build_runner(model_of("llama"), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
     draft.cache.sizing.available = lambda: 0
     done = llm.generate(PROMPTS, params())
@@ -210,9 +210,9 @@ def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
 def test_a_loaded_model_is_not_doubled_without_memory_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 1000)
-    packed = ModelRunner(model_of("llama"), compile=False)
-    assert isinstance(packed.state, TorchBackend)
+    monkeypatch.setattr("sakiyomi.model_executor.weights.available_bytes", lambda device: 1000)
+    packed = build_runner(model_of("llama"), compile=False)
+    assert isinstance(packed.backend, TorchBackend)
     assert not caplog.records or "packed copy" in caplog.text
 
 
@@ -445,14 +445,14 @@ def test_a_cut_draft_is_one_of_lower_depth() -> None:
 def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph compiled in the background runs once, with an empty pass of its own."""
     monkeypatch.setattr(native, "native", lambda: None)
-    packed = ModelRunner(model_of("llama"), compile=False)
-    dense = packed.state
+    packed = build_runner(model_of("llama"), compile=False)
+    dense = packed.backend
     assert isinstance(dense, TorchBackend)
     slot = packed.cache.take()
     packed.cache.reserve(slot, 16)
-    expected = packed.score([SequenceRows(slot, 0, PROMPTS[0], prompt=True)])
-    attention = packed._model.model.layers[1].self_attn
-    forward, model = attention.forward, packed._model
+    expected = packed.score([SequenceRows(slot, 0, PROMPTS[0], prompt=True)]).logits
+    attention = packed.module.model.layers[1].self_attn
+    forward, model = attention.forward, packed.module
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
         def other() -> None:
@@ -466,56 +466,29 @@ def test_a_background_pass_does_not_touch_the_one_in_progress(monkeypatch: pytes
 
     model.model.layers[1].self_attn.forward = meanwhile
     try:
-        assert torch.equal(packed.score([SequenceRows(slot, 0, PROMPTS[0], prompt=True)]), expected)
+        assert torch.equal(packed.score([SequenceRows(slot, 0, PROMPTS[0], prompt=True)]).logits, expected)
     finally:
         model.model.layers[1].self_attn.forward = forward
 
 
-def test_a_request_keeps_the_graphs_of_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = llm_with(scripted())
-    ready = [frozenset[int]()]
-    monkeypatch.setattr(ModelRunner, "ready", property(lambda self: ready[0]))
-    seen: list[tuple[int, frozenset[int]]] = []
-    score = llm.target.score
-
-    def watching(segments: Sequence[SequenceRows], *, graphs: Any = None, last: bool = False) -> Tensor:
-        if not last:
-            seen.extend((segment.slot, graphs) for segment in segments)
-        return score(segments, last=last)
-
-    monkeypatch.setattr(llm.target, "score", watching)
-    first = llm.engine.submit(PROMPTS[0], params())
-    llm.engine.step()
-    ready[0] = frozenset({4, 8})
-    second = llm.engine.submit(PROMPTS[2], params())
-    while llm.engine.busy:
-        llm.engine.step()
-    assert {graphs for slot, graphs in seen if slot == 0} == {frozenset()}
-    assert {graphs for slot, graphs in seen if slot == 1} == {frozenset({4, 8})}
-    assert [first.output, second.output] == [wanted()[0], wanted()[2]]
-
-
-@pytest.mark.filterwarnings("default")  # the compiler's own
-def test_exact_requests_take_one_path_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled from the start, whether or not the draft's graphs are there."""
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "SIZES", (1, 8, 64))
+def test_exact_requests_do_not_depend_on_what_is_recorded() -> None:
+    """Eager and traced passes are equal to the last bit."""
     target = tiny_llama(vocab=VOCAB, layers=1, dim=64).to(torch.bfloat16)
-    draft = ModelRunner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
+    draft = build_runner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile="auto", first_sizes=(1,))
     llm = LLM((target, TOKENIZER), ModelDrafter(draft, VOCAB), exact=True)
     plain = LLM((target, TOKENIZER), "none", exact=True)
-    assert llm.target.ready == plain.target.ready == {1, 8, 64}
     expected = texts(plain)
     assert texts(llm) == expected
-    assert draft.graphs is not None
-    draft.graphs.wait()
+    assert llm.wait(batches=True)
     assert texts(llm) == expected
+    assert texts(LLM((target, TOKENIZER), "none", exact=True, compile=False)) == expected
     assert [llm.generate([tokens], params())[0].token_ids for tokens in PROMPTS] == expected
     # Trees of all requests have more rows than the largest graph, and one alone has too.
     for gamma in (7, 20):
         trees = LLM((target, TOKENIZER), Branching(texts_of(PROMPTS, expected), "sometimes", VOCAB), exact=True)
         sizes = []
-        run = trees.target._run
-        trees.target._run = lambda plan, size, run=run, sizes=sizes, **how: sizes.append(size) or run(plan, size, **how)  # type: ignore[method-assign]
+        run = trees.target.run
+        trees.target.run = lambda plan, size, run=run, sizes=sizes, **how: sizes.append(size) or run(plan, size, **how)  # type: ignore[method-assign]
         assert texts(trees, gamma=gamma) == expected
         assert max(sizes) == 64
 

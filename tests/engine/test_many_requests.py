@@ -12,7 +12,7 @@ from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from toys import character_tokenizer, tiny_llama
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -24,7 +24,7 @@ def llm_with(draft: Any = "none", **options: Any) -> LLM:
 
 
 def test_new_prompts_share_the_drafts_passes() -> None:
-    draft = ModelRunner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
+    draft = build_runner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
     prompts = [prompt(9 + i, i) for i in range(4)]
     seen: list[int] = []
@@ -36,7 +36,7 @@ def test_new_prompts_share_the_drafts_passes() -> None:
 
 def test_prompts_beyond_a_chunk_take_more_than_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.drafters.model.CHUNK", 20)
-    draft = ModelRunner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
+    draft = build_runner(tiny_llama(vocab=VOCAB, layers=1, seed=1), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
     seen: list[tuple[int, int]] = []
 

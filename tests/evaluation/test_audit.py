@@ -131,7 +131,7 @@ def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, m
 
     def without_report(llm: LLM, *arguments: Any, **options: Any) -> ModelRunner:
         target = pack(llm, *arguments, **options)
-        target.quantization = None
+        target.weights.quantization = None
         return target
 
     monkeypatch.setattr(LLM, "_pack_target", without_report)

@@ -360,11 +360,11 @@ def test_bytes_that_a_pass_reads(pair: BenchConfig) -> None:
     whole = sum(p.nbytes for p in model.parameters()) - embedding.nbytes
     assert model.get_output_embeddings().weight is not embedding
     packed = LLM(pair.target, draft="none", compile=False).target
-    linears = [module for module in packed._model.modules() if isinstance(module, PackedLinear)]
-    assert packed.weight_bytes is not None
-    assert whole <= packed.weight_bytes <= 1.1 * whole  # blocks of 32 channels are filled up
+    linears = [module for module in packed.module.modules() if isinstance(module, PackedLinear)]
+    assert packed.weights.bytes is not None
+    assert whole <= packed.weights.bytes <= 1.1 * whole  # blocks of 32 channels are filled up
     if linears:  # the compiled kernels are here
-        rounded = LLM(pair.target, draft="none", compile=False, quantize="int8").target.weight_bytes
+        rounded = LLM(pair.target, draft="none", compile=False, quantize="int8").target.weights.bytes
         assert rounded is not None
         assert whole / 4 < rounded < whole / 2
 
@@ -712,7 +712,7 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         assert line["ratio_8_to_1"] == line["ms_8"] / line["ms_1"]
         assert line["kv_bytes"] == line["cached"] * 2 * 2 * 64 * 2  # keys and values of two layers, 2 bytes each
         assert 0 < line["read_ms"] < 100
-    weights = [line["weight_bytes"] for line in found.lines[::3]]
+    weights = [line["weights.bytes"] for line in found.lines[::3]]
     assert weights == sorted(weights, reverse=True)
     assert len(weights) == len(set(weights))
     assert found.conditions["graphs"] == "eager"

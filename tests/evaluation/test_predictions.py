@@ -7,7 +7,7 @@ import torch
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.predictions import predictions
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.sampling.probs import leading
 from toys import tiny_llama
 
@@ -16,7 +16,7 @@ def test_predictions_are_those_of_the_model() -> None:
     """Longer than one stretch of logits, so that their border is in it."""
     model = tiny_llama()
     tokens = torch.randint(320, (150,), generator=torch.Generator().manual_seed(1)).tolist()
-    found = predictions(ModelRunner(model, max_slots=1, compile=False), tokens, 3)
+    found = predictions(build_runner(model, max_slots=1, compile=False), tokens, 3)
     with torch.no_grad():
         probs = model(input_ids=torch.tensor([tokens])).logits[0].softmax(-1)
     assert len(found) == 151
@@ -32,7 +32,7 @@ def test_predictions_are_those_of_the_model() -> None:
 
 
 def test_what_cannot_be_meant() -> None:
-    model = ModelRunner(tiny_llama(max_position_embeddings=8), max_slots=1, compile=False)
+    model = build_runner(tiny_llama(max_position_embeddings=8), max_slots=1, compile=False)
     for tokens, count in (([], 1), ([1] * 9, 1), ([1], 0)):
         with pytest.raises(InputError):
             predictions(model, tokens, count)

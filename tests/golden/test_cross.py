@@ -21,7 +21,7 @@ from sakiyomi.drafters import Context
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon
 from sakiyomi.drafters.cross_tokenizer.drafter import CrossDrafter
 from sakiyomi.drafters.model import ModelDrafter
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.sampling.rng import RequestNoise
 from toys import (
     byte_fallback_tokenizer,
@@ -285,7 +285,7 @@ def test_one_request_that_grows_is_drafted_as_a_fresh_one() -> None:
 def test_what_the_drafts_cache_keeps_is_right(draft: str) -> None:
     """A real cache from round to round, tokens taken back and asked for again, against a fresh one each round."""
     model, tokenizer = pair(draft, 1)
-    packed = ModelRunner(model, compile=False)
+    packed = build_runner(model, compile=False)
     _, theirs = pair("SentencePiece" if draft == "byte-level" else "byte-level", 0)
     cross = CrossDrafter(ModelDrafter(packed, packed.vocab_size), tokenizer, theirs)
     tokens = theirs("the fox 😀 abc xyz. あい! the river was there and went. " * 3)["input_ids"]

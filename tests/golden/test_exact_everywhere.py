@@ -40,7 +40,7 @@ from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.drafters import DRAFTERS
 from sakiyomi.drafters.trees import BUILDERS
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.sampling.verifiers import VERIFIERS, Verifier
 from toys import character_tokenizer, save_model
 
@@ -151,7 +151,7 @@ def near() -> Any:
 
 
 def shapes() -> list[LayerShape]:
-    return list(ModelRunner(model_of("llama"), compile=False).cache.shapes)
+    return list(build_runner(model_of("llama"), compile=False).cache.shapes)
 
 
 def retaining(place: Path) -> None:
@@ -309,5 +309,5 @@ def test_the_self_test_sees_what_logits_hide() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[:, 5] = 0  # nobody reads what differs
     model.model.layers[0].mlp.act_fn = Hidden(model.model.layers[0].mlp.act_fn, 8)
-    sizes = ModelRunner(model, compile=False, exact=True).sizes
+    sizes = build_runner(model, compile=False, exact=True).sizes
     assert len(sizes) > 1 and not {1, 4} & {*sizes}

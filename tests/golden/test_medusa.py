@@ -234,17 +234,18 @@ def test_tuned_sizes_are_used(folders: dict[str, Path], tmp_path: Path) -> None:
 
 def test_other_kernels_taken_into_use_later(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first use on a machine begins in plain torch; heads follow the target to the kernels."""
-    monkeypatch.setattr("sakiyomi.model_executor.runner.native_at_hand", lambda: False)
+    for place in ("runner", "build"):
+        monkeypatch.setattr(f"sakiyomi.model_executor.{place}.native_at_hand", lambda: False)
     llm = llm_of(f"medusa:{folders['llama']}", compile="auto")
     first = llm.generate(PROMPTS, params(gamma=3))
-    unsettled = llm.target.unsettled
+    unsettled = llm.target.weights.unsettled
     monkeypatch.undo()
     llm.wait()
     second = llm.generate(PROMPTS, params(gamma=3))
-    assert not llm.target.unsettled
+    assert not llm.target.weights.unsettled
     assert [out.token_ids for out in first] == [out.token_ids for out in second]
     assert sum(out.stats.accepted for out in second) > NEW / 2
-    assert unsettled or llm.target.state.attention != "sakiyomi_cpu"
+    assert unsettled or llm.target.backend.operator != "sakiyomi_cpu"
 
 
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")

@@ -29,6 +29,7 @@ from sakiyomi.cache.quantized import QuantizedKV
 from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.attention.torch import TorchBackend
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
@@ -138,7 +139,7 @@ def test_exact_numbers_do_not_depend_on_drafts() -> None:
 def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
     monkeypatch.setattr(ModelRunner, "_packable", lambda self: False)
     llm = LLM((model_of("llama"), TOKENIZER), "none", **options(spec))
-    assert isinstance(llm.target.state, TorchBackend)
+    assert isinstance(llm.target.backend, TorchBackend)
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == plain("llama", spec)
 
 
@@ -319,6 +320,6 @@ def test_refusals() -> None:
         ):
             LLM((model_of(name), TOKENIZER), "none", cache="kvquant-4")
     with pytest.raises(InputError, match=r"levels are fitted on a text"):
-        ModelRunner(model_of("llama"), eviction=EvictionPlan(None, None, 64, packing=LeveledPacking(4)))
+        build_runner(model_of("llama"), eviction=EvictionPlan(None, None, 64, packing=LeveledPacking(4)))
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")

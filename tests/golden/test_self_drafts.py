@@ -12,8 +12,8 @@ from torch import nn
 from architectures import ALL, VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.early_exit import FirstLayers
-from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, save_model, tiny_llama
 
 NEW = 24
@@ -134,11 +134,8 @@ def test_drawn_chains_of_early_exit(rule: Any) -> None:
     assert 0 < sum(out.stats.accepted for out in done) < sum(out.stats.drafted for out in done)
 
 
-@pytest.mark.filterwarnings("default")  # the compiler's own
-def test_early_exit_does_not_disturb_exact_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16, compiled, bit-equal text with and without."""
-    monkeypatch.setattr("sakiyomi.model_executor.runner.SIZES", (1, 8, 64))
-    monkeypatch.setattr("sakiyomi.model_executor.early_exit.SIZES", (1, 8, 64))
+def test_early_exit_does_not_disturb_exact_numbers() -> None:
+    """bf16, traced, bit-equal text with and without."""
     model = tiny_llama(vocab=VOCAB, layers=2, dim=64).to(torch.bfloat16)
     plain = LLM((model, TOKENIZER), "none", exact=True)
     drafted = LLM((model, TOKENIZER), "early-exit:1", exact=True, strict=True)
@@ -150,14 +147,14 @@ def test_early_exit_does_not_disturb_exact_numbers(monkeypatch: pytest.MonkeyPat
     view = drafted.draft.model  # type: ignore[union-attr]
     assert isinstance(view, FirstLayers) and not view.exact and drafted.target.exact
     drafted.wait()
-    assert view.graphs is not None and view.graphs.ready
+    assert view.recorded()
     assert [out.token_ids for out in drafted.generate(PROMPTS, values)] == expected
 
 
 def test_early_exit_has_no_cache_and_no_weights_of_its_own() -> None:
     llm = llm_of("early-exit:1")
     view = llm.draft.model  # type: ignore[union-attr]
-    assert view.cache is llm.target.cache and view.state is llm.target.state
+    assert view.cache is llm.target.cache and view.backend is llm.target.backend
     own = {id(p) for p in llm.target.module.parameters()} | {id(b) for b in llm.target.module.buffers()}
     assert {id(p) for p in view.module.parameters()} | {id(b) for b in view.module.buffers()} <= own
     (out,) = llm.generate(PROMPTS[:1], params())
@@ -170,16 +167,17 @@ def test_early_exit_has_no_cache_and_no_weights_of_its_own() -> None:
 def test_early_exit_follows_the_target_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Built in the background at a machine's first use, and taken into use between requests."""
     at_hand = [False]
-    monkeypatch.setattr("sakiyomi.model_executor.runner.native_at_hand", lambda: at_hand[0])
+    for place in ("runner", "build"):
+        monkeypatch.setattr(f"sakiyomi.model_executor.{place}.native_at_hand", lambda: at_hand[0])
     llm = llm_of("early-exit:2", compile="auto")
     view = llm.draft.model  # type: ignore[union-attr]
-    assert view.unsettled and view.state is llm.target.state
+    assert view.weights.unsettled and view.backend is llm.target.backend
     expected = [greedy(model_of("llama"), tokens, NEW) for tokens in PROMPTS]
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == expected
     before = view.forward_seconds
     at_hand[0] = True
     done = llm.generate(PROMPTS, params())
-    assert not view.unsettled and view.state is llm.target.state
+    assert not view.weights.unsettled and view.backend is llm.target.backend
     assert [out.token_ids for out in done] == expected
     assert view.forward_seconds > before and all(out.stats.drafted for out in done)
 
@@ -225,8 +223,8 @@ def test_specs(spec: str, message: str) -> None:
 
 
 def test_layers_in_no_list_are_refused() -> None:
-    packed = ModelRunner(model_of("llama"), compile=False)
-    packed._model.more = nn.ModuleList(nn.Identity() for _ in range(3))
+    packed = build_runner(model_of("llama"), compile=False)
+    packed.module.more = nn.ModuleList(nn.Identity() for _ in range(3))
     with pytest.raises(UnsupportedError, match="2 lists of 3 layers"):
         FirstLayers(packed, 1)
 
@@ -247,8 +245,8 @@ def test_self_int8(dtype: str, tmp_path: Any) -> None:
         assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(PROMPTS, params())]
         assert sum(out.stats.accepted for out in done) > 0.4 * sum(out.stats.drafted for out in done)
         own = llm.draft.model  # type: ignore[union-attr]
-        assert own.quantization is not None and llm.target.quantization is None
-        assert own.weight_bytes < (0.62 if dtype == "bfloat16" else 0.4) * llm.target.weight_bytes
+        assert own.quantization is not None and llm.target.weights.quantization is None
+        assert own.weights.bytes < (0.62 if dtype == "bfloat16" else 0.4) * llm.target.weights.bytes
         assert {entry.source for out in done for entry in out.trace} == {"self-int8", "target"}
 
 

@@ -25,6 +25,7 @@ from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.prefix import alike
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.request import Request, RetainedSlot
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
@@ -64,7 +65,7 @@ def near(slots: int = 8) -> ModelDrafter:
     model = copy.deepcopy(model_of("llama"))
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.05)
-    return ModelDrafter(ModelRunner(model, compile=False, max_slots=slots), VOCAB)
+    return ModelDrafter(build_runner(model, compile=False, max_slots=slots), VOCAB)
 
 
 def run(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, **options: Any) -> list[Request]:

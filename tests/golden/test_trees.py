@@ -23,6 +23,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
@@ -42,7 +43,7 @@ def noisy(name: str, size: float = 0.08, seed: int = 0) -> ModelRunner:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += size * parameter.std() * torch.randn(parameter.shape, generator=generator)
-    return ModelRunner(model, max_slots=8, compile=False)
+    return build_runner(model, max_slots=8, compile=False)
 
 
 class Watched(ModelDrafter):

@@ -239,7 +239,7 @@ def tales(request: pytest.FixtureRequest) -> LLM:
 
 
 def test_what_changed_is_said(tales: LLM) -> None:
-    report = tales.target.quantization
+    report = tales.target.weights.quantization
     assert report is not None
     assert report.layers + len(report.kept) == 12 * 7 + 1
     agreement, divergence = {"int8": (0.93, 0.02), "int4": (0.8, 0.2)}[report.kind]
@@ -252,8 +252,8 @@ def test_what_changed_is_said(tales: LLM) -> None:
 def test_exact_holds(tales: LLM, values: dict[str, float]) -> None:
     """Sums of whole numbers do not depend on their order, let alone on the other rows."""
     params = [SamplingParams(max_new_tokens=40, gamma=gamma, **values) for gamma in (1, 3, 7)]  # type: ignore[arg-type]
-    assert tales.target.quantization is not None
-    plain = LLM("tales", "none", quantize=tales.target.quantization.kind, compile=False, exact=True)
+    assert tales.target.weights.quantization is not None
+    plain = LLM("tales", "none", quantize=tales.target.weights.quantization.kind, compile=False, exact=True)
     wanted = plain.generate([PROMPT], params[0])[0].token_ids
     assert [tales.generate([PROMPT], each)[0].token_ids for each in params] == [wanted] * 3
     assert tales.generate([PROMPT, "The sea", PROMPT], params[1])[0].token_ids == wanted
@@ -269,9 +269,9 @@ def test_a_layer_with_outliers_keeps_its_weights() -> None:
     assert logits.shape == (50, VOCAB)
     assert errors[id(model.model.layers[0].mlp.down_proj)]["int8"] > 4 * QUANTIZATIONS["int8"].most
     llm = LLM((model, TOKENIZER), "none", quantize="int8", compile=False)
-    assert llm.target.quantization is not None
-    assert "model.layers.0.mlp.down_proj" in llm.target.quantization.kept
-    assert llm.target.quantization.agreement > 0.8
+    assert llm.target.weights.quantization is not None
+    assert "model.layers.0.mlp.down_proj" in llm.target.weights.quantization.kept
+    assert llm.target.weights.quantization.agreement > 0.8
 
 
 def bits_of(llm: LLM) -> dict[str, int]:

@@ -26,6 +26,8 @@ from sakiyomi.kernels import native
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import cuda as device
 from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs
+from sakiyomi.model_executor.attention.op import register
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.runner import SIZES, ModelRunner
 from toys import tiny_llama, tiny_tokenizer
 
@@ -35,10 +37,11 @@ SERVED = [name for name in ALL if not name.startswith("falcon")]
 def on_a_device(monkeypatch: pytest.MonkeyPatch, model: Any) -> ModelRunner:
     """Made as for an accelerator, without captures."""
     monkeypatch.setattr(native, "native", lambda: None)
-    made = ModelRunner(model, max_slots=4, compile=False)
+    made = build_runner(model, max_slots=4, compile=False)
     made.cache.sizing.spare = 1
-    made.state = CudaBackend(made.cache)
-    made._model.set_attn_implementation("sakiyomi_device")
+    register(CudaBackend)
+    made.backend = CudaBackend(made.weights.needs(exact=False, evicts=False), made.cache)
+    made.module.set_attn_implementation(CudaBackend.operator)
     return made
 
 
@@ -56,22 +59,23 @@ class Replayed(CudaGraphs):
     """
 
     def __init__(self, model: ModelRunner) -> None:
-        assert isinstance(model.state, CudaBackend)
-        super().__init__(model._plain, model.state)
+        assert isinstance(model.backend, CudaBackend)
+        super().__init__(model.forward, model.backend)
         self.made: list[tuple[int, ...]] = []
         self.pools: list[Any] = []
 
     def _capture(self, ids: Tensor, positions: Tensor) -> tuple[Any, Tensor, Tensor, Any]:
-        frame, state = self._state.frame, self._state
+        frame, backend = self._backend.frame, self._backend
         self.made.append((frame.rows, frame.slots, frame.depth, frame.columns))
         self.pools.append(self._pool())
         graph, own_ids, own_positions, given = super()._capture(ids, positions)
 
         def replay() -> None:
-            calls = state.count  # a replay calls no operator of ours
-            for own, fresh in zip(given, self._forward(own_ids, own_positions), strict=True):
-                own.copy_(fresh)
-            state.count = calls
+            calls = backend.count  # a replay calls no operator of ours
+            (logits, states), (fresh, others) = given, self._forward(own_ids, own_positions)
+            for own, other in zip((logits, *states), (fresh, *others), strict=True):
+                own.copy_(other)
+            backend.count = calls
 
         graph.replay, graph.pool = replay, lambda: id(graph)
         return graph, own_ids, own_positions, given
@@ -90,13 +94,13 @@ def captured(packed: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> ModelRunne
         monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
     for name in ("Stream", "current_stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, Anything)
-    packed._captured = Replayed(packed)
+    packed.recorder = Replayed(packed)
     return packed
 
 
 def made(model: ModelRunner) -> list[tuple[int, ...]]:
-    assert isinstance(model._captured, Replayed)
-    return model._captured.made
+    assert isinstance(model.recorder, Replayed)
+    return model.recorder.made
 
 
 # ---------------------------------------------------------------- attention
@@ -111,14 +115,14 @@ def test_prompts_trees_and_ragged_batches_give_the_models_own_logits(packed: Mod
     packed.cache.reserve(second, 300)
     prompt = packed.score(
         [SequenceRows(second, 0, tokens[:20], prompt=True), SequenceRows(first, 0, tokens[:7], prompt=True)]
-    )
+    ).logits
     torch.testing.assert_close(prompt, torch.cat([expected[:20], expected[:7]]), atol=2e-5, rtol=1e-4)
     tree = SequenceRows(first, 7, [tokens[7], 3, tokens[8], 5, tokens[9]], (-1, 0, 0, 2, 2))
-    logits = packed.score([tree, SequenceRows(second, 20, tokens[20:24])])
+    logits = packed.score([tree, SequenceRows(second, 20, tokens[20:24])]).logits
     torch.testing.assert_close(logits[[0, 2, 4]], expected[7:10], atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(logits[5:], expected[20:24], atol=2e-5, rtol=1e-4)
     packed.cache.commit(first, 7, [0, 2, 4])
-    logits = packed.score([SequenceRows(first, 10, tokens[10:12])])
+    logits = packed.score([SequenceRows(first, 10, tokens[10:12])]).logits
     torch.testing.assert_close(logits, expected[10:12], atol=2e-5, rtol=1e-4)
 
 
@@ -133,9 +137,9 @@ def test_a_tree_in_several_passes(packed: ModelRunner) -> None:
         packed.score([SequenceRows(slot, 0, tokens[:6], prompt=True)], last=True)
     parents = (-1, 0, 0, 2, 1)  # rows 0, 2 and 3 are the text
     rows = [tokens[6], 3, tokens[7], tokens[8], 4]
-    found = [packed.score([SequenceRows(second, 6, [9]), SequenceRows(first, 6, rows[:1], parents[:1])])[1]]
-    found += [packed.score([SequenceRows(first, 7, rows[1:3], parents[:3], done=1)])[1]]
-    found += [packed.score([SequenceRows(first, 9, rows[3:], parents, done=3), SequenceRows(second, 7, [9])])[0]]
+    found = [packed.score([SequenceRows(second, 6, [9]), SequenceRows(first, 6, rows[:1], parents[:1])]).logits[1]]
+    found += [packed.score([SequenceRows(first, 7, rows[1:3], parents[:3], done=1)]).logits[1]]
+    found += [packed.score([SequenceRows(first, 9, rows[3:], parents, done=3), SequenceRows(second, 7, [9])]).logits[0]]
     torch.testing.assert_close(torch.stack(found), expected[6:9], atol=2e-5, rtol=1e-4)
 
 
@@ -149,12 +153,12 @@ def test_every_architecture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = on_a_device(monkeypatch, model)
     with packed.cache.lent(60) as other, packed.cache.lent(60) as slot:
         packed.score([SequenceRows(other, 0, prompt(11, 1), prompt=True)])
-        found = [packed.score([SequenceRows(slot, 0, tokens[:9], prompt=True)])]
-        found += [packed.score([SequenceRows(slot, 9, tokens[9:20], prompt=True)])]
+        found = [packed.score([SequenceRows(slot, 0, tokens[:9], prompt=True)]).logits]
+        found += [packed.score([SequenceRows(slot, 9, tokens[9:20], prompt=True)]).logits]
         tree = SequenceRows(slot, 20, [tokens[20], 3, tokens[21], 5, tokens[22]], (-1, 0, 0, 2, 2))
-        found += [packed.score([SequenceRows(other, 11, [4]), tree])[[1, 3, 5]]]
+        found += [packed.score([SequenceRows(other, 11, [4]), tree]).logits[[1, 3, 5]]]
         packed.cache.commit(slot, 20, [0, 2, 4])
-        found += [packed.score([SequenceRows(slot, i, tokens[i : i + 1])]) for i in range(23, 30)]
+        found += [packed.score([SequenceRows(slot, i, tokens[i : i + 1])]).logits for i in range(23, 30)]
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-3)
 
 
@@ -187,8 +191,8 @@ def test_a_prompt_is_not_padded_to_the_slots_below_its_own(packed: ModelRunner) 
         slot = packed.cache.take()
     packed.cache.reserve(slot, 200)
     packed.score([SequenceRows(slot, 0, list(range(100)), prompt=True)], last=True)
-    assert isinstance(packed.state, CudaBackend)
-    assert not packed.state.frames, "tensors for a length that never comes again"
+    assert isinstance(packed.backend, CudaBackend)
+    assert not packed.backend.frames, "tensors for a length that never comes again"
 
 
 def test_filler_rows_leave_the_cache_alone(packed: ModelRunner) -> None:
@@ -227,7 +231,7 @@ def test_what_a_row_sees(parents: tuple[int, ...] | None, window: int) -> None:
 
 def test_one_capture_a_shape_and_the_same_text(captured: ModelRunner) -> None:
     engine = Engine(captured, None, tiny_tokenizer(), max_context=512)
-    plain = ModelRunner(tiny_llama(), compile=False)
+    plain = build_runner(tiny_llama(), compile=False)
     other = Engine(plain, None, tiny_tokenizer(), max_context=512)
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     texts = [
@@ -238,9 +242,9 @@ def test_one_capture_a_shape_and_the_same_text(captured: ModelRunner) -> None:
     assert made(captured) == [(4, 4, 1, FIRST_ROOM)], "prompts have no capture, rounds have one"
 
 
-def test_growth_drops_what_was_captured(captured: ModelRunner) -> None:
+def test_growth_drops_what_wasrecorder(captured: ModelRunner) -> None:
     """A replay would read and write the tensors that were freed; memory of graphs that are gone is not shared."""
-    captured.cache.on_move = captured._moved
+    captured.cache.on_move = captured.moved
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
     captured.score([SequenceRows(slot, 0, [5, 6, 7], prompt=True)], last=True)
@@ -251,8 +255,8 @@ def test_growth_drops_what_was_captured(captured: ModelRunner) -> None:
     captured.cache.reserve(slot, FIRST_ROOM)
     captured.score([SequenceRows(slot, 7, [8])])
     assert made(captured)[2:] == [(1, 1, 1, FIRST_ROOM)]
-    assert isinstance(captured._captured, Replayed)
-    first, second, third = captured._captured.pools
+    assert isinstance(captured.recorder, Replayed)
+    first, second, third = captured.recorder.pools
     assert (first, third) == (None, None) and second is not None
 
 
@@ -274,7 +278,7 @@ def test_a_trial_pass_is_one_of_those_that_it_stands_for(captured: ModelRunner) 
     held = [tensor.clone() for tensor in (*captured.cache.keys, *captured.cache.values)]
     assert captured.pass_seconds(5) > 0
     assert made(captured) == [(8, 1, 1, FIRST_ROOM)]
-    assert captured._seconds.keys() == {(8, True)}
+    assert captured.clock._seconds.keys() == {(8, True)}
     end = captured.cache.room - 1
     for before, now in zip(held, (*captured.cache.keys, *captured.cache.values), strict=True):
         assert torch.equal(before[:, :, :end], now[:, :, :end]), "of a request nothing changes"
@@ -287,50 +291,50 @@ def test_a_trial_pass_is_one_of_those_that_it_stands_for(captured: ModelRunner) 
             torch.randn(200, 200) @ torch.randn(200, 200)
         return capture(*arguments)
 
-    captured._captured._capture = slowly.__get__(captured._captured)  # type: ignore[union-attr, method-assign]
+    captured.recorder._capture = slowly.__get__(captured.recorder)  # type: ignore[union-attr, method-assign]
     captured.score([SequenceRows(slot, 3, [8])])
-    assert slow and (1, True) not in captured._seconds
+    assert slow and (1, True) not in captured.clock._seconds
     captured.score([SequenceRows(slot, 4, [8])])
-    assert (1, True) in captured._seconds
+    assert (1, True) in captured.clock._seconds
 
 
 def test_before_the_first_request_a_trial_pass_works_too(captured: ModelRunner) -> None:
-    captured.cache.on_move = captured._moved
+    captured.cache.on_move = captured.moved
     assert captured.pass_seconds(1) > 0
 
 
-def test_the_first_pass_of_all_may_be_captured(captured: ModelRunner) -> None:
+def test_the_first_pass_of_all_may_berecorder(captured: ModelRunner) -> None:
     """Its layers are counted once, though the forward ran several times."""
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
-    assert captured.score([SequenceRows(slot, 0, [5])]).shape == (1, 320)
+    assert captured.score([SequenceRows(slot, 0, [5])]).logits.shape == (1, 320)
     assert captured._proven
 
 
-def test_prompts_with_all_their_logits_are_not_captured(captured: ModelRunner) -> None:
+def test_prompts_with_all_their_logits_are_notrecorder(captured: ModelRunner) -> None:
     """As a judge or a perplexity asks for them: each has another length."""
     with captured.cache.lent(200) as slot:
         captured.score([SequenceRows(slot, 0, list(range(150)), prompt=True)])
     assert made(captured) == []
 
 
-def test_what_cannot_be_captured_runs_eagerly(
+def test_what_cannot_berecorder_runs_eagerly(
     captured: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> None:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     monkeypatch.setattr(Replayed, "_capture", fails)
-    assert captured.ready == frozenset(SIZES)
+    assert all(captured.recorded(size) for size in SIZES)
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
     with torch.no_grad():
         expected = tiny_llama()(torch.tensor([[5, 6, 7]])).logits[0]
-    rows = [captured.score([SequenceRows(slot, i, [5 + i])], graphs=frozenset(SIZES)).clone() for i in range(3)]
+    rows = [captured.score([SequenceRows(slot, i, [5 + i])]).logits.clone() for i in range(3)]
     torch.testing.assert_close(torch.cat(rows), expected, atol=2e-5, rtol=1e-4)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "run eagerly" in line and "not permitted when stream" in line
-    assert not captured.ready
+    assert not captured.recorded(1)
     assert captured.pass_seconds(1) > 0
 
 
@@ -359,22 +363,22 @@ def test_a_device_that_does_not_give_what_it_has_left(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-def test_captured_passes_equal_eager_ones() -> None:
+def testrecorder_passes_equal_eager_ones() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     tokens = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(0)).tolist()
     logits = []
     for compile_ in (False, True):
-        model = ModelRunner(tiny_llama().cuda(), max_slots=2, compile=compile_)
+        model = build_runner(tiny_llama().cuda(), max_slots=2, compile=compile_)
         slot = model.cache.take()
         model.cache.reserve(slot, 100)
         model.score([SequenceRows(slot, 0, tokens[:20], prompt=True)], last=True)
         rows = []
         for start in range(20, 60, 4):  # several replays of one capture
-            rows.append(model.score([SequenceRows(slot, start, tokens[start : start + 4])]).clone())
+            rows.append(model.score([SequenceRows(slot, start, tokens[start : start + 4])]).logits.clone())
             model.cache.commit(slot, start, range(4))
         model.cache.reserve(slot, 1000)  # drops the captures, and their memory
-        rows.append(model.score([SequenceRows(slot, 56, tokens[56:60])]).clone())
+        rows.append(model.score([SequenceRows(slot, 56, tokens[56:60])]).logits.clone())
         logits.append(torch.cat(rows))
-        assert model._captured is None or not model._captured.failed
+        assert model.recorder is None or not model.recorder.failed
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)

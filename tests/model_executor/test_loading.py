@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,9 +24,9 @@ from sakiyomi.core import memory
 from sakiyomi.core.embedded import EMBEDDED, embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.model_executor import compiled as graphs
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import Loaded, check_pair, load_model, read_checkpoint, same_tokenizer
 from sakiyomi.model_executor.loading.reader import Reader
-from sakiyomi.model_executor.runner import ModelRunner
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 
@@ -108,14 +109,13 @@ def test_a_compiler_at_work_does_not_change_the_dtype(good: Path, monkeypatch: p
     monkeypatch.setattr(Reader, "read", watched)
     monkeypatch.setattr(graphs, "_compiled", compiled)
     monkeypatch.setattr(torch, "set_default_dtype", seen)
-    model = ModelRunner(tiny_llama())
-    assert model.graphs is not None
-    model.graphs.start([4])
+    compiling = threading.Thread(target=build_runner, args=[tiny_llama()], kwargs={"compile": True})
+    compiling.start()
     assert began.wait(10.0)
     loaded = load_model(str(good), dtype="bfloat16", quantize="int8", packed=True)
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
-    model.graphs.wait()
+    compiling.join()
 
 
 def test_dtype_auto_is_the_checkpoints(folder: Path) -> None:

@@ -57,7 +57,7 @@ def texts(llm: LLM, **values: Any) -> list[list[int]]:
 
 
 def weights(llm: LLM) -> WeightStream:
-    stream = llm.target.stream
+    stream = llm.target.weights.stream
     assert stream is not None
     return stream
 
@@ -140,7 +140,7 @@ def test_a_pair_with_tied_weights(tmp_path: Path) -> None:
 def test_a_model_that_is_packed_layer_by_layer_is_not_offloaded(folder: Path) -> None:
     """Its hooks are gone when it runs: graphs, sizes and planning are those of any model in memory."""
     llm = LLM(os.fspath(folder), "none", quantize="int8", compile=False)
-    assert not llm.target.offloaded and llm.target.stream is None
+    assert not llm.target.offloaded and llm.target.weights.stream is None
 
 
 def test_weights_kept_in_memory_by_hooks_are_not_copied() -> None:
@@ -161,7 +161,7 @@ def test_weights_kept_in_memory_by_hooks_are_not_copied() -> None:
 def test_early_exit_runs_the_first_layers_alone(folder: Path) -> None:
     llm = LLM(os.fspath(folder), "early-exit:1", offload="disk")
     read, before = weights(llm), weights(llm).bytes_read
-    llm.draft.model.score([SequenceRows(0, 0, [1])]) if llm.target.cache.room else None  # type: ignore[union-attr]
+    llm.draft.model.score([SequenceRows(0, 0, [1])]).logits if llm.target.cache.room else None  # type: ignore[union-attr]
     assert texts(llm, gamma=2) == wanted()
     assert read.bytes_read > before
 

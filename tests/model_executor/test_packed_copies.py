@@ -64,8 +64,8 @@ def tokens(llm: LLM, count: int = 8, **values: Any) -> list[list[int]]:
 
 
 def same(a: LLM, b: LLM) -> bool:
-    report = a.target.quantization == b.target.quantization is not None
-    return report and a.target.siblings == b.target.siblings and tokens(a) == tokens(b)
+    report = a.target.weights.quantization == b.target.weights.quantization is not None
+    return report and a.target.weights.siblings == b.target.weights.siblings and tokens(a) == tokens(b)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_every_architecture(name: str, tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_the_second_load_reads_the_copy_alone(good: Path, no_weights_read: None) -> None:
-    assert load(good, quantize="int8").target.quantization is not None
+    assert load(good, quantize="int8").target.weights.quantization is not None
 
 
 def test_a_copy_for_each_kind_and_dtype(fresh: Path) -> None:
@@ -588,7 +588,7 @@ def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_torchao_changed_is_reported(fresh: Path, by_torchao: None, options: dict[str, Any]) -> None:
     tiny_llama().save_pretrained(fresh, **options)
     llm = load(fresh, quantize="int8", dtype="bfloat16")
-    report = llm.target.quantization
+    report = llm.target.weights.quantization
     assert report is not None
     assert (report.kind, report.layers, report.kept, report.tokens) == ("int8", 14, ("lm_head",), 512)
     ids = torch.tensor([TOKENIZER("\n".join(STORIES)).input_ids[:512]])
@@ -606,8 +606,8 @@ def test_what_torchao_changed_is_reported(fresh: Path, by_torchao: None, options
 
 
 def test_bytes_that_torchao_s_weights_take(fresh: Path, by_torchao: None) -> None:
-    whole = load(fresh, dtype="bfloat16").target.weight_bytes
-    rounded = load(fresh, quantize="int8", dtype="bfloat16").target.weight_bytes
+    whole = load(fresh, dtype="bfloat16").target.weights.bytes
+    rounded = load(fresh, quantize="int8", dtype="bfloat16").target.weights.bytes
     head = tiny_llama().lm_head.weight.numel() * 2
     assert whole is not None and rounded is not None
     assert 0.5 * (whole - head) < rounded - head < 0.65 * (whole - head)  # with their scales
@@ -617,7 +617,7 @@ def test_weights_that_cannot_stay_on_disk(fresh: Path, by_torchao: None, monkeyp
     """Then main memory has to hold the model, which is asked before."""
     monkeypatch.setattr("sakiyomi.model_executor.loading.model.by_layer", lambda *_: False)
     monkeypatch.setattr(Reader, "read_later", lambda self: pytest.fail("left on disk"))
-    assert load(fresh, quantize="int8", dtype="bfloat16").target.quantization is not None
+    assert load(fresh, quantize="int8", dtype="bfloat16").target.weights.quantization is not None
     monkeypatch.setattr("sakiyomi.core.memory._group_headroom", lambda: 1000)
     refused(MemoryLimitError, "1.0 kB are available", target=fresh, quantize="int8", dtype="bfloat16")
 

@@ -21,6 +21,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import Watch
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading.families import check_supported
 from sakiyomi.model_executor.runner import ModelRunner
 
@@ -39,7 +40,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def packed(model: Any, **options: Any) -> ModelRunner:
-    return ModelRunner(model, compile=False, **options)
+    return build_runner(model, compile=False, **options)
 
 
 def fill(target: ModelRunner, tokens: Sequence[int], chunks: Sequence[int] = ()) -> tuple[int, list[Tensor]]:
@@ -51,7 +52,7 @@ def fill(target: ModelRunner, tokens: Sequence[int], chunks: Sequence[int] = ())
         start = len(rows)
         chunk = list(tokens[start : start + size])
         if chunk:
-            rows += list(target.score([SequenceRows(slot, start, chunk, prompt=True)]))
+            rows += list(target.score([SequenceRows(slot, start, chunk, prompt=True)]).logits)
             target.cache.commit(slot, start, range(len(chunk)))
     return slot, rows
 
@@ -106,7 +107,7 @@ def test_the_last_row_alone_of_several_prompts(name: str, path: str) -> None:
         slot = target.cache.take()
         target.cache.reserve(slot, 32)
         segments.append(SequenceRows(slot, 0, tokens, prompt=True))
-    rows = target.score(segments, last=True)
+    rows = target.score(segments, last=True).logits
     assert rows.shape == (3, VOCAB)
     for row, tokens in zip(rows, prompts, strict=True):
         assert_near(row, logits_after(model, tokens), f"prompt of {len(tokens)}")
@@ -126,7 +127,7 @@ def test_trees_with_junk_branches_in_a_ragged_batch(name: str, path: str) -> Non
         SequenceRows(slot, len(prefix), row, None if tree == (-1, 0, 1, 2) else tree)
         for slot, prefix, row, tree in zip(slots, prefixes, tokens, parents, strict=True)
     ]
-    rows = target.score(segments)
+    rows = target.score(segments).logits
     start = 0
     for prefix, row, tree in zip(prefixes, tokens, parents, strict=True):
         assert_rows(model, rows[start : start + len(tree)], prefix, row, tree)
@@ -145,12 +146,12 @@ def test_a_tree_level_by_level(name: str, path: str) -> None:
     for first, last in ((0, 1), (1, 4), (4, len(TREE))):
         fresh = SequenceRows(slot, len(prefix) + first, tokens[first:last], TREE[:last], done=first)
         beside = SequenceRows(other, len(company) + first, tokens[first:last], TREE[:last], done=first)
-        got.append(target.score([beside, fresh])[last - first :])
+        got.append(target.score([beside, fresh]).logits[last - first :])
     assert_rows(model, torch.cat(got), prefix, tokens, TREE)
     target.cache.commit(slot, len(prefix), (0, 1, 3, 6))
     committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
     assert_rows(
-        model, target.score([SequenceRows(slot, len(committed), prompt(2, 3))]), committed, prompt(2, 3), (-1, 0)
+        model, target.score([SequenceRows(slot, len(committed), prompt(2, 3))]).logits, committed, prompt(2, 3), (-1, 0)
     )
 
 
@@ -165,12 +166,12 @@ def test_keep_a_path_then_go_on(name: str, path: str) -> None:
     target.cache.commit(slot, len(prefix), (0, 1, 3, 6))
     committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
     follow = prompt(3, 3)
-    rows = target.score([SequenceRows(slot, len(committed), follow, (-1, 0, 0))])
+    rows = target.score([SequenceRows(slot, len(committed), follow, (-1, 0, 0))]).logits
     assert_rows(model, rows, committed, follow, (-1, 0, 0))
     target.cache.commit(slot, len(committed), (0,))
     committed.append(follow[0])
     last = prompt(1, 4)
-    assert_rows(model, target.score([SequenceRows(slot, len(committed), last)]), committed, last, (-1,))
+    assert_rows(model, target.score([SequenceRows(slot, len(committed), last)]).logits, committed, last, (-1,))
 
 
 def test_a_prompt_chunk_and_a_tree_in_one_pass(path: str) -> None:
@@ -182,7 +183,7 @@ def test_a_prompt_chunk_and_a_tree_in_one_pass(path: str) -> None:
     tokens = prompt(len(TREE), 3)
     rows = target.score(
         [SequenceRows(second, 6, late[6:], prompt=True), SequenceRows(first, len(prefix), tokens, TREE)]
-    )
+    ).logits
     for i in range(6, 15):
         assert_near(rows[i - 6], logits_after(model, late[: i + 1]), f"prompt token {i}")
     assert_rows(model, rows[9:], prefix, tokens, TREE)
@@ -196,7 +197,7 @@ def test_any_number_of_rows(rows: int, path: str) -> None:
     slot, _ = fill(target, prefix)
     target.cache.reserve(slot, 200)
     tokens = prompt(rows, 5)
-    got = target.score([SequenceRows(slot, len(prefix), tokens)])
+    got = target.score([SequenceRows(slot, len(prefix), tokens)]).logits
     assert got.shape == (rows, VOCAB)
     for row in {0, rows // 2, rows - 1}:
         assert_near(got[row], logits_after(model, prefix + tokens[: row + 1]), f"row {row}")
@@ -212,7 +213,7 @@ def test_compiled_kernels_and_plain_torch_agree(name: str, monkeypatch: pytest.M
     def run() -> Tensor:
         target = packed(model_of(name))
         slot, _ = fill(target, prefix)
-        return target.score([SequenceRows(slot, len(prefix), tokens, TREE)])
+        return target.score([SequenceRows(slot, len(prefix), tokens, TREE)]).logits
 
     fast = run()
     monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
@@ -227,7 +228,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, path: str)
     prefix, tokens = prompt(20, 1), prompt(len(TREE), 2)
     target = packed(half)
     slot, _ = fill(target, prefix, (7,))
-    rows = target.score([SequenceRows(slot, len(prefix), tokens, TREE)])
+    rows = target.score([SequenceRows(slot, len(prefix), tokens, TREE)]).logits
     ours, theirs = [], []
     for row in range(len(TREE)):
         history = [*prefix, *row_path(tokens, TREE, row)]
@@ -280,7 +281,7 @@ def test_the_copy_shares_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(ALL["llama"]())
     target = packed(model)
     own = {parameter.data_ptr() for parameter in model.parameters()}
-    assert {parameter.data_ptr() for parameter in target._model.parameters()} == own
+    assert {parameter.data_ptr() for parameter in target.module.parameters()} == own
 
 
 def test_a_users_hook_is_honoured(path: str) -> None:
@@ -332,7 +333,7 @@ def test_a_layer_that_gets_the_rows_in_another_order(path: str) -> None:
     target = packed(model)
     slot, _ = fill(target, prompt(9))
     tokens = prompt(5, 2)  # three rows short of a size
-    rows = target.score([SequenceRows(slot, 9, tokens)])
+    rows = target.score([SequenceRows(slot, 9, tokens)]).logits
     assert_rows(model, rows, prompt(9), tokens, (-1, 0, 1, 2, 3))
 
 

@@ -239,15 +239,15 @@ def test_a_table_model_gives_each_row_behind_its_own_path() -> None:
     first, second = (int(token) for token in recording.target[0].argsort(descending=True)[:2])
     logits = recording.target.log()
     slot = model.cache.take()
-    assert torch.equal(model.score([SequenceRows(slot, 0, [first], prompt=True)], last=True), logits[:1])
+    assert torch.equal(model.score([SequenceRows(slot, 0, [first], prompt=True)], last=True).logits, logits[:1])
     # Two siblings, and a child of the second.
-    tree = model.score([SequenceRows(slot, 1, [first, second, 0], (-1, -1, 1))])
+    tree = model.score([SequenceRows(slot, 1, [first, second, 0], (-1, -1, 1))]).logits
     assert torch.equal(tree, logits[[1, 2, 0]])
     model.cache.commit(slot, 1, [1, 2])
-    assert torch.equal(model.score([SequenceRows(slot, 3, [second])]), logits[[2]])
+    assert torch.equal(model.score([SequenceRows(slot, 3, [second])]).logits, logits[[2]])
     # The same tree, its levels read one after the other.
     model.score([SequenceRows(slot, 1, [first, second], (-1, -1))])
-    assert torch.equal(model.score([SequenceRows(slot, 3, [0], (-1, -1, 1), done=2)]), logits[[0]])
+    assert torch.equal(model.score([SequenceRows(slot, 3, [0], (-1, -1, 1), done=2)]).logits, logits[[0]])
 
 
 def test_rows_on_which_nothing_can_go_wrong_are_not_telling() -> None:

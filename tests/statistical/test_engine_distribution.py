@@ -28,7 +28,7 @@ from sakiyomi.drafters.medusa_heads.formats import write_heads
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.kernels.batch import SequenceRows
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.sampling.sampler import Sampler
 from statistical.harness import LEVEL, p_value
 from text_drafters import KINDS, Wide, text_drafter
@@ -106,7 +106,7 @@ class Ready(ModelDrafter):
 
 
 def drafter(kind: type[ModelDrafter] = Ready, seed: int = 1, name: str = "model") -> ModelDrafter:
-    return kind(ModelRunner(model(seed), max_slots=51, compile=False), V, name)
+    return kind(build_runner(model(seed), max_slots=51, compile=False), V, name)
 
 
 WARPS: dict[str, dict[str, Any]] = {

@@ -117,8 +117,8 @@ def load(model: ModelOptions, say: Callable[[str], None] | None = None) -> LLM:
     with progress(f"loading {model.target}"):
         quiet()
         llm = model.load()
-    if llm.target.quantization is not None:
-        say(str(llm.target.quantization))
+    if llm.target.weights.quantization is not None:
+        say(str(llm.target.weights.quantization))
     if llm.profile is not None:
         found = llm.profile
         say(

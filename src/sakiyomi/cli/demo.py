@@ -137,13 +137,9 @@ def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dic
     """Measure, print and give the table; on stderr what is waited for."""
     from sakiyomi.cli.output import progress, table
     from sakiyomi.evaluation.bench.report import condition_line
-    from sakiyomi.model_executor.compiled import stop_compiling
 
-    with progress("compiling graphs") as status:
-        if not llm.wait(max(0.0, COMPILE_UNTIL - (time.time() - began))):
-            # A first run: what was compiled so far is on disk, and the rest must not run beside the laps.
-            status.update("measuring without graphs; the next run has more of them")
-            stop_compiling()
+    with progress("recording passes") as status:
+        llm.wait(max(0.0, COMPILE_UNTIL - (time.time() - began)))
         row = _measure(llm, config, began, status.update)
     console.out()
     table(row.lines, title=row.title)

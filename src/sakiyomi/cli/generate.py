@@ -72,7 +72,7 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
 
     llm = load(model)
     note_lossy(params)
-    rounding = llm.target.quantization
+    rounding = llm.target.weights.quantization
     prefix = llm.load_prefix(options.prefix) if options.prefix is not None else None
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]

@@ -93,7 +93,7 @@ def _self_int8(argument: str, around: DrafterContext) -> Drafter:
 
     if argument:
         raise InputError(f'draft "self-int8:{argument}"; self-int8 takes nothing behind a colon')
-    if around.packed.quantization is not None:
+    if around.packed.weights.quantization is not None:
         raise InputError(
             "draft self-int8: the target's own weights are rounded, and a rounded copy would not be faster; leave out "
             "quantize, or choose another draft"

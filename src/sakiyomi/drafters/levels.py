@@ -122,7 +122,7 @@ class TreeReader:
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
         while active:
             segments = [reading.segment() for reading in active]
-            logits = self.model.score(segments)
+            logits = self.model.score(segments).logits
             self.passes += 1
             row = 0
             for reading, segment in zip(active, segments, strict=True):

@@ -73,7 +73,7 @@ class SelfEvicted(LevelDrafter):
     name = "self-evicted"
 
     def __init__(self, target: ModelRunner, budget: int = BUDGET) -> None:
-        whole = target.passes_here and target.sources is None and not target.cache.states
+        whole = not target.weights.own_attention and target.sources is None and not target.cache.states
         if not isinstance(target.eviction, QueryTrackingCache) or not whole:
             raise UnsupportedError(
                 f"draft self-evicted: it draws from all keys and values of {type(target.module).__name__}, and these "

@@ -16,23 +16,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.cache.slot_record import neg_log_prob
-from sakiyomi.core.errors import DraftError, InputError, LoadError, MemoryLimitError, RemovedError, SakiyomiError
-from sakiyomi.core.memory import no_memory
+from sakiyomi.core.errors import DraftError, InputError, MemoryLimitError, RemovedError
 from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
-from sakiyomi.core.tree import Draft
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
+from sakiyomi.engine.batch import Batch, score_alone
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
+from sakiyomi.engine.prefill import Prefill
 from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.engine.slots import SlotManager
-from sakiyomi.engine.speculation import SpeculationController
-from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.engine.speculation import RoundClock, SpeculationController
+from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows
@@ -86,10 +86,11 @@ class Engine:
         self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._places = SlotManager(target.cache, target.eviction, drafter, chunk_size, exact)
+        self._slots = SlotManager(target.cache, target.eviction, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
-        self._drafting = SpeculationController(target, drafter, exact=exact, strict=strict)
+        self._speculation = SpeculationController(target, drafter, exact=exact, strict=strict)
+        self._prefill = Prefill(target, self._slots, chunk_size, self._evict, exact=exact)
 
     @property
     def busy(self) -> bool:
@@ -150,7 +151,7 @@ class Engine:
         depth = self._depth if params.gamma == params.tree == params.nodes == "auto" else None
         if depth is not None:
             params = replace(params, tree="chain")
-        verifier = self._drafting.verifier(params)
+        verifier = self._speculation.verifier(params)
         rule = verifier.rule
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
@@ -180,12 +181,12 @@ class Engine:
             others = [*self._running, *self._waiting]
             if place is not None and any(other.place is place for other in others):
                 raise InputError("the conversation has a request under way; wait for its end, or leave its stream")
-            self._places.check_memory([*others, request])
+            self._slots.check_memory([*others, request])
             self._waiting.append(request)
         return request
 
     def step(self) -> list[Step]:
-        """One round: a chunk of the prompts that are not done, then draft, score, verify, commit for those that are.
+        """One chunk of the prompts that are not read yet; then draft, score, verify, commit for those that are.
 
         Returns:
             What was committed, one step a request at most; a request's last step has its ``finish_reason``, or the
@@ -194,15 +195,35 @@ class Engine:
         with self._lock, torch.no_grad():
             self.settle()
             steps = self._admit()
-            steps += self._prefill([r for r in self._running if not r.prefilled and not r.over])
+
+            chunk = self._prefill.next_chunk(self._running, steps)
+            if chunk.requests:
+                began = self.target.forward_seconds
+                try:
+                    output = self.target.score(chunk.rows, last=not self.target.eviction.needs_log_probs)
+                except Exception as error:
+                    output = score_alone(self.target, chunk, error, steps, last=True)
+                complete, output = self._prefill.take(chunk, output, self._running, steps, began)
+                steps += self._decide(complete, output)
+
             fresh = {step.request for step in steps}
-            decoding = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
-            for graphs in dict.fromkeys(r.graphs for r in decoding):  # a request keeps the path that it began with
-                steps += self._round([r for r in decoding if r.graphs == graphs], graphs)
-            for request in [r for r in self._running if r.over]:
-                self._running.remove(request)
-                self._drafting.forget(request.id)
-                self._places.free(request)
+            requests = [r for r in self._running if r.prefilled and not r.over and r.id not in fresh]
+            if requests:
+                clock = RoundClock(self.target)
+                drafted = self._speculation.propose(requests)  # draft
+                batch = Batch.of_drafts(requests, drafted.drafts)
+                steps += self._make_room(batch)
+                try:
+                    output = self.target.score(batch.rows)  # score
+                except Exception as error:
+                    output = score_alone(self.target, batch, error, steps)
+                clock.scored(batch, drafted)
+                lengths = [len(request.tokens) for request in batch.requests]
+                steps += self._decide(batch, output)  # verify, commit
+                kept = [len(r.tokens) - n - 1 for r, n in zip(batch.requests, lengths, strict=True)]
+                self._speculation.observe(batch, drafted, kept, clock)
+
+            self._retire()
             return steps
 
     def complete(self, requests: Iterable[Request]) -> list[Generation]:
@@ -231,8 +252,8 @@ class Engine:
                 for candidate in list(queue):
                     if candidate.id == request:
                         queue.remove(candidate)
-                        self._drafting.forget(request)
-                        self._places.free(candidate)
+                        self._speculation.forget(request)
+                        self._slots.free(candidate)
                         if not candidate.over:
                             candidate.fail(RemovedError(f"request {request} was removed before its end"))
                         return candidate
@@ -243,7 +264,7 @@ class Engine:
         with self._lock:
             for request in [r for r in (*self._waiting, *self._running) if r.place is place]:
                 self.remove(request.id)
-            self._places.release(place)
+            self._slots.release(place)
 
     def snapshot(self, place: RetainedSlot, text: str, recipe: dict[str, str]) -> Prefix:
         """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
@@ -264,131 +285,59 @@ class Engine:
 
     # ------------------------------------------------------------ one round
 
-    def _round(self, requests: list[Request], graphs: frozenset[int]) -> list[Step]:
-        began, scoring = time.perf_counter(), self.target.forward_seconds
-        drafted = self._drafting.propose(requests, graphs)
-        drafts = drafted.drafts
-        steps = self._make_room(requests, drafts)
-        if not requests:
-            return steps
-        logits = self._score(requests, drafts, graphs, steps)
-        if not requests:
-            return steps
-        scoring = self.target.forward_seconds - scoring
-        hidden = self.target.hidden
-        row = 0
-        kept: list[int] = []
-        for request, draft in zip(requests, drafts, strict=True):
-            here = slice(row, row + len(draft) + 1)
-            row = here.stop
-            rows = request.rows(logits[here], draft)
-            request.stats.prefill_seconds += drafted.catching_up
-            request.stats.draft_seconds += drafted.seconds
-            request.stats.score_seconds += scoring
-            before = len(request.tokens)
-            steps += self._decide(request, draft, rows, None if hidden is None else hidden[here])
-            kept.append(len(request.tokens) - before - 1)
-        seconds = time.perf_counter() - began - drafted.catching_up
-        self._drafting.observe(requests, drafted, kept, seconds, scoring, graphs)
-        return steps
-
-    def _decide(self, request: Request, draft: Draft, rows: Rows, hidden: Tensor | None) -> list[Step]:
-        """Verify and commit for one request; what its own options break ends it alone."""
-        try:
-            verdict = request.verifier.verify(draft, rows, request.context.noise)
-            if hidden is not None:  # row i + 1 is node i's
-                request.context.hidden = hidden[verdict.path[-1] + 1 if verdict.path else 0]
-            if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
-                self._keep(request, verdict.path)
-            if self.target.eviction.needs_log_probs:
-                assert request.slot is not None
-                nodes = [0, *(node + 1 for node in verdict.path)]
-                tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-                self.target.eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[nodes], tokens))
-            step = request.commit(draft, verdict, rows)
-            self._settle_cache(request)
-            return [step]
-        except Exception as error:
-            return [request.fail(error)]
-        except BaseException:
-            # Ctrl-C between cache and tokens: what they hold may no longer belong together.
-            request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
-            raise
-
-    def _make_room(self, requests: list[Request], drafts: list[Draft]) -> list[Step]:
-        """Room in the cache for a round; a request for which there is none, or no right draft, leaves both lists."""
+    def _make_room(self, batch: Batch) -> list[Step]:
+        """Room in the cache for a round; a request for which there is none, or no right draft, leaves the batch."""
         steps = []
-        for i in reversed(range(len(requests))):
-            request = requests[i]
+        for request, draft in batch.pairs():
             assert request.slot is not None
             try:
-                self._drafting.check(request)
-                self.target.cache.reserve(request.slot, request.cached + len(drafts[i]) + 1)
+                self._speculation.check(request)
+                self.target.cache.reserve(request.slot, request.cached + len(draft) + 1)
             except (DraftError, MemoryLimitError) as error:
                 steps.append(request.fail(error))
-                del requests[i], drafts[i]
+        batch.drop_ended()
         return steps
 
-    def _score(self, requests: list[Request], drafts: list[Draft], graphs: frozenset[int], steps: list[Step]) -> Tensor:
-        """One target pass over every request's last token and tree: (all rows, V) logits. A request that it ends leaves
-        both lists, with a step.
+    def _decide(self, batch: Batch, output: PassOutput) -> list[Step]:
+        """Verify each request's draft and commit what was accepted; an error of its own options ends a request alone.
+
+        Args:
+            batch: a round, or prompts that are read to their end, with empty drafts.
+            output: of all their rows.
         """
-        segments = []
-        for request, draft in zip(requests, drafts, strict=True):
-            assert request.slot is not None
-            tree = draft.tree
-            chain = all(parent == i - 1 for i, parent in enumerate(tree.parents))
-            parents = None if chain else (-1, *(parent + 1 for parent in tree.parents))
-            segments.append(SequenceRows(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents))
-
-        def score(some: Sequence[Request], parts: Sequence[SequenceRows]) -> Tensor:
-            return self.target.score(parts, graphs=graphs)
-
-        logits = self._shared(requests, segments, score, steps)
-        for i in reversed(range(len(requests))):
-            if requests[i].over:
-                del requests[i], drafts[i]
-        return logits
-
-    def _shared(
-        self,
-        requests: Sequence[Request],
-        segments: Sequence[SequenceRows],
-        score: Callable[[Sequence[Request], Sequence[SequenceRows]], Tensor],
-        steps: list[Step],
-    ) -> Tensor:
-        """A pass for all of them. Where there is no memory for it, one for each by itself; who has none alone ends, as
-        all do when weights cannot be read. The logits are of those that go on.
-        """
-        reason: SakiyomiError | None
-        try:
-            return score(requests, segments)
-        except LoadError as error:
-            reason = error
-        except Exception as error:
-            reason = no_memory(error)
-            if reason is None:
+        steps = []
+        for request, draft, here in batch.parts():
+            try:
+                rows = request.verify_rows(output.logits[here], draft)
+                verdict = request.verifier.verify(draft, rows, request.context.noise)
+                if HEAD in output.features:  # row i + 1 is node i's
+                    end = verdict.path[-1] + 1 if verdict.path else 0
+                    request.context.hidden = output.features[HEAD][here][end]
+                self._keep(request, draft, verdict, rows)
+                steps.append(request.commit(draft, verdict, rows))
+                self._evict(request)
+            except Exception as error:
+                steps.append(request.fail(error))
+            except BaseException:
+                # Ctrl-C between cache and tokens: what they hold may no longer belong together.
+                request.fail(RemovedError(f"request {request.id} was interrupted in the middle of a round"))
                 raise
-        if len(requests) == 1 or isinstance(reason, LoadError):
-            steps += [request.fail(reason) for request in requests]
-            return torch.empty(0, self.target.vocab_size)
-        found: list[tuple[Tensor, Tensor | None]] = []
-        for request, segment in zip(requests, segments, strict=True):
-            logits = self._shared([request], [segment], score, steps)
-            if not request.over:
-                found.append((logits, self.target.hidden))
-        hidden = [read for _, read in found if read is not None]
-        self.target.hidden = torch.cat(hidden) if hidden else None
-        return torch.cat([logits for logits, _ in found]) if found else torch.empty(0, self.target.vocab_size)
+        return steps
 
-    def _keep(self, request: Request, path: Sequence[int]) -> None:
+    def _keep(self, request: Request, draft: Draft, verdict: Verdict, rows: Rows) -> None:
         """Of the pass keep the last token's pair and those of the accepted path."""
         assert request.slot is not None
-        self.target.eviction.commit(request.slot, request.cached, (0, *(node + 1 for node in path)))
-        request.cached += 1 + len(path)
+        eviction = self.target.eviction
+        nodes = (0, *(node + 1 for node in verdict.path))
+        if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
+            eviction.commit(request.slot, request.cached, nodes)
+            request.cached += len(nodes)
+        if eviction.needs_log_probs:
+            tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
+            eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
 
-    def _settle_cache(self, request: Request) -> None:
-        """Where this is a border, drop what the cache is not to hold; say where the next one is."""
+    def _evict(self, request: Request) -> None:
+        """Where this is an eviction boundary, drop what the cache is not to hold; say where the next one is."""
         assert request.slot is not None
         eviction = self.target.eviction
         eviction.evict(request.slot, request.prompt_tokens, request.cached)
@@ -397,94 +346,24 @@ class Engine:
     # ------------------------------------------------------------ coming and going
 
     def _admit(self) -> list[Step]:
-        """Seat who waits; steps of those for whom there is no memory."""
+        """Give slots to waiting requests; the last steps of those for which there is no memory."""
         steps: list[Step] = []
         while self._waiting and len(self._running) < self.target.cache.max_slots:
             request = self._waiting.popleft()
             request.began = time.perf_counter()  # waiting is not its time
             try:
-                self._places.seat(request)
+                self._slots.seat(request)
             except MemoryLimitError as error:  # of a prefix; others would be refused before
                 steps.append(request.fail(error))
-                self._places.free(request)
+                self._slots.free(request)
                 continue
-            self._settle_cache(request)
-            request.graphs = self.target.ready
+            self._evict(request)
             self._running.append(request)
         return steps
 
-    def _prefill(self, requests: list[Request]) -> list[Step]:
-        """One chunk of prompts; the first token of every request whose prompt is complete after it. Who waits for what
-        another one reads is left out.
-        """
-        segments: list[SequenceRows] = []
-        taken: list[Request] = []
-        steps: list[Step] = []
-        budget = self.chunk_size
-        before = self.target.forward_seconds
-        for request in requests:
-            if self._places.waits(request):
-                continue
-            count = min(self.chunk_size, request.prompt_tokens - request.cached, request.border - request.cached)
-            if taken and (count > budget or self.exact):
-                break
-            assert request.slot is not None
-            try:
-                self.target.make_room(request.slot, request.cached + count, request.context.source)
-            except MemoryLimitError as error:
-                steps.append(request.fail(error))
-                continue
-            chunk = request.tokens[request.cached : request.cached + count]
-            segments.append(SequenceRows(request.slot, request.cached, chunk, prompt=True))
-            taken.append(request)
-            budget -= count
-        if not taken:
-            return steps
-        graphs = frozenset.intersection(*(request.graphs for request in taken))
-
-        def score(some: Sequence[Request], parts: Sequence[SequenceRows]) -> Tensor:
-            return self._score_prompts(some, parts, graphs)
-
-        logits = self._shared(taken, segments, score, steps)
-        pairs = [pair for pair in zip(taken, segments, strict=True) if not pair[0].over]
-        spent = self.target.forward_seconds - before
-        for request in self._running:  # the others stand still meanwhile
-            request.stats.prefill_seconds += spent
-        hidden = self.target.hidden
-        for i, (request, segment) in enumerate(pairs):
-            assert request.slot is not None
-            request.cached += len(segment.tokens)
-            if request.place is None or not request.place.beginning:
-                request.cached = self.target.eviction.reread_from(request.slot, request.prompt_tokens, request.cached)
-            if not request.prefilled:
-                self._settle_cache(request)
-                self._running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
-                self._running.append(request)
-            else:
-                draft = Draft.empty()
-                here = slice(i, i + 1)
-                steps += self._decide(
-                    request, draft, request.rows(logits[here], draft), None if hidden is None else hidden[here]
-                )
-        self._places.share()
-        return steps
-
-    def _score_prompts(
-        self, requests: Sequence[Request], segments: Sequence[SequenceRows], graphs: frozenset[int]
-    ) -> Tensor:
-        """One target pass over chunks of prompts: (requests, V) logits of their last rows."""
-        eviction = self.target.eviction
-        if not eviction.needs_log_probs:
-            return self.target.score(segments, last=True, graphs=graphs)
-        logits = self.target.score(segments, graphs=frozenset())
-        ends, first = [], 0
-        for request, segment in zip(requests, segments, strict=True):
-            count = len(segment.tokens)
-            assert request.slot is not None
-            at = segment.length
-            eviction.add_prompt_log_probs(request.slot, logits[first : first + count], request.tokens, at, at + count)
-            first += count
-            ends.append(first - 1)
-        if self.target.hidden is not None:
-            self.target.hidden = self.target.hidden[ends]
-        return logits[ends]
+    def _retire(self) -> None:
+        """Free the slots of requests that are over."""
+        for request in [r for r in self._running if r.over]:
+            self._running.remove(request)
+            self._speculation.forget(request.id)
+            self._slots.free(request)

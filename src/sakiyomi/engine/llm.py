@@ -29,6 +29,7 @@ from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
 from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.engine.tuned_profile import find_profile
 from sakiyomi.kernels.build import builder
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder, load_model, stop_tokens
 from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
 
@@ -291,7 +292,7 @@ class LLM:
         """What must be equal where a prefix is used again: the model, and how its cache is kept."""
         from sakiyomi.cache.policies.retaining.formats import fingerprint
 
-        rounding = self.target.quantization
+        rounding = self.target.weights.quantization
         return {
             **fingerprint(self.target.module, self.tokenizer),
             "dtype": str(self.target.dtype).removeprefix("torch."),
@@ -344,30 +345,34 @@ class LLM:
         return made
 
     def compiled(self) -> bool:
-        """Whether a request that begins now runs on compiled graphs."""
-        return all(model.compiled() for model in self._models)
+        """Whether the passes of a request that begins now are recorded, traced or compiled, and need no Python."""
+        return all(model.recorded() for model in self._models)
 
     def wait(self, timeout: float | None = None, *, batches: bool = False) -> bool:
-        """Wait for kernels and graphs that are made in the background.
+        """Wait for kernels that are compiled in the background, and record the passes that any request needs.
+
+        Without this, kernels are taken into use when they are there, and passes are recorded as they come.
 
         Args:
             timeout: so many seconds at most; None: as long as it takes.
-            batches: also for the graphs of many requests at once, which are otherwise made when they are first wanted.
+            batches: also record the larger passes of many requests at once.
 
         Returns:
-            Whether a request that begins now runs on compiled graphs.
+            Whether the passes of a request that begins now are recorded.
         """
         end = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
             return None if end is None else max(0.0, end - time.monotonic())
 
-        if any(model.unsettled for model in self._models):
+        if any(model.weights.unsettled for model in self._models):
             builder().join(left())
             self.engine.settle()
         for model in self._models:
-            if model.graphs is not None:
-                model.graphs.wait(left(), every=batches)
+            for size in model.sizes if batches else model.first_sizes:
+                if left() == 0.0:
+                    break
+                model.record((size,))
         return self.compiled()
 
     def _intake(self, loaded: Loaded) -> InputProcessor | None:
@@ -392,7 +397,7 @@ class LLM:
         eviction: EvictionPlan | None = how.get("eviction")
         wants_text = quantize or (eviction is not None and eviction.packing is not None and eviction.packing.fitted)
         with returned_when_freed(), progress(f"rounding {loaded.name} ({readable(size)}) to {quantize}", size=size):
-            packed = ModelRunner(
+            packed = build_runner(
                 loaded.model,
                 owned=loaded.owned,
                 quantize=quantize,
@@ -438,7 +443,7 @@ class LLM:
         return load_model(name, packed=True, encoder_decoder=True, fits=fits, **self._options)
 
     def _pack_beside(self, loaded: Loaded) -> ModelRunner:
-        packed = ModelRunner(
+        packed = build_runner(
             loaded.model,
             owned=loaded.owned,
             first_sizes=DRAFT_SIZES,

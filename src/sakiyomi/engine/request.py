@@ -77,7 +77,6 @@ class Request:
         cached: tokens whose keys and values the target has computed.
         fresh: all of them lie there as they do for a request that has read its prompt from the first token on.
         border: where something of them may be dropped next, in tokens; no round goes beyond it.
-        graphs: row counts whose passes run on graphs; fixed for the request's life, so that it never changes path.
     """
 
     context: Context
@@ -97,7 +96,6 @@ class Request:
     cached: int = 0
     fresh: bool = True
     border: int = 0
-    graphs: frozenset[int] = frozenset()
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     stats: Stats = field(default_factory=Stats)
@@ -131,7 +129,7 @@ class Request:
         """Whether the prompt is in the cache, so that decoding rounds may begin."""
         return self.cached >= self.prompt_tokens
 
-    def rows(self, logits: Tensor, draft: Draft) -> Rows:
+    def verify_rows(self, logits: Tensor, draft: Draft) -> Rows:
         """The target's rows for a draft that hangs from the last committed token."""
         return Rows(logits, self.sampler, len(self.tokens), draft.tree, self.tokens)
 

@@ -124,7 +124,7 @@ class SlotManager:
         return best if best is not None and held[best] >= LEAST else None
 
     def _taken_over(self, request: Request, lender: RetainedSlot | None) -> RetainedSlot | None:
-        """The lender, if the request continues its whole text or no other slot is free; None: another slot is free now."""
+        """The lender, if the request continues its whole text or no other slot is free; None: another one is free."""
         while True:
             full = not self._cache.free or len(self._seated) + len(self._kept) > self._fitted[0]
             wanted = full and self._kept[:1] == [lender]

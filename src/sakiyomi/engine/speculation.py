@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Size, Throughput
+from sakiyomi.engine.batch import Batch
 from sakiyomi.engine.request import Request
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["DraftBatch", "SpeculationController"]
+__all__ = ["DraftBatch", "RoundClock", "SpeculationController"]
 
 logger = logging.getLogger("sakiyomi")
 SETTLED = 16  # rounds that read ahead, after which other requests may take their speed for granted
@@ -48,6 +50,34 @@ class DraftBatch:
     passes: int
 
 
+class RoundClock:
+    """Clocks of one round, from its beginning on.
+
+    Args:
+        target: scores its drafts.
+
+    Attributes:
+        scoring: seconds inside the target's forward.
+    """
+
+    def __init__(self, target: ModelRunner) -> None:
+        self._target = target
+        self._began, self._before = time.perf_counter(), target.forward_seconds
+        self.scoring = 0.0
+
+    def scored(self, batch: Batch, drafted: DraftBatch) -> None:
+        """The drafts are scored: count what that took for each request."""
+        self.scoring = self._target.forward_seconds - self._before
+        for request in batch.requests:
+            request.stats.prefill_seconds += drafted.catching_up
+            request.stats.draft_seconds += drafted.seconds
+            request.stats.score_seconds += self.scoring
+
+    def seconds(self, drafted: DraftBatch) -> float:
+        """Of the round up to now, without what drafters spent on prompts."""
+        return time.perf_counter() - self._began - drafted.catching_up
+
+
 class SpeculationController:
     """The drafter of an engine, with the costs of reading ahead and the requests that do without.
 
@@ -67,9 +97,9 @@ class SpeculationController:
         self._exact, self._strict = exact, strict
         self._without: set[int] = set()
         self._faults: dict[int, DraftError] = {}
-        # By graphs, and rows of a pass without drafts.
-        self._gains: defaultdict[tuple[frozenset[int], int], Throughput] = defaultdict(Throughput)
-        self._timed: set[tuple[frozenset[int], int]] = set()
+        # By rows of a pass without drafts.
+        self._gains: defaultdict[int, Throughput] = defaultdict(Throughput)
+        self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
 
     def verifier(self, params: SamplingParams) -> Verifier:
@@ -82,10 +112,10 @@ class SpeculationController:
         kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
         return choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
 
-    def propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> DraftBatch:
+    def propose(self, requests: Sequence[Request]) -> DraftBatch:
         """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end."""
         seconds, catching_up, passes = self._clock("forward_seconds"), self._clock("prefill_seconds"), self._passes()
-        drafts = self._propose(requests, graphs) if self.drafter is not None else [Draft.empty()] * len(requests)
+        drafts = self._propose(requests) if self.drafter is not None else [Draft.empty()] * len(requests)
         catching_up = self._clock("prefill_seconds") - catching_up
         passes = self._passes() - passes or max((draft.tree.depth for draft in drafts), default=0)
         return DraftBatch(drafts, self._clock("forward_seconds") - seconds - catching_up, catching_up, passes)
@@ -105,42 +135,35 @@ class SpeculationController:
         self._without.discard(request)
         self._faults.pop(request, None)
 
-    def observe(
-        self,
-        requests: Sequence[Request],
-        drafted: DraftBatch,
-        kept: Sequence[int],
-        seconds: float,
-        scoring: float,
-        graphs: frozenset[int],
-    ) -> None:
+    def observe(self, batch: Batch, drafted: DraftBatch, kept: Sequence[int], clock: RoundClock) -> None:
         """Learn from a round: each request's policy, and the running means of a draft step and of the bookkeeping.
 
         Args:
-            requests: of the round.
-            drafted: what was proposed to them.
-            kept: tokens of it that each of them took.
-            seconds: the whole round, without catching up.
-            scoring: inside the target's forward.
-            graphs: row counts whose pass ran on graphs.
+            batch: requests that had the round.
+            drafted: what was proposed.
+            kept: draft tokens that each of them took.
+            clock: of the round.
         """
-        overhead = max(0.0, seconds - drafted.seconds - scoring)
-        known = self.target.known_seconds(sum(len(draft) + 1 for draft in drafted.drafts), graphs)
-        if known is not None:  # the first pass of a graph, or other work, is no cost of reading ahead
+        if not kept:
+            return
+        seconds = clock.seconds(drafted)
+        overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
+        known = self.target.known_seconds(sum(len(draft) + 1 for draft in batch.drafts))
+        if known is not None:  # the first pass of its size, or other work, is no cost of reading ahead
             seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
-        for request, draft, accepted in zip(requests, drafted.drafts, kept, strict=True):
+        for (request, draft), accepted in zip(batch.pairs(), kept, strict=True):
             request.policy.observe(draft.tree.depth, accepted, seconds)
         if drafted.passes:
-            self._gain(len(requests), graphs).add(1 + sum(kept) / len(kept), seconds)
+            self._gain(len(kept)).add(1 + sum(kept) / len(kept), seconds)
             self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
         self._overhead += 0.1 * (overhead - self._overhead)
 
     # ------------------------------------------------------------ one round
 
-    def _propose(self, requests: Sequence[Request], graphs: frozenset[int]) -> list[Draft]:
+    def _propose(self, requests: Sequence[Request]) -> list[Draft]:
         assert self.drafter is not None
         drafts = [Draft.empty()] * len(requests)
-        costs = functools.cache(functools.partial(self._costs, len(requests), graphs))  # the same for all of a round
+        costs = functools.cache(functools.partial(self._costs, len(requests)))  # the same for all of a round
         wanted: list[tuple[int, int]] = []
         for i, request in enumerate(requests):
             room = _room(request)
@@ -167,26 +190,26 @@ class SpeculationController:
                 self._leave_out(requests[i], error)
         return drafts
 
-    def _costs(self, batch: int, graphs: frozenset[int]) -> Costs:
-        score = functools.cache(functools.partial(self.target.pass_seconds, graphs=graphs))
+    def _costs(self, batch: int) -> Costs:
+        score = functools.cache(self.target.pass_seconds)
         if self.target.offloaded:
             depth, nodes = FAR, FAR_NODES
         else:
-            # No further than the largest graph, which all share: beyond it a row costs more than it can bring, and even
+            # No further than the largest size, which all share: beyond it a row costs more than it can bring, and even
             # to try out what such a pass costs would hold up everybody.
             nodes = min(MOST_NODES, max(1, self.target.sizes[-1] // batch - 1))
             depth = min(MOST, nodes)
-        if (graphs, batch) not in self._timed:  # now, and not while a drafter's own time is taken
-            self._timed.add((graphs, batch))
+        if batch not in self._timed:  # now, and not while a drafter's own time is taken
+            self._timed.add(batch)
             for count in range(nodes + 1):
                 score(batch * (count + 1))
-        gain = self._gain(batch, graphs)
+        gain = self._gain(batch)
         rate = gain.rate if gain.rounds >= SETTLED else 0.0
         return Costs(score, self._step, self._overhead, batch, rate, depth, nodes)
 
-    def _gain(self, batch: int, graphs: frozenset[int]) -> Throughput:
+    def _gain(self, batch: int) -> Throughput:
         """Of rounds like this one: what one of many requests gets says nothing of what one alone does."""
-        return self._gains[graphs, self.target.padded(batch)]
+        return self._gains[self.target.padded(batch)]
 
     def _checked(self, draft: Draft, request: Request) -> Draft:
         """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""

@@ -73,7 +73,7 @@ def _setting(target: ModelRunner) -> str:
             "processor": machine.processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
             "threads": torch.get_num_threads(),
             "dtype": str(target.dtype),
-            "quantize": None if target.quantization is None else target.quantization.kind,
+            "quantize": None if target.weights.quantization is None else target.weights.quantization.kind,
             "exact": target.exact,
             "offloaded": target.offloaded,
             "vocabulary": target.vocab_size,

@@ -59,7 +59,7 @@ def predictions(model: ModelRunner, tokens: Sequence[int], count: int) -> list[P
     with torch.no_grad(), model.cache.lent(len(tokens)) as slot:
         for first in range(0, len(tokens), _ROWS):
             chunk = tokens[first : first + _ROWS]
-            logits = model.score([SequenceRows(slot, first, chunk, prompt=True)]).float().cpu()
+            logits = model.score([SequenceRows(slot, first, chunk, prompt=True)]).logits.float().cpu()
             best = leading(logits, count)
             for row, token, listed in zip(logits, following[first : first + _ROWS], best, strict=True):
                 top = tuple((other, math.exp(score)) for other, score in zip(*listed, strict=True))

@@ -25,8 +25,10 @@ logger = logging.getLogger("sakiyomi")
 SOURCE = Path(__file__).with_name("cpu.cpp")
 _int64, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 SIGNATURES: dict[str, tuple[list[type], type | None]] = {
-    "sk_model": ([], _int64),
-    "sk_free": ([_int64], None),
+    "sk_weights": ([], _int64),
+    "sk_free_weights": ([_int64], None),
+    "sk_session": ([_int64], _int64),
+    "sk_free_session": ([_int64], None),
     "sk_weight": ([_int64, *[_pointer] * 5, _int64, _int64, ctypes.c_int], _int64),
     "sk_siblings": ([_int64, _int64, _pointer], None),
     "sk_layer": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int], None),

@@ -37,8 +37,14 @@ namespace {
 
 // ---------------------------------------------------------------- state set between passes
 
-struct Model {
+// The packed weights of one model.
+struct Weights {
   std::vector<Weight> weights;
+};
+
+// One cache on which a model runs: several sessions may share its weights.
+struct Session {
+  const Weights* weights = nullptr;
   std::vector<Layer> layers;
   std::vector<Layer> sources;  // what cross-attention reads
   const int32_t* lengths = nullptr;  // of the source in every slot
@@ -50,7 +56,7 @@ struct Model {
 };
 
 struct Pass {
-  const Model* model = nullptr;
+  const Session* session = nullptr;
   int64_t size = -1;  // rows with the ones that only fill it up; -1 where there are none but those
   std::vector<Segment> segments;
   std::vector<int32_t> path_start;  // see Paths
@@ -74,9 +80,9 @@ void multiply_into(const std::vector<const Weight*>& weights, const at::Tensor& 
 
 at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
   Pass& pass = current;
-  const Model* model = pass.model;
-  TORCH_CHECK(model && index < (int64_t)model->weights.size(), "sakiyomi_cpu::linear called outside a pass");
-  const Weight& w = model->weights[index];
+  TORCH_CHECK(pass.session && index < (int64_t)pass.session->weights->weights.size(), "sakiyomi_cpu::linear called outside a pass");
+  const std::vector<Weight>& table = pass.session->weights->weights;
+  const Weight& w = table[index];
   at::Tensor x = input.contiguous();
   TORCH_CHECK(x.size(-1) == w.in && out == w.out, "sakiyomi_cpu::linear: shapes differ from the packed weight");
   TORCH_CHECK(x.scalar_type() == (w.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::linear: wrong dtype");
@@ -100,7 +106,7 @@ at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
   at::Tensor mine;
   pass.waiting.clear();
   for (int64_t i : group) {
-    const Weight& each = model->weights[i];
+    const Weight& each = table[i];
     auto shape = x.sizes().vec();
     shape.back() = each.out;
     at::Tensor y = at::empty(shape, x.options());
@@ -187,13 +193,13 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
   Pass& pass = current;
   if (pass.segments.empty())  // a graph that is run once for its compilation
     return at::zeros({1, query.size(2), query.size(1), value.size(3)}, query.options());
-  TORCH_CHECK(pass.model && index < (int64_t)pass.model->layers.size(), "sakiyomi_cpu::attend called outside a pass");
-  Layer layer = pass.model->layers[index];
-  layer.bias = pass.model->bias, layer.far = pass.model->far;
-  if (pass.model->dropped) {
-    layer.dropped = pass.model->dropped + index * pass.model->dropped_heads;
-    layer.dropped_stride = (int64_t)pass.model->layers.size() * pass.model->dropped_heads;
-    if (pass.model->packed_count) layer.packed_count = pass.model->packed_count + index * pass.model->dropped_heads;
+  TORCH_CHECK(pass.session && index < (int64_t)pass.session->layers.size(), "sakiyomi_cpu::attend called outside a pass");
+  Layer layer = pass.session->layers[index];
+  layer.bias = pass.session->bias, layer.far = pass.session->far;
+  if (pass.session->dropped) {
+    layer.dropped = pass.session->dropped + index * pass.session->dropped_heads;
+    layer.dropped_stride = (int64_t)pass.session->layers.size() * pass.session->dropped_heads;
+    if (pass.session->packed_count) layer.packed_count = pass.session->packed_count + index * pass.session->dropped_heads;
   }
   auto fit = [](const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   at::Tensor q = fit(query), k = fit(key), v = fit(value);
@@ -240,10 +246,10 @@ at::Tensor cross(const at::Tensor& query, int64_t index, double scaling) {
   Pass& pass = current;
   int64_t heads = query.size(1), rows = query.size(2);
   // A graph that is run once for its compilation, or a pass before any source was read.
-  if (pass.segments.empty() || (pass.model && pass.model->sources.empty()))
+  if (pass.segments.empty() || (pass.session && pass.session->sources.empty()))
     return at::zeros({1, rows, heads, query.size(3)}, query.options());
-  TORCH_CHECK(pass.model && index < (int64_t)pass.model->sources.size(), "sakiyomi_cpu::cross called outside a pass");
-  const Layer& layer = pass.model->sources[index];
+  TORCH_CHECK(pass.session && index < (int64_t)pass.session->sources.size(), "sakiyomi_cpu::cross called outside a pass");
+  const Layer& layer = pass.session->sources[index];
   at::Tensor q = query.stride(-1) == 1 ? query : query.contiguous();
   TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::cross: wrong dtype");
   TORCH_CHECK(heads % layer.heads == 0 && q.size(3) == layer.key_dim, "sakiyomi_cpu::cross: shapes differ from the cache");
@@ -253,7 +259,7 @@ at::Tensor cross(const at::Tensor& query, int64_t index, double scaling) {
   Paths paths{pass.path_start.data(), pass.path.data()};
   std::vector<Segment> segments;
   for (Segment s : pass.segments) {
-    s.length = pass.model->lengths[s.slot], s.done = 0;
+    s.length = pass.session->lengths[s.slot], s.done = 0;
     if (s.length > 0) segments.push_back(s);
     work += s.rows * s.length * layer.key_dim * group * 2;
   }
@@ -310,42 +316,50 @@ int64_t sk_draw(const float* weights, int64_t n, double uniform) { return draw(w
 
 float sk_residual(const float* p, const float* q, int64_t n, float least, float* out) { return residual(p, q, n, least, out); }
 
-int64_t sk_model() { return (int64_t) new Model(); }
+int64_t sk_weights() { return (int64_t) new Weights(); }
 
-void sk_free(int64_t m) {
-  if (current.model == (const Model*)m) current = Pass();
-  delete (Model*)m;
+void sk_free_weights(int64_t w) { delete (Weights*)w; }
+
+int64_t sk_session(int64_t w) {
+  auto* session = new Session();
+  session->weights = (const Weights*)w;
+  return (int64_t)session;
+}
+
+void sk_free_session(int64_t m) {
+  if (current.session == (const Session*)m) current = Pass();
+  delete (Session*)m;
 }
 
 // `half`: whether rows are bf16; `scale`, `sum` and `scales`: see Weight, null where they do not belong.
-int64_t sk_weight(int64_t m, const void* data, const float* bias, const float* scale, const int32_t* sum, const void* scales, int64_t in,
+int64_t sk_weight(int64_t w, const void* data, const float* bias, const float* scale, const int32_t* sum, const void* scales, int64_t in,
                   int64_t out, int half) {
-  auto& weights = ((Model*)m)->weights;
+  auto& weights = ((Weights*)w)->weights;
   weights.push_back({data, bias, scale, sum, (const bf16*)scales, in, out, half != 0, {}});
   return (int64_t)weights.size() - 1;
 }
 
 // Weights of one model that read the same input in every pass: whichever comes first has all computed.
-void sk_siblings(int64_t m, int64_t count, const int64_t* indices) {
-  auto& weights = ((Model*)m)->weights;
+void sk_siblings(int64_t w, int64_t count, const int64_t* indices) {
+  auto& weights = ((Weights*)w)->weights;
   for (int64_t i = 0; i < count; ++i) weights[indices[i]].siblings.assign(indices, indices + count);
 }
 
 // `starts`: see Layer, heads + 1 of them.
 void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads, const int64_t* starts, int64_t key_dim, int64_t value_dim,
               int half) {
-  auto& layers = ((Model*)m)->layers;
+  auto& layers = ((Session*)m)->layers;
   if ((int64_t)layers.size() <= index) layers.resize(index + 1);
   layers[index] = {(char*)keys, (char*)values, {starts, starts + heads + 1}, heads, key_dim, value_dim, half != 0};
 }
 
 // Pairs that heads have dropped: [slots][layers][heads], `heads` those of the largest layer.
-void sk_dropped(int64_t m, const int32_t* dropped, int64_t heads) { ((Model*)m)->dropped = dropped, ((Model*)m)->dropped_heads = heads; }
+void sk_dropped(int64_t m, const int32_t* dropped, int64_t heads) { ((Session*)m)->dropped = dropped, ((Session*)m)->dropped_heads = heads; }
 
 // What a layer has packed, see Packed; null where there is no room yet.
 void sk_packed(int64_t m, int64_t index, const void* keys, const void* key_scales, const void* values, const void* value_scales, int64_t room,
                int64_t bits) {
-  ((Model*)m)->layers[index].packed = {(const uint8_t*)keys,  (const uint16_t*)key_scales, (const uint8_t*)values, (const uint16_t*)value_scales,
+  ((Session*)m)->layers[index].packed = {(const uint8_t*)keys,  (const uint16_t*)key_scales, (const uint8_t*)values, (const uint16_t*)value_scales,
                                        room, bits};
 }
 
@@ -353,16 +367,16 @@ void sk_packed(int64_t m, int64_t index, const void* keys, const void* key_scale
 void sk_leveled(int64_t m, int64_t index, const float* levels, const float* channels, const void* key_aside, const void* value_aside,
                 const float* firsts, const int32_t* pairs, const float* near, const float* far, int64_t keys_aside, int64_t values_aside,
                 int64_t count) {
-  ((Model*)m)->layers[index].leveled = {levels, channels, (const uint16_t*)key_aside, (const uint16_t*)value_aside, firsts, pairs,
+  ((Session*)m)->layers[index].leveled = {levels, channels, (const uint16_t*)key_aside, (const uint16_t*)value_aside, firsts, pairs,
                                         near, far, keys_aside, values_aside, count};
 }
 
 // How many columns heads have packed, as sk_dropped, after it.
-void sk_packed_count(int64_t m, const int32_t* count) { ((Model*)m)->packed_count = count; }
+void sk_packed_count(int64_t m, const int32_t* count) { ((Session*)m)->packed_count = count; }
 
 // Of the pairs of one slot from `first` on keep these, in this order; rows are counted from there and ascend.
 void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_t* rows) {
-  const Model& model = *(const Model*)m;
+  const Session& model = *(const Session*)m;
   for (size_t index = 0; index < model.layers.size(); ++index) {
     const Layer& layer = model.layers[index];
     for (int64_t head = 0; head < layer.heads; ++head) {
@@ -381,20 +395,20 @@ void sk_keep(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_
 // What cross-attention of one layer reads; `lengths` are those of the source in every slot.
 void sk_source(int64_t m, int64_t index, void* keys, void* values, int64_t heads, const int64_t* starts, int64_t key_dim, int64_t value_dim,
                int half, const int32_t* lengths) {
-  auto& sources = ((Model*)m)->sources;
+  auto& sources = ((Session*)m)->sources;
   if ((int64_t)sources.size() <= index) sources.resize(index + 1);
   sources[index] = {(char*)keys, (char*)values, {starts, starts + heads + 1}, heads, key_dim, value_dim, half != 0};
-  ((Model*)m)->lengths = lengths;
+  ((Session*)m)->lengths = lengths;
 }
 
 // `bias`: see Layer; null where there is none.
-void sk_distances(int64_t m, const float* bias, int64_t far) { ((Model*)m)->bias = bias, ((Model*)m)->far = far; }
+void sk_distances(int64_t m, const float* bias, int64_t far) { ((Session*)m)->bias = bias, ((Session*)m)->far = far; }
 
 // `table`: the segments, then for each the parent of every row of its tree, -1 for none.
 void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   Pass& pass = current;
   pass.size = count ? size : -1;
-  pass.model = (const Model*)m;
+  pass.session = (const Session*)m;
   pass.segments.assign((const Segment*)table, (const Segment*)table + count);
   pass.path_start.assign(1, 0);
   pass.path.clear();

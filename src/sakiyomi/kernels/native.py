@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native
-from sakiyomi.kernels.storage import KVStorage, SourceStorage
 
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK = 32  # output channels side by side, as linear.h reads them
@@ -129,31 +128,43 @@ class PackedLinear(nn.Module):
 
 
 class PackedWeights:
-    """One model's tables in the compiled kernels: packed weights, cache pointers, the plan of the pass.
+    """One model's table of packed weights in the compiled kernels.
 
     Use `PackedWeights.create()`, which gives None where the kernels are not available. Tensors that the kernels point
-    to are held here.
-    """
+    to are held here; sessions on these weights (`model_executor/attention/cpu.py`) hold this object.
 
-    attention = "sakiyomi_cpu"
+    Attributes:
+        library: the loaded kernels.
+        number: of the table there.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         global _registered
         if not _registered:
             _register_shapes()
             _registered = True
-        self._library = library
-        self.number: int = library.sk_model()
+        self.library = library
+        self.number: int = library.sk_weights()
         self._held: list[Tensor] = []
 
     @classmethod
     def create(cls) -> PackedWeights | None:
-        """Tables for a new model; None where the kernels are not available."""
+        """A table for a new model; None where the kernels are not available."""
         library = native()
         return cls(library) if library is not None else None
 
     def __del__(self) -> None:
-        self._library.sk_free(self.number)
+        self.library.sk_free_weights(self.number)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Layers called within belong to no request's pass: all of their rows are computed."""
+        session = self.library.sk_session(self.number)
+        self.library.sk_begin(session, 0, 0, b"")
+        try:
+            yield
+        finally:
+            self.library.sk_free_session(session)
 
     def add_linear(self, weight: Tensor, bias: Tensor | None, *, bits: int = 16) -> PackedLinear:
         """Pack a weight `(out, in)` (fp32 or bf16), with a bias or none; the module computes `x @ weight.T + bias`.
@@ -174,7 +185,7 @@ class PackedWeights:
     ) -> PackedLinear:
         """A layer from tensors that are packed already, named as in `PARTS`, as far as they belong to these bits."""
         self._held.extend(tensors.values())
-        index = self._library.sk_weight(
+        index = self.library.sk_weight(
             self.number,
             *(tensors[name].data_ptr() if name in tensors else None for name in PARTS),
             *(in_features, out_features, int(dtype == torch.bfloat16)),
@@ -183,69 +194,16 @@ class PackedWeights:
 
     def join(self, layers: Sequence[PackedLinear]) -> None:
         """Layers that read the same input in every pass: the first one called computes all of them."""
-        self._library.sk_siblings(self.number, len(layers), _numbers([layer.index for layer in layers]))
-
-    def attach(self, cache: KVStorage) -> None:
-        """Point the kernels at the cache's present tensors."""
-        for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
-            self._library.sk_layer(
-                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, _numbers(cache.starts[i])),
-                *(shape.key_dim, shape.value_dim, int(cache.dtype == torch.bfloat16)),
-            )
-        dropped = cache.dropped
-        if dropped is None:
-            self._library.sk_dropped(self.number, None, 0)
-        else:
-            self._library.sk_dropped(self.number, dropped.data_ptr(), dropped.shape[2])
-        packed = cache.packed
-        if packed is None or not packed.stores[0]:
-            self._library.sk_packed_count(self.number, None)
-        else:
-            for i in range(len(cache.shapes)):
-                stores = packed.uniform(i)
-                self._library.sk_packed(
-                    self.number, i, *map(_pointer, stores), packed.rooms(packed.room)[i], packed.bits
-                )
-                tables, counts = packed.leveled(i)
-                if tables:
-                    self._library.sk_leveled(self.number, i, *map(_pointer, tables), *counts)
-            self._library.sk_packed_count(self.number, packed.count.data_ptr())
-        cache.gather = self._keep
-
-    def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
-        self._library.sk_keep(self.number, slot, first, len(rows), _numbers(rows))
-
-    def attach_sources(self, sources: SourceStorage) -> None:
-        """Point cross-attention at the present tensors of what it reads."""
-        for i, (shape, keys, values) in enumerate(zip(sources.shapes, sources.keys, sources.values, strict=True)):
-            self._library.sk_source(
-                *(self.number, i, keys.data_ptr(), values.data_ptr(), shape.heads, _numbers(sources.starts[i])),
-                *(shape.key_dim, shape.value_dim, int(sources.dtype == torch.bfloat16), sources.lengths.data_ptr()),
-            )
-
-    def set_distances(self, table: Tensor | None) -> None:
-        """Add to scores what stands for the key's distance, (heads, n) float32; None: nothing."""
-        if table is None:
-            self._library.sk_distances(self.number, None, 0)
-            return
-        self._held.append(table)
-        self._library.sk_distances(self.number, table.data_ptr(), table.shape[1])
-
-    def begin(self, plan: BatchPlan, size: int) -> None:
-        """Say what the next pass of this model looks like; `size` counts filler rows too."""
-        self._library.sk_begin(self.number, len(plan.parts), size, plan.packed)
-
-    def calls(self) -> int:
-        """Attention calls since `begin`."""
-        return int(self._library.sk_calls())
+        self.library.sk_siblings(self.number, len(layers), numbers([layer.index for layer in layers]))
 
 
-def _numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+def numbers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     """As the kernels take them."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
+    """Of a tensor's numbers; None where there is none."""
     return tensor.data_ptr() if tensor is not None else None
 
 

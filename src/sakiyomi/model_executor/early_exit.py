@@ -1,4 +1,4 @@
-"""The first layers of a packed model as a model of their own: the same weights, kernels and cache, an earlier exit."""
+"""The first layers of a model as a session of their own: the same weights, kernels and cache, an earlier exit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.model_executor.compiled import Graphs
-from sakiyomi.model_executor.runner import DRAFT_SIZES, SIZES, ModelRunner
+from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
 
 __all__ = ["FirstLayers"]
 
@@ -34,30 +33,24 @@ class FirstLayers(ModelRunner):
         layers = int(whole.config.num_hidden_layers)
         if not 1 <= count < layers:
             raise InputError(f"early exit after layer {count}; the model has {layers}: give one of 1 to {layers - 1}")
-        self._whole, self._count = whole, count
-        self._share()
+        self._whole = whole
+        super().__init__(
+            whole.weights,
+            whole.cache,
+            module=_cut(whole.module, count, layers),
+            sources=whole.sources,
+            eviction=whole.eviction,
+            compile=whole.compile,
+            first_sizes=DRAFT_SIZES,
+            depth=count,
+        )
+        self.take_backend()
 
-    def settle(self) -> None:
-        """Follow the whole model, which is settled first, to its kernels. Only while no request runs."""
-        if self.state is not self._whole.state or self.unsettled != self._whole.unsettled:
-            seconds, watchers = self.forward_seconds, self.watchers
-            self._share()
-            self.forward_seconds, self.watchers = seconds, watchers
-
-    def _share(self) -> None:
+    def take_backend(self) -> None:
+        """That of the whole model, on its modules as they are now."""
         whole = self._whole
-        own = {"_whole": whole, "_count": self._count}
-        self.__dict__.update({**whole.__dict__, **own})
-        self._model = _cut(whole.module, self._count, int(whole.config.num_hidden_layers))
-        self._layers, self._proven = self._count, False
-        self.forward_seconds, self.watchers = 0.0, []
-        self._seconds, self._warm, self._buffers = {}, set(), {}
-        self.exact, self.sizes, self.first_sizes = False, SIZES, DRAFT_SIZES
-        self.graphs, self._captured = None, None
-        if whole.graphs is not None:
-            self.graphs = Graphs(self._model, self.tap, self.state, self.device, SIZES, self.first_sizes)
-            if self._compile is True:
-                self.graphs.make(SIZES)
+        self.module = _cut(whole.module, self._depth, int(whole.config.num_hidden_layers))
+        self._adopt(whole.backend)
 
 
 def _cut(model: nn.Module, count: int, layers: int) -> Any:

@@ -1,42 +1,90 @@
-"""What a model's head over the vocabulary reads, taken on the way."""
+"""Hidden states of a pass, taken on the way: what the head over the vocabulary reads, and what layers give."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["HiddenStateCapture"]
+__all__ = ["HEAD", "HiddenStateCapture", "PassOutput"]
+
+HEAD = -1
+"""In the place of a layer's number: what the head over the vocabulary reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """What one pass gives.
+
+    Attributes:
+        logits: (rows, V), or (requests, V) where only the last row of each was asked for.
+        features: hidden states by decoder layer, counted from 0: what it gives for each row of the pass, (rows,
+            hidden); under ``HEAD`` what the head read for each row of ``logits``.
+    """
+
+    logits: Tensor
+    features: Mapping[int, Tensor]
+
+    @classmethod
+    def joined(cls, parts: Sequence[PassOutput]) -> PassOutput:
+        """Several passes as if they were one."""
+        features = {layer: torch.cat([part.features[layer] for part in parts]) for layer in parts[0].features}
+        return cls(torch.cat([part.logits for part in parts]), features)
 
 
 class HiddenStateCapture:
-    """Notes the input of a head at each of its calls, in compiled graphs too, where it becomes an output.
+    """Notes hidden states of each pass, in recorded passes too, where they become outputs.
 
     Attributes:
-        read: (1, rows, hidden) of the last eager pass; None before, and where nobody listens.
-        traced: the same for a pass that is being compiled, in a thread beside those that run.
+        layers: what is captured, in the order of ``take``.
     """
 
     def __init__(self) -> None:
-        self.read: Tensor | None = None
-        self.traced: Tensor | None = None
-        self._hook: Any = None
+        self.layers: tuple[int, ...] = ()
+        self._hooks: list[Any] = []
+        # By layer; what a pass that is being compiled in another thread makes is kept apart.
+        self._states: dict[int, Tensor] = {}
+        self._traced: dict[int, Tensor] = {}
 
-    def listen(self, head: nn.Module) -> None:
-        """Listen to this head from now on, and to no other."""
+    def listen(self, head: nn.Module, layers: Mapping[int, nn.Module]) -> None:
+        """Capture from now on what this head reads and what these layers give, and nothing else."""
         self.leave()
 
-        def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if torch.compiler.is_dynamo_compiling():
-                self.traced = inputs[0]
-            else:
-                self.read = inputs[0]
+        def read(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._note(HEAD, inputs[0])
 
-        self._hook = head.register_forward_pre_hook(note)
+        def gave(layer: int) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                self._note(layer, output[0] if isinstance(output, tuple) else output)
+
+            return hook
+
+        self.layers = (HEAD, *layers)
+        self._hooks = [head.register_forward_pre_hook(read)]
+        self._hooks += [module.register_forward_hook(gave(layer)) for layer, module in layers.items()]
+
+    def _note(self, layer: int, states: Tensor) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._traced[layer] = states
+        else:
+            self._states[layer] = states
 
     def leave(self) -> None:
-        """Listen no more."""
-        if self._hook is not None:
-            self._hook.remove()
-        self._hook = self.read = self.traced = None
+        """Capture nothing any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.layers = [], ()
+        self._states.clear()
+        self._traced.clear()
+
+    def begin(self) -> None:
+        """Forget what the pass before has left."""
+        (self._traced if torch.compiler.is_dynamo_compiling() else self._states).clear()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """What the pass has left, (1, rows, hidden) each; layers that it did not reach are left out."""
+        states = self._traced if torch.compiler.is_dynamo_compiling() else self._states
+        return tuple(states[layer] for layer in self.layers if layer in states)

@@ -1,19 +1,31 @@
-"""What every module of a model makes of the rows of a pass."""
+"""Row counts at which a pass computes every row alone, found by a self-test: what ``exact=True`` rests on."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["listening"]
+from sakiyomi.cache.cross_attention import Source
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["TRIAL", "invariant_sizes"]
+
+TRIAL = 80  # tokens of the self-test
+LARGE = 1 << 24  # bytes of weights, from which on fewer of its tokens will do
+TRIED = (1, 4, 8, 16, 32, 64)
 
 
 @contextmanager
-def listening(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
-    """By name of a module, what it gave last, (rows, width); graphs call no modules, and leave nothing."""
+def _listening(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
+    """By name of a module, what it gave last, (rows, width); recorded passes call no modules, and leave nothing."""
     made: dict[str, Tensor] = {}
     hooks: list[Any] = []
 
@@ -32,3 +44,63 @@ def listening(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def invariant_sizes(runner: ModelRunner) -> tuple[int, ...]:
+    """Row counts whose rows, in any place and number of a pass, are bit for bit those of any other.
+
+    The same 64 tokens are scored in one pass and in passes of each size. Many rows are compared, not one: a kernel
+    that computes a few elements of some rows another way (the end of a vector loop) often rounds them alike. And
+    what every module makes of them, not the logits alone: where values are rounded on the way (to bfloat16, or to
+    8 bits before a product), most last bits that differ are gone there, and the few that are not come later.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, runner.vocab_size, (TRIAL,), generator=generator).tolist()
+    # A small model's rows are narrow, and show less each; its passes cost next to nothing.
+    least, each = (24, 64) if (runner.weights.bytes or LARGE) < LARGE else (8, 4)
+    # Hooks are for eager passes; compiled graphs that heard of some might be compiled anew.
+    compiled = runner.recorded(1)
+    heard: AbstractContextManager[dict[str, Tensor]] = nullcontext({}) if compiled else _listening(runner.module)
+    way = nullcontext() if compiled else runner.eagerly()
+    with runner.cache.lent(TRIAL) as slot, heard as made, way:
+        _pretend_source(runner, slot)
+        runner.score([SequenceRows(slot, 0, ids[:16], prompt=True)])
+
+        def rows(start: int, end: int, size: int) -> dict[str, Tensor]:
+            """What a pass of this size makes of some tokens behind the first 16."""
+            made.clear()
+            segment = SequenceRows(slot, 16 + start, ids[16 + start : 16 + end])
+            found = {"logits": runner.run(BatchPlan([segment]), size).logits.clone()}
+            found |= {name: out[: end - start] for name, out in made.items() if len(out) == size}
+            return found | _written(runner, slot, 16 + start, 16 + end)
+
+        reference, good = rows(0, 64, 64), []
+        for size in TRIED:
+            count = min(64, max(least, each * size)) if size > 1 else least
+            starts = [0, *range((size + 1) // 2, count, size)]  # the first pass has fewer rows
+            if all(
+                torch.equal(out, reference[name][start:end])
+                for start, end in itertools.pairwise([*starts, count])
+                for name, out in rows(start, end, size).items()
+            ):
+                good.append(size)
+        return tuple(good) if len(good) > 1 else ()
+
+
+def _written(runner: ModelRunner, slot: int, start: int, end: int) -> dict[str, Tensor]:
+    """Keys and values of these tokens, by layer and heads, (tokens, width)."""
+    found: dict[str, Tensor] = {}
+    for layer in range(len(runner.cache.shapes)):
+        for part in runner.cache.parts(layer, slot):
+            own = slice(start - part.dropped, end - part.dropped)
+            for kind, pairs in (("keys", part.keys), ("values", part.values)):
+                found[f"{kind} {layer} {part.heads}"] = pairs[:, own].transpose(0, 1).flatten(1).clone()
+    return found
+
+
+def _pretend_source(runner: ModelRunner, slot: int) -> None:
+    """Give a slot something for cross-attention to look at."""
+    encoder = runner.weights.encoder
+    if runner.sources is not None and encoder is not None:
+        runner.sources.reserve(slot, 40)
+        runner.sources.fill(slot, Source({}, 40), encoder.noise(40))

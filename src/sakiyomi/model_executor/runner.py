@@ -1,20 +1,17 @@
 """A Hugging Face causal language model as the engine runs it: packed rows, our cache, our attention, its own weights.
 
-`ModelRunner` works on a structural copy of the user's model which shares its parameters: the user's object keeps its
-attention setting and its modules. Target and draft model are both one of these. It knows rows, slots and logits; it
-knows no drafts and no sampling.
+A `ModelRunner` is a session: a model's weights on one cache. Target and draft model are both one of these. It knows
+rows, slots and logits; it knows no drafts and no sampling.
 """
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import logging
-import threading
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,582 +20,274 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source, SourceCache
-from sakiyomi.cache.eviction import EvictingCache, FullCache, ManagedCache, QueryTrackingCache
-from sakiyomi.cache.eviction_plan import ENDLESS, Capacity, EvictionPlan
-from sakiyomi.cache.layer_state import make_states, serve_modules
-from sakiyomi.cache.layout import LayerShape
-from sakiyomi.cache.mapped_files import MappedFiles
-from sakiyomi.cache.policies.looking import scaled_queries
+from sakiyomi.cache.eviction import FullCache, ManagedCache
+from sakiyomi.cache.eviction_plan import ENDLESS
+from sakiyomi.cache.policies import Policy
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.core.memory import available_bytes, readable
-from sakiyomi.core.running_mean import running_mean
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.build import native_at_hand
-from sakiyomi.kernels.native import PackedLinear, PackedWeights
-from sakiyomi.kernels.pack import PACKED, Watch, pack_linears
-from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
-from sakiyomi.model_executor.attention import observe
-from sakiyomi.model_executor.attention import op as attention
-from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs
-from sakiyomi.model_executor.attention.hf_cache import HFCacheBackend
+from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.model_executor.attention import choose_backend, observe, op
+from sakiyomi.model_executor.attention.registry import AttentionBackend, PassRecorder, PassResult
 from sakiyomi.model_executor.attention.torch import TorchBackend, take_over
-from sakiyomi.model_executor.compiled import Graphs, State
-from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
-from sakiyomi.model_executor.features import HiddenStateCapture
-from sakiyomi.model_executor.loading.families import has_experts
-from sakiyomi.model_executor.loading.prepared import Prepared
-from sakiyomi.model_executor.loading.stream import attach, is_offloaded
-from sakiyomi.model_executor.row_invariance import listening
-from sakiyomi.model_executor.structural_copy import structural_copy
+from sakiyomi.model_executor.compiled import CompiledPasses
+from sakiyomi.model_executor.features import HEAD, PassOutput
+from sakiyomi.model_executor.pass_clock import PassClock
+from sakiyomi.model_executor.traced import TracedPasses
+from sakiyomi.model_executor.weights import ModelWeights
+
+__all__ = ["DRAFT_SIZES", "SIZES", "TARGET_SIZES", "ModelRunner"]
 
 logger = logging.getLogger("sakiyomi")
 SIZES = (1, 4, 8, 16, 32, 64)
-ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
-SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
-TRIAL = 80  # tokens of the self-test
-LARGE = 1 << 24  # bytes of weights, from which on fewer of its tokens will do
-SLOW = 0.05  # seconds of a trial pass from which on one is enough
-# What one request needs, the likeliest first; the others are compiled when they are met.
+# What one request needs, the likeliest first; the others are recorded when they come.
 TARGET_SIZES, DRAFT_SIZES = (8, 1), (1, 4)
 
 
-def _weights(module: nn.Module) -> int:
-    """Number of a module's own weights, packed ones too."""
-    if isinstance(module, PackedLinear):
-        return module.in_features * module.out_features
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
-
-
-def _stored_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor as it lies in memory: one of torchao's says what it would take unrounded."""
-    parts = getattr(type(tensor), "__tensor_flatten__", None)
-    if parts is None:
-        return tensor.nbytes
-    return sum(getattr(tensor, name).nbytes for name in parts(tensor)[0] if getattr(tensor, name) is not None)
-
-
-def _rope_limit(config: Any) -> int:
-    """Context up to which a position's rotary embedding depends on the position alone.
-
-    "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
-    cache would be wrong from there on, and requests of one pass would change each other's numbers.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return 1 << 30
-    own = rope.get("original_max_position_embeddings")
-    limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
-    if 0 < limit < config.max_position_embeddings:
-        logger.warning(
-            "longrope changes all positions beyond %d tokens: the context is limited to them instead of %d",
-            limit,
-            config.max_position_embeddings,
-        )
-    return limit or 1 << 30
-
-
 class ModelRunner:
-    """Scores packed rows of several requests in one pass.
+    """Scores packed rows of several requests in one pass. `build_runner` (build.py) makes one of a model.
 
     Of an encoder-decoder model the decoder is what runs; `make_room` has the encoder read a request's source, and its
     keys and values for cross-attention stay beside the request's own.
 
     Args:
-        model: a loaded causal LM, or an encoder-decoder one of a known family; not changed.
-        max_slots: requests at once at most.
-        compile: "auto" compiles graphs in the background where a compiler is, True waits for them, False never does.
+        weights: of the model.
+        cache: keys and values of the session's requests.
+        module: in the place of the weights' own, with the same layers: an early exit.
+        sources: what cross-attention reads; None: there is no encoder.
+        eviction: what stays of the cache; None: all of it.
+        note: of each layer's queries, what a pass leaves for `eviction`; None: nothing.
+        noted: a policy that listens to the model's modules; None: none does.
+        compile: "auto": passes that come often are traced; True: they are compiled before the first one; False: all
+            are eager.
         exact: every pass has a row count at which a self-test found each row independent of the others.
-        owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
-        first_sizes: row counts whose graphs are compiled first.
-        quantize: "int8" or "int4" rounds weights to so many bits, and rows to 8, where a layer bears it; None leaves
-            them.
-        text: token ids on which the rounding is judged, and the levels of a packed cache are fitted.
-        prepared: what is known of a model whose layers are packed already; nothing is rounded then.
-        keeping: keeps the cache within a budget; None: all pairs stay.
-        watched: where all pairs stay, the queries of each slot's last row are kept beside them.
-        offloaded: where the cache's files lie; None: it lies in memory.
+        sizes: row counts of decoding passes, ascending.
+        first_sizes: those that any request needs.
+        evicts: pairs are dropped, quantized or observed.
+        depth: layers that run; None: all.
 
     Attributes:
-        keeping: what stays of the cache, for the engine.
-        quantization: what the rounding changed; None where nothing was rounded.
-        siblings: names of linear layers that are computed together.
-        offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
-            same whatever the number of rows.
-        stream: where those come from that lie in files; None: no weights do.
+        backend: computes attention.
+        recorder: replays passes; None: all are eager.
+        eviction: what stays of the cache, for the engine.
+        compile: as given.
+        max_context: tokens that a text may have, prompt included.
+        forward_seconds: spent in passes so far.
         watchers: told of every pass when it is done: its plan, and its seconds.
-        hidden: (rows, hidden) what the head over the vocabulary read for the logits that ``score`` gave last; None
-            where an encoder is.
-
-    Raises:
-        UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits; or its cache
-            cannot lie in files.
     """
 
     def __init__(
         self,
-        model: Any,
+        weights: ModelWeights,
+        cache: SlotCache,
         *,
-        max_slots: int = 8,
+        module: Any = None,
+        sources: SourceCache | None = None,
+        eviction: ManagedCache | None = None,
+        note: op.Note | None = None,
+        noted: Policy | None = None,
         compile: bool | str = "auto",
         exact: bool = False,
-        owned: bool = False,
+        sizes: Sequence[int] = SIZES,
         first_sizes: Sequence[int] = TARGET_SIZES,
-        quantize: str | None = None,
-        text: Sequence[int] = (),
-        prepared: Prepared | None = None,
-        eviction: EvictionPlan | None = None,
-        watched: bool = False,
-        offloaded: MappedFiles | None = None,
+        evicts: bool = False,
+        depth: int | None = None,
     ) -> None:
-        if quantize and not owned:  # of what was loaded for it, this was known before weights were read
-            check_quantization(f"quantize={quantize!r}", model.dtype)
-        self._model = structural_copy(model).eval()
-        self._encoder: Encoder | None = None
-        if getattr(model.config, "is_encoder_decoder", False):
-            self._model, self._encoder = split(self._model)
-        self.config = self._model.config.get_text_config()
-        head = model.get_output_embeddings()
-        self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
-        self.dtype: torch.dtype = model.dtype
-        self.device: torch.device = model.device
-        if self.device.type == "meta":  # offloaded as a whole: hooks bring the weights to where they are needed
-            self.device = torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
-        self._on_cpu = self.device.type == "cpu"
-        self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 1 << 30)
-        if "chunked_attention" in (
-            getattr(self.config, "layer_types", None) or ()
-        ):  # llama4: chunks are in the mask only
-            self.max_context = min(self.max_context, int(self.config.attention_chunk_size or self.max_context))
-        self.max_context = min(self.max_context, _rope_limit(self.config))
-        self.exact, self.first_sizes = exact, tuple(first_sizes)
-        self._prepared, self._quantize = prepared, quantize
-        self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
-        self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
-        self.text = list(text)
-        self.lock = threading.RLock()
-        self._reassigned = eviction is not None and eviction.reassigned
+        self.weights, self.cache, self.sources = weights, cache, sources
+        self.module: Any = weights.module if module is None else module
+        self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
+        self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
+        self.max_context = weights.max_context
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
-        self.hidden: Tensor | None = None
-        self.tap = HiddenStateCapture()
-        self._small_head = _weights(head) < SMALL_HEAD * sum(map(_weights, model.modules()))
-        self._seconds: dict[tuple[int, bool], float] = {}
-        self._warm: set[tuple[int, bool]] = set()
+        self.layers: tuple[int, ...] = ()
+        self._note, self._evicts = note, evicts
+        self.compile = compile
+        self._depth = depth or len(cache.shapes)
+        self._noted = noted
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
-        # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
-        self.offloaded = not owned and is_offloaded(self._model)
-        self.stream = attach(self._model, int(self.config.num_hidden_layers)) if self.offloaded else None
-        for module in self._model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = False
-        parameters = inspect.signature(self._model.forward).parameters
-        self._keeps = "logits_to_keep" in parameters
-        self.passes_here = True
-        served = serve_modules(self._model)  # layers that keep no keys and values
-        known = prepared.shapes if prepared is not None else None
-        shapes = known or self._layer_shapes(int(self.config.num_hidden_layers) - len(served))
-        self._layers = len(shapes)
-        if offloaded is not None:
-            self._check_files(shapes)
-        self._one_place = {shape.device for shape in shapes} == {self.device}
-        self._owned, self._compile = owned, compile
-        here = self._one_place and not self.offloaded  # weights that come by hooks come in no graph
-        accelerated = self.device.type == "cuda" and here and self.passes_here and not exact
-        accelerated = accelerated and self._encoder is None and eviction is None and not watched and not served
-        extra = int(self._encoder is not None)
-        alone = max(len(self.text) if quantize else 0, TRIAL if exact else 0)  # what is tried out below is read at once
-        capacity = Capacity()
-        if eviction is not None:
-            capacity = eviction.capacity(shapes, self.dtype.itemsize, max_slots + extra, alone=alone)
-        self.cache = SlotCache(
-            shapes,
-            dtype=self.dtype,
-            max_slots=max_slots,
-            spare=int(accelerated),
-            extra=extra,
-            on_move=self._moved,
-            available=self._memory_left if offloaded is None else offloaded.available,
-            limits=capacity.limits,
-            packed=capacity.packed,
-            states=make_states(served, max_slots + extra),
-            offloaded=offloaded,
-        )
-        self.sources = self._source_cache(max_slots)
-        self.eviction: ManagedCache = QueryTrackingCache(self.cache) if watched else FullCache(self.cache)
-        self._noted = eviction.observer if eviction is not None else None
-        self._note = scaled_queries if watched else self._noted.observe if self._noted is not None else None
-        self.state: State
-        self.graphs: Graphs | None = None
-        self._captured: CudaGraphs | None = None
-        # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
-        waits = compile == "auto" and not exact and not quantize and prepared is None
-        self.unsettled = waits and self._packable() and not native_at_hand()
-        # What many requests draft together has no place in the common sizes. A capture costs no compiler's seconds:
-        # there all have larger ones.
-        many = max_slots * ROWS_EACH > SIZES[-1] and not exact
-        self.sizes: tuple[int, ...] = (*SIZES, 128, 256) if accelerated else (*SIZES, 128) if many else SIZES
-        if not self.passes_here:
-            self._take(HFCacheBackend(self.cache))
-        elif accelerated:
-            state = CudaBackend(self.cache)
-            self._take(state)
-            self._captured = CudaGraphs(self._plain, state) if compile else None
-        else:
-            self._take((None if self.unsettled else self._native()) or self._dense())
+        self._prompts: TorchBackend | None = None  # reads prompts where only some columns are looked at
         self._proven = False
-        self._prompts: TorchBackend | None = None  # what is tried out below sees everything
-        if quantize:
-            self._judge_rounding()
-        if exact:
-            self._make_exact()
-        if eviction is not None:
-            eviction.check_model(
-                type(self.module).__name__, own_attention=not self.passes_here, has_encoder=self.sources is not None
-            )
-            self.eviction = EvictingCache(eviction, capacity, self.cache, self)
-            self._prompts = TorchBackend(self.cache, sparse=eviction.sparse) if eviction.sparse is not None else None
-            if eviction.reassigned:
-                self.max_context = ENDLESS
+        self._reassigned = False
+        self.backend: AttentionBackend
+        self.recorder: PassRecorder | None = None
+        self.clock = PassClock(self._replays, offloaded=weights.offloaded)
+        self._generation = -1
+
+    # ------------------------------------------------------------ what the model is
 
     @property
-    def module(self) -> nn.Module:
-        """The transformers model as it runs here, its linear layers packed."""
-        model: nn.Module = self._model
-        return model
+    def config(self) -> Any:
+        """Of the model's text part."""
+        return self.weights.config
 
     @property
-    def packed_weights(self) -> PackedWeights | None:
-        """The compiled kernels' weights, which can take in further linear layers; None where plain torch runs."""
-        return self.state if isinstance(self.state, PackedWeights) else None
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self.weights.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states, logits, keys and values."""
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids go in and logits come out."""
+        return self.weights.device
+
+    @property
+    def lock(self) -> Any:
+        """Held during a pass; sessions on the same weights share it."""
+        return self.weights.lock
 
     @property
     def head(self) -> nn.Module:
         """The head over the vocabulary, as it runs here: (..., hidden) to (..., V)."""
-        head: nn.Module = self._model.get_output_embeddings()
-        return head
+        return self.weights.head
+
+    @property
+    def packed_weights(self) -> PackedWeights | None:
+        """The compiled kernels' weights, which can take in further linear layers; None where plain torch runs."""
+        return self.weights.packed
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether weights come from elsewhere in every pass, which then costs the same whatever its rows."""
+        return self.weights.offloaded
+
+    @property
+    def text(self) -> list[int]:
+        """Token ids to measure on; empty where none were given."""
+        return self.weights.text
+
+    # ------------------------------------------------------------ attention, and recorded passes
 
     def settle(self) -> None:
         """Take kernels into use that were being built when the model was loaded. Only while no request runs."""
-        if self.unsettled and native_at_hand():
-            self.unsettled = False
-            with self.lock:
-                self.tap.leave()  # a layer with hooks is not packed
-                self._leave_notes()
-                self._take(self._native() or self.state)
+        weights = self.weights
+        if weights.unsettled and native_at_hand():
+            weights.unsettled = False
+            with weights.lock:
+                weights.capture.leave()  # a layer with hooks is not packed
+                if self._noted is not None:
+                    self._noted.leave()
+                weights.pack()
+        if self._generation != weights.generation:
+            self.take_backend()
 
-    @property
-    def weight_bytes(self) -> int | None:
-        """Bytes of weights that one pass reads: all but embeddings, of which it reads a few rows.
+    def take_backend(self) -> None:
+        """Choose the attention backend for the weights as they are now, and forget what was recorded on another."""
+        needs = self.weights.needs(exact=self.exact, evicts=self._evicts)
+        kind = choose_backend(needs)
+        self.module.set_attn_implementation(kind.operator)
+        self._listen()
+        self._adopt(kind(needs, self.cache, self.sources))
 
-        None for a mixture of experts, where it depends on the tokens. What reads a source is no part of a pass.
-        """
-        if self._has_experts:
-            return None
-        elsewhere = self._encoder.projections if self._encoder is not None else []
-        modules = [
-            module
-            for module in self._model.modules()
-            if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
-        ]
-        packed = [
-            tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
-        ]
-        others = [weight for module in modules for weight in module.parameters(recurse=False)]
-        return sum(map(_stored_bytes, (*packed, *others)))
+    def _adopt(self, backend: AttentionBackend, recorder: PassRecorder | None = None) -> None:
+        """Run on this backend from now on, with these recorded passes, or with new ones."""
+        self.backend = backend
+        self._generation = self.weights.generation
+        self.clock = PassClock(self._replays, offloaded=self.weights.offloaded)
+        self.recorder = recorder or self._make_recorder()
+        if self.compile is True:
+            self.record(self.sizes)
 
-    @property
-    def _has_experts(self) -> bool:
-        return has_experts(self.config)
-
-    @property
-    def ready(self) -> frozenset[int]:
-        """Row counts whose passes run on graphs now. A request keeps to those of its beginning (see `score`)."""
-        if self._captured is not None and not self._captured.failed:  # captured at first use
-            return frozenset(self.sizes)
-        return self.graphs.ready if self.graphs is not None else frozenset()
-
-    def compiled(self, rows: int | None = None) -> bool:
-        """Whether passes over so many rows run on graphs; None: those that any request needs."""
-        sizes = self.first_sizes if rows is None else (self._size(rows),)
-        return self.ready.issuperset(sizes)
-
-    def _take(self, state: State) -> None:
-        """Run on this attention from now on, and have its graphs compiled where that is possible."""
-        attention.register()
-        self.state = state
-        self._model.set_attn_implementation(state.attention)
-        if self._encoder is None:
-            self.tap.listen(self.head)
+    def _listen(self) -> None:
+        """Have the model's modules note what the session wants of a pass: hidden states, queries, raw rows."""
+        if self.weights.encoder is None:
+            listed = self._layer_modules() if self.layers else {}
+            self.weights.capture.listen(self.head, listed)
         if self._noted is not None:
             self._noted.listen(self)
         if self._note is not None:
-            for module in self._model.modules():
+            for module in self.module.modules():
                 if hasattr(module, "layer_idx"):
-                    setattr(module, attention.NOTE, self._note)
-        if isinstance(state, PackedWeights):
-            state.set_distances(self._distances)
-            if self.cache.room:
-                state.attach(self.cache)
-            if self.sources is not None and self.sources.room:
-                state.attach_sources(self.sources)
-        eager = self.offloaded or self.unsettled or not self.passes_here
-        if self._compile and self.device.type == "cpu" and not eager:
-            self.graphs = Graphs(self._model, self.tap, state, self.device, self.sizes, self.first_sizes)
-            if self._compile is True or self.exact:  # exact: no pass may take another path than the next one
-                self.graphs.make(self.sizes)
+                    setattr(module, op.NOTE, self._note)
 
-    def _leave_notes(self) -> None:
-        if self._noted is not None:
-            self._noted.leave()
-
-    def _dense(self) -> TorchBackend:
-        return TorchBackend(self.cache, by_row=self.exact, sources=self.sources, distances=self._distances)
-
-    @property
-    def _distances(self) -> Tensor | None:
-        found: Tensor | None = getattr(self._model, "distances", None)
-        return found
-
-    def _source_cache(self, max_slots: int) -> SourceCache | None:
-        """For what cross-attention reads; None where there is no encoder."""
-        if self._encoder is None:
+    def _make_recorder(self) -> PassRecorder | None:
+        weights = self.weights
+        if not self.compile or weights.offloaded or weights.unsettled:
             return None
-        return SourceCache(
-            self._encoder.shapes,
-            dtype=self.dtype,
-            max_slots=max_slots,
-            extra=1,
-            on_move=self._sources_moved,
-            available=self._memory_left,
-        )
+        found = self.backend.recorder(self.forward) if self.module is weights.module else None
+        if found is not None or self.device.type != "cpu" or weights.own_attention:
+            return found
+        if self.compile is True:
+            return CompiledPasses(self.forward, self.device, self.sizes)
+        return TracedPasses(self.forward, self.module, self.sizes)
 
-    def _sources_moved(self, _: SlotCache) -> None:
-        if isinstance(self.state, PackedWeights) and self.sources is not None:
-            self.state.attach_sources(self.sources)
+    def record(self, sizes: Sequence[int]) -> None:
+        """Record passes of these sizes now, where they can be recorded before they come."""
+        with self.lock, torch.no_grad():
+            for size in sizes if self.recorder is not None else ():
+                assert self.recorder is not None
+                self.recorder.record(self.backend, size)
 
-    def _moved(self, cache: SlotCache) -> None:
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Passes within run on the modules themselves, whose hooks then hear of them."""
+        recorder, self.recorder = self.recorder, None
+        try:
+            yield
+        finally:
+            self.recorder = recorder
+
+    def recorded(self, rows: int | None = None) -> bool:
+        """Whether passes over so many rows are replayed; None: those that any request needs."""
+        return all(map(self._replays, self.first_sizes if rows is None else (self.padded(rows),)))
+
+    def _replays(self, size: int) -> bool:
+        return self.recorder is not None and self.recorder.has(size)
+
+    def moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""
-        if isinstance(self.state, PackedWeights):
-            self.state.attach(cache)
-        if self._captured is not None:
-            self._captured.clear()
+        self.backend.attach(cache)
+        if self.recorder is not None:
+            self.recorder.clear()
 
-    # ------------------------------------------------------------ preparation
+    def sources_moved(self, sources: SourceCache) -> None:
+        """The tensors that cross-attention reads are new ones."""
+        self.backend.attach_sources(sources)
 
-    def _layer_shapes(self, layers: int) -> list[LayerShape]:
-        ids = torch.tensor([[1, 2]], device=self.device) % self.vocab_size
-        positions = torch.tensor([[0, 1]], device=self.device)
-        with torch.no_grad():
-            try:
-                with Watch(self._model) as watch:
-                    shapes = attention.layer_shapes(
-                        self._model,
-                        lambda: self._model(
-                            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False
-                        ),
-                        layers,
-                    )
-                self._siblings = watch.siblings()
-            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-                raise UnsupportedError(
-                    f"{type(self._model).__name__} does not run on a cache of ours ({type(error).__name__}: {error}); "
-                    "use transformers for this model"
-                ) from error
-            self.passes_here = shapes is not None
-            if shapes is not None:
-                return shapes
-            return self._own_shapes(ids, layers)
+    def capture(self, layers: Sequence[int]) -> None:
+        """Have every pass give what these decoder layers give, too (see ``PassOutput``). Only while no request runs.
 
-    def _own_shapes(self, ids: Tensor, layers: int) -> list[LayerShape]:
-        """Layer shapes of a model that keeps its own attention, and the proof that a cache of ours serves it."""
-        name = type(self._model).__name__
-        if (
-            getattr(self.config, "alibi", False)
-            or "position_ids" not in inspect.signature(self._model.forward).parameters
-        ):
-            raise UnsupportedError(
-                f"{name} derives positions from the column of the cache (ALiBi); such models are not supported"
-            )
-        if "local" in (getattr(self.config, "attention_layers", None) or ()) or getattr(
-            self.config, "sliding_window", None
-        ):
-            raise UnsupportedError(
-                f"{name} cuts its sliding window by the column of the cache; such models are not supported"
-            )
-        self._model.set_attn_implementation("eager")
-        done = self._model(input_ids=ids, use_cache=True)
-        stored = getattr(getattr(done, "past_key_values", None), "layers", [])
-        if len(stored) != layers or any(getattr(layer, "keys", None) is None for layer in stored):
-            raise UnsupportedError(
-                f"{name} keeps something else than keys and values of {layers} layers; such models are not supported"
-            )
-        shapes = [
-            LayerShape(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3], layer.keys.device)
-            for layer in stored
-        ]
-        trial = SlotCache(shapes, dtype=self.dtype, max_slots=1)
-        trial.reserve(0, 2)
-        state, rows = HFCacheBackend(trial), []
-        for i in range(2):  # one token after the other through our cache must give what one pass gave
-            state.begin(BatchPlan([SequenceRows(0, i, [int(ids[0, i])])]), 1)
-            rows.append(self._call_own(state, ids[:, i : i + 1], torch.tensor([[i]], device=self.device))[0])
-        difference = (torch.stack(rows) - done.logits[0].float()).abs().max()
-        scale = done.logits.float().abs().max()
-        if not bool(difference <= (1e-3 if self.dtype == torch.float32 else 0.1) * scale):
-            raise UnsupportedError(
-                f"{name} gives other logits through our cache (difference {float(difference):.2g}); it is not supported"
-            )
-        return shapes
+        Args:
+            layers: counted from 0.
 
-    def _memory_left(self) -> int:
-        return int(available_bytes(str(self.device)) * 0.9)
-
-    def _check_files(self, shapes: Sequence[LayerShape]) -> None:
-        """Refuse a cache in files where attention cannot read them, or where they would not hold all of it."""
-        devices = {shape.device.type for shape in shapes}
-        if devices != {"cpu"}:
-            raise UnsupportedError(
-                f"cache='offload' on {', '.join(sorted(devices))}: mapped files are main memory; use cache='quant-4' "
-                "or a policy, or device='cpu'"
-            )
-        if self._encoder is not None:
-            raise UnsupportedError(
-                f"{type(self._model).__name__} has an encoder: the keys and values of its sources stay in memory; use "
-                "cache='full'"
-            )
-
-    def _packable(self) -> bool:
-        """Whether the compiled kernels could serve this model."""
-        # What we loaded ourselves may be on disk until it is packed.
-        places = {"cpu", "meta"} if self._owned else {"cpu"}
-        here = self._one_place and {p.device.type for p in self._model.parameters()} <= places
-        return self.passes_here and here and self.dtype in (torch.float32, torch.bfloat16)
-
-    def _native(self) -> PackedWeights | None:
-        """The compiled kernels' side of this model, its linear layers packed; None where they do not serve it."""
-        if self._prepared is not None:
-            return self._prepared.native
-        native = PackedWeights.create() if self._packable() else None
-        if native is None:
-            return None
-        if not self._owned:  # the user's own weights stay beside the packed ones
-            need = sum(m.weight.nbytes for m in self._model.modules() if type(m) in PACKED)
-            if need > available_bytes(str(self.device)):
-                logger.warning(
-                    "%s of memory for a packed copy of the loaded model are not available: it runs on plain torch, "
-                    "slower; pass its folder instead of the model, so that no copy is needed",
-                    readable(need),
-                )
-                return None
-        bits = self._bear_rounding(self._quantize) if self._quantize else None
-        names = {id(module): name for name, module in self._model.named_modules()}
-        self.siblings = [[names[id(layer)] for layer in group] for group in self._siblings]
-        pack_linears(self._model, native, self._siblings, free=self._owned, bits=bits)
-        self._siblings = []
-        return native
-
-    def _bear_rounding(self, kind: str) -> dict[int, int]:
-        """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
-        self._model.set_attn_implementation("eager")
-        errors, self._before = layer_errors(self._model, torch.tensor([self.text]), {kind, "int8"})
-        return choose_bits(kind, errors, self._model.get_output_embeddings())
-
-    def _judge_rounding(self) -> None:
-        if not isinstance(self.state, PackedWeights):
-            raise UnsupportedError(
-                f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self._model).__name__}, "
-                "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
-            )
-        with self.cache.lent(len(self.text)) as slot:
-            after = self.score([SequenceRows(slot, 0, self.text, prompt=True)])
-        agreement, divergence = compare(self._before, after)
-        layers = {name: layer for name, layer in self._model.named_modules() if isinstance(layer, PackedLinear)}
-        kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
-        self.quantization = QuantizationReport(
-            str(self._quantize), len(layers) - len(kept), kept, agreement, divergence, len(self.text)
-        )
-        del self._before
-
-    def _make_exact(self) -> None:
-        """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""
-        if not self.passes_here:
-            raise UnsupportedError(
-                f"exact=True: {type(self._model).__name__} keeps its own attention, whose sums depend on the other "
-                "requests of a pass; use exact=False"
-            )
-        if self._has_experts:
-            raise UnsupportedError(
-                f"exact=True: {type(self._model).__name__} gathers rows by expert, so that sums depend on the other "
-                "rows of a pass; use exact=False"
-            )
-        self.sizes = self.invariant_sizes()
-        if not self.sizes:
-            raise UnsupportedError(
-                f"exact=True: with no row count of {SIZES} are rows independent of the others on this machine in "
-                f"{self.dtype}; use exact=False, or dtype='float32'"
-            )
-
-    def invariant_sizes(self) -> tuple[int, ...]:
-        """Row counts whose rows, in any place and number of a pass, are bit for bit those of any other.
-
-        The same 64 tokens are scored in one pass and in passes of each size. Many rows are compared, not one: a kernel
-        that computes a few elements of some rows another way (the end of a vector loop) often rounds them alike. And
-        what every module makes of them, not the logits alone: where values are rounded on the way (to bfloat16, or to
-        8 bits before a product), most last bits that differ are gone there, and the few that are not come later.
+        Raises:
+            UnsupportedError: the model has an encoder, no such layers, or none that can be found.
         """
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, self.vocab_size, (TRIAL,), generator=generator).tolist()
-        # A small model's rows are narrow, and show less each; its passes cost next to nothing.
-        least, each = (24, 64) if (self.weight_bytes or LARGE) < LARGE else (8, 4)
-        # Hooks are for eager passes; graphs that heard of some might be compiled anew.
-        heard: AbstractContextManager[dict[str, Tensor]]
-        heard = listening(self._model) if self.graphs is None else nullcontext({})
-        with self.cache.lent(TRIAL) as slot, heard as made:
-            self._pretend_source(slot)
-            self.score([SequenceRows(slot, 0, ids[:16], prompt=True)])
+        wanted = tuple(sorted({*self.layers, *layers} - {HEAD}))
+        if wanted == self.layers:
+            return
+        if self.weights.encoder is not None:
+            raise UnsupportedError(f"{type(self.module).__name__} has an encoder: its hidden states are not captured")
+        if wanted[-1] >= len(self.weights.shapes):
+            raise UnsupportedError(
+                f"hidden states of layer {wanted[-1]} are wanted, and the model has {len(self.weights.shapes)} layers, "
+                "counted from 0: name others"
+            )
+        with self.lock:
+            self.layers = wanted
+            self.take_backend()
 
-            def rows(start: int, end: int, size: int) -> dict[str, Tensor]:
-                """What a pass of this size makes of some tokens behind the first 16."""
-                made.clear()
-                segment = SequenceRows(slot, 16 + start, ids[16 + start : 16 + end])
-                found = {"logits": self._run(BatchPlan([segment]), size)[0, : end - start].clone()}
-                found |= {name: out[: end - start] for name, out in made.items() if len(out) == size}
-                return found | self._written(slot, 16 + start, 16 + end)
+    def _layer_modules(self) -> Mapping[int, nn.Module]:
+        count = len(self.weights.shapes)
+        lists = [m for m in self.weights.module.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if len(lists) != 1:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} has {len(lists)} lists of {count} layers where one is expected: hidden "
+                "states of its layers cannot be captured"
+            )
+        return {layer: lists[0][layer] for layer in self.layers}
 
-            reference, good = rows(0, 64, 64), []
-            for size in SIZES:
-                count = min(64, max(least, each * size)) if size > 1 else least
-                starts = [0, *range((size + 1) // 2, count, size)]  # the first pass has fewer rows
-                if all(
-                    torch.equal(out, reference[name][start:end])
-                    for start, end in itertools.pairwise([*starts, count])
-                    for name, out in rows(start, end, size).items()
-                ):
-                    good.append(size)
-            return tuple(good) if len(good) > 1 else ()
-
-    def _written(self, slot: int, start: int, end: int) -> dict[str, Tensor]:
-        """Keys and values of these tokens, by layer and heads, (tokens, width)."""
-        found: dict[str, Tensor] = {}
-        for layer in range(self._layers):
-            for part in self.cache.parts(layer, slot):
-                own = slice(start - part.dropped, end - part.dropped)
-                for kind, pairs in (("keys", part.keys), ("values", part.values)):
-                    found[f"{kind} {layer} {part.heads}"] = pairs[:, own].transpose(0, 1).flatten(1).clone()
-        return found
-
-    def _pretend_source(self, slot: int) -> None:
-        """Give a slot something for cross-attention to look at."""
-        if self.sources is not None and self._encoder is not None:
-            self.sources.reserve(slot, 40)
-            self.sources.fill(slot, Source({}, 40), self._encoder.noise(40))
-
-    # ------------------------------------------------------------ passes
+    # ------------------------------------------------------------ rooms and sources
 
     def takes(self, source: Source | None) -> bool:
         """Whether the encoder has so many places; without a source there is nothing to be read."""
-        limit = self._encoder.limit if self._encoder is not None else None
+        limit = self.weights.encoder.limit if self.weights.encoder is not None else None
         return source is None or limit is None or source.length <= limit
 
     def make_room(self, slot: int, columns: int, source: Source | None = None) -> None:
@@ -613,168 +302,104 @@ class ModelRunner:
             MemoryLimitError: there is no memory for it.
         """
         self.cache.reserve(slot, columns)
-        if source is None or self.sources is None or self._encoder is None or self.sources.holds(slot, source):
+        encoder = self.weights.encoder
+        if source is None or self.sources is None or encoder is None or self.sources.holds(slot, source):
             return
         with torch.no_grad(), self.lock:
             began = time.perf_counter()
             self.sources.reserve(slot, source.length)
-            hidden = self._encoder.read(source)
-            self.state.begin(BatchPlan([]), hidden.shape[1])
-            self.sources.fill(slot, source, self._encoder.pairs(hidden))
+            hidden = encoder.read(source)
+            self.backend.begin(BatchPlan([]), hidden.shape[1])
+            self.sources.fill(slot, source, encoder.pairs(hidden))
             self.forward_seconds += time.perf_counter() - began
 
-    def first_logits(self, source: Source, tokens: Sequence[int]) -> Tensor:
-        """Logits (V,) of what follows these tokens where nothing was written yet."""
-        with self.lock, self.cache.lent(len(tokens)) as slot:
-            self.make_room(slot, len(tokens), source)
-            return self.score([SequenceRows(slot, 0, tokens, prompt=True)], last=True)[0]
+    # ------------------------------------------------------------ passes
 
-    def read_alone(self, slot: int, token: int, position: int) -> None:
-        """Read one token in an empty slot as if it stood at this position."""
-        plan = BatchPlan([SequenceRows(slot, 0, [token])])
-        plan.positions = [position]
-        self._run(plan, self._size(1))
-
-    def score(
-        self, segments: Sequence[SequenceRows], *, last: bool = False, graphs: Collection[int] | None = None
-    ) -> Tensor:
+    def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> PassOutput:
         """One pass over the rows of these segments.
 
-        The rows' keys and values are written behind each slot's pairs (`SlotCache.commit` decides which stay); slots
+        The rows' keys and values are written behind each slot's pairs (`SlotCache.keep` decides which stay); slots
         must have room.
 
         Args:
             segments: of different slots.
             last: only the last row of each segment is wanted.
-            graphs: row counts that may run on graphs, an earlier value of `ready`; None: all that are ready by now.
 
         Returns:
-            (rows, V) logits, one row for each row of the segments in order, or (segments, V) with `last`.
+            Logits of each row of the segments in order, or of each segment with `last`, and hidden states.
         """
         if self.exact and len(segments) > 1 and sum(len(segment.tokens) for segment in segments) > self.sizes[-1]:
-            # Beyond the largest graph a pass would run eagerly, and round otherwise.
+            # Beyond the largest size a pass would have another number of rows, and round otherwise.
             half = len(segments) // 2
-            parts = (segments[:half], segments[half:])
-            scored = [(self.score(part, last=last, graphs=graphs), self.hidden) for part in parts]
-            self.hidden = torch.cat([read for _, read in scored]) if self.hidden is not None else None  # type: ignore[misc]
-            return torch.cat([logits for logits, _ in scored])
+            return PassOutput.joined([self.score(part, last=last) for part in (segments[:half], segments[half:])])
         plan = BatchPlan(segments)
         rows = plan.rows
         if last and any(segment.prompt for segment in segments):
             ends = torch.tensor([first + count - 1 for _, first, count, _, _ in plan.table], device=self.device)
-            if self._prompt_on_graph(rows, graphs):
-                logits = self._run(plan, self._size(rows), graphs=graphs)[0, ends]
-                self.hidden = self.hidden[ends] if self.hidden is not None else None
-                return logits
-            return self._run(plan, rows, keep=ends)[0]
-        size = rows if self.offloaded and not self.exact else self._size(rows)
-        logits = self._run(plan, size, graphs=graphs)[0]
-        if rows == logits.shape[0]:
-            return logits
-        self.hidden = self.hidden[:rows] if self.hidden is not None else None
-        return logits[:rows]
+            if not self._replays_prompt(rows):
+                return self.run(plan, rows, keep=ends)
+            output = self.run(plan, self.padded(rows))
+            features = {layer: states[ends] if layer == HEAD else states for layer, states in output.features.items()}
+            return PassOutput(output.logits[ends], features)
+        return self.run(plan, rows if self.weights.offloaded and not self.exact else self.padded(rows))
 
-    def _prompt_on_graph(self, rows: int, graphs: Collection[int] | None) -> bool:
-        """Whether a chunk of a prompt may take the graph of a decoding pass, which computes the logits of all its rows.
-
-        Only one that is there already is taken: a prompt has any length, and each would have its own compiled.
-        """
-        if self.graphs is None or rows > self.sizes[-1] or not self._small_head:
+    def _replays_prompt(self, rows: int) -> bool:
+        """Whether a chunk of a prompt may be a recorded decoding pass, which computes the logits of all its rows."""
+        if self.exact or rows > self.sizes[-1] or not self.weights.small_head:
             return False
-        return self._size(rows) in (self.ready if graphs is None else graphs)
+        return self._replays(self.padded(rows))
 
-    def pass_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float:
-        """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet.
-
-        Args:
-            rows: at least 1.
-            graphs: as in `score`.
-        """
-        size, graphs = self._size(rows), self.ready if graphs is None else graphs
-        key = (size, size in graphs)
-        if key not in self._seconds and self.offloaded and size > self.sizes[0]:
-            # What reads all weights is not tried out: rows come next to free, until a round has shown otherwise.
-            return self.pass_seconds(self.sizes[bisect_left(self.sizes, min(size, self.sizes[-1] + 1)) - 1], graphs)
-        if key not in self._seconds:
-            empty = BatchPlan([])
-            if self._captured is not None:
-                self.cache.reserve(0, 1)  # else there is nothing to capture
-            for _ in range(4):  # the first one warms up; without requests nothing is written
-                self._run(empty, size, graphs=graphs)
-                if self._seconds.get(key, 0.0) > SLOW:
-                    break
-        # A reading taken while other work went on is not believed for long: half the rows twice would do as well, and
-        # a larger pass does what a smaller one does.
-        others = [
-            self._seconds.get((self._size(count), self._size(count) in graphs)) for count in (size // 2, 2 * size)
-        ]
-        half, double = others if size > 1 else (None, others[1])
-        bounds = [self._seconds[key], *([2 * half] if half else []), *([double] if double else [])]
-        return min(bounds)
-
-    def known_seconds(self, rows: int, graphs: Collection[int] | None = None) -> float | None:
-        """`pass_seconds` if a pass of this size was made before; makes none."""
-        size = self._size(rows)
-        return self._seconds.get((size, size in (self.ready if graphs is None else graphs)))
-
-    def padded(self, rows: int) -> int:
-        """Rows that a decoding pass over so many really has: passes come in few sizes."""
-        return self._size(rows)
-
-    def _size(self, rows: int) -> int:
-        most = self.sizes[-1]
-        return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most
-
-    def _run(
-        self, plan: BatchPlan, size: int, *, keep: Tensor | None = None, graphs: Collection[int] | None = None
-    ) -> Tensor:
-        if torch.is_grad_enabled():  # the engine has switched it off for the whole round
-            with torch.no_grad():
-                return self._run(plan, size, keep=keep, graphs=graphs)
-        with self.lock:
+    def run(self, plan: BatchPlan, size: int, *, keep: Tensor | None = None) -> PassOutput:
+        """The pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
+        with self.lock, torch.no_grad():
             ids, positions = self._inputs(plan, size)
-            self.state.begin(plan, size)
+            self.backend.begin(plan, size)
             self.cache.begin(plan)
             prompts = self._prompts if plan.prompts else None
             take_over(prompts, plan, size)
             observe.listen(self.eviction.observations, plan)
-            # Asked for by every decoding pass, also of requests that began without: the next ones will want it.
-            on_graph = keep is None and prompts is None
-            graph = self.graphs.get(size) if self.graphs is not None and on_graph else None
-            allowed = keep is None and (graphs is None or size in graphs)
-            captured = self._captured if allowed and self._capturable(plan, size) else None
             began = time.perf_counter()
-            if graph is not None and allowed:
-                logits, hidden = graph(ids, positions)
-            elif captured is not None:
-                logits, hidden = captured.run(ids, positions)
-            elif isinstance(self.state, HFCacheBackend):
-                logits, hidden = self._call_own(self.state, ids, positions)[None], self.tap.read
-                logits = logits if keep is None else logits[:, keep]
-            else:
-                logits, hidden = self._plain(ids, positions, keep)
-            if hidden is not None:
-                hidden = hidden[0] if keep is None or len(keep) == hidden.shape[1] else hidden[0, keep]
-            # A captured pass writes to the same place the next time.
-            self.hidden = hidden.clone() if hidden is not None and captured is not None else hidden
+            found = None
+            if self.recorder is not None and keep is None and prompts is None:
+                found = self.recorder.run(self.backend, plan, ids, positions)
+            replayed = found is not None
+            if found is None:
+                wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}
+                arguments = {"attention_mask": None, "use_cache": False} | self.backend.inputs(size) | wanted
+                self.weights.capture.begin()
+                logits = self.module(input_ids=ids, position_ids=positions, **arguments).logits
+                found = logits if keep is None or wanted else logits[:, keep], self.weights.capture.take()
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             spent = time.perf_counter() - began
-            if keep is None:
-                key = (self._size(size), allowed and (graph is not None or captured is not None))
-                if (key in self._warm or self.offloaded) and not (captured is not None and captured.fresh):
-                    self._seconds[key] = running_mean(self._seconds.get(key), spent)
-                self._warm.add(key)  # the first pass of a graph takes as long as hundreds
+            self.cache.begin(None)
+            if keep is None and not (self.recorder is not None and self.recorder.fresh):
+                self.clock.add(self.padded(size), replayed, spent)
             self.forward_seconds += spent
             for watcher in self.watchers:
                 watcher(plan, spent)
             if not self._proven and plan.rows:
-                self._prove(prompts or self.state)
-            return logits
+                self._prove(prompts or self.backend)
+            return self._output(found, plan.rows, keep)
 
-    def _capturable(self, plan: BatchPlan, size: int) -> bool:
-        """Whether a pass has one of few shapes, which come again."""
-        return not plan.prompts and size <= self.sizes[-1] and bool(self.cache.room)
+    def forward(self, ids: Tensor, positions: Tensor) -> PassResult:
+        """The model's own forward over all rows, as it is recorded."""
+        self.weights.capture.begin()
+        logits: Tensor = self.module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False).logits
+        return logits, self.weights.capture.take()
+
+    def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
+        """Without the rows that only filled the pass up."""
+        logits, states = found
+        reached = [layer for layer in self.weights.capture.layers if layer < self._depth]
+        features = {}
+        for layer, state in zip(reached, states, strict=True):
+            kept = layer == HEAD and keep is not None
+            if kept and len(keep) != state.shape[1]:  # type: ignore[arg-type]
+                features[layer] = state[0, keep]
+            else:
+                features[layer] = state[0] if kept else state[0, :rows]
+        return PassOutput(logits[0] if keep is not None else logits[0, :rows], features)
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:
         """Token ids and positions of a pass, (1, size) each; rows that only fill it up are zeros."""
@@ -791,31 +416,56 @@ class ModelRunner:
             for slot, first, count, _, _ in plan.table:
                 numbers[1, first : first + count] -= self.cache.least(slot)
         numbers[:, rows:] = 0
-        return (ids, positions) if self._on_cpu else (ids.to(self.device), positions.to(self.device))
+        return (ids, positions) if self.device.type == "cpu" else (ids.to(self.device), positions.to(self.device))
 
-    def _plain(self, ids: Tensor, positions: Tensor, keep: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The model's own forward, eager: logits (1, rows, V), or of the rows in `keep`, and what the head has read."""
-        wanted = {} if keep is None or not self._keeps else {"logits_to_keep": keep}
-        self.tap.read = None  # what an earlier pass has left is nobody's hidden state
-        logits: Tensor = self._model(
-            input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, **wanted
-        ).logits
-        return logits if keep is None or self._keeps else logits[:, keep], self.tap.read
-
-    def _call_own(self, state: HFCacheBackend, ids: Tensor, positions: Tensor) -> Tensor:
-        mask = state.mask(self.dtype, ids.shape[1])
-        self.tap.read = None
-        logits: Tensor = self._model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=state, use_cache=True
-        ).logits
-        return logits[0]
-
-    def _prove(self, state: State) -> None:
+    def _prove(self, backend: AttentionBackend) -> None:
         """After the first pass: every layer must have come to our cache, or the logits are not to be trusted."""
-        calls, layers = state.calls(), self._layers
+        calls, layers = backend.calls(), self._depth
         if calls != layers:
             raise UnsupportedError(
-                f"{type(self._model).__name__}: {calls} of {layers} attention layers reached the cache; "
+                f"{type(self.module).__name__}: {calls} of {layers} attention layers reached the cache; "
                 "it is not supported"
             )
         self._proven = True
+
+    def first_logits(self, source: Source, tokens: Sequence[int]) -> Tensor:
+        """Logits (V,) of what follows these tokens where nothing was written yet."""
+        with self.lock, self.cache.lent(len(tokens)) as slot:
+            self.make_room(slot, len(tokens), source)
+            return self.score([SequenceRows(slot, 0, tokens, prompt=True)], last=True).logits[0]
+
+    def read_alone(self, slot: int, token: int, position: int) -> None:
+        """Read one token in an empty slot as if it stood at this position."""
+        plan = BatchPlan([SequenceRows(slot, 0, [token])])
+        plan.positions = [position]
+        self.run(plan, self.padded(1))
+
+    def keep_by(self, eviction: ManagedCache, *, moves_positions: bool) -> None:
+        """Have the cache kept by this from now on; what was tried out before saw everything."""
+        self.eviction = eviction
+        self._reassigned = moves_positions
+        if eviction.sparse is not None:
+            needs = replace(self.weights.needs(exact=False, evicts=True), distances=None, sparse=eviction.sparse)
+            self._prompts = TorchBackend(needs, self.cache)
+        if moves_positions:
+            self.max_context = ENDLESS
+
+    # ------------------------------------------------------------ what passes cost
+
+    def pass_seconds(self, rows: int) -> float:
+        """What a decoding pass over so many rows costs now: a running mean, or a trial pass if none was made yet."""
+        return self.clock.seconds(self.padded(rows), self.sizes, self._trial)
+
+    def _trial(self, size: int) -> None:
+        if self.backend.spare:
+            self.cache.reserve(0, 1)  # else there is nothing to capture
+        self.run(BatchPlan([]), size)  # without requests nothing is written
+
+    def known_seconds(self, rows: int) -> float | None:
+        """`pass_seconds` if a pass of this size was made before; makes none."""
+        return self.clock.known(self.padded(rows))
+
+    def padded(self, rows: int) -> int:
+        """Rows that a decoding pass over so many really has: passes come in few sizes."""
+        most = self.sizes[-1]
+        return self.sizes[bisect_left(self.sizes, rows)] if rows <= most else -(-rows // most) * most

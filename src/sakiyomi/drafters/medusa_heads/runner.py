@@ -13,11 +13,9 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.pack import linear_beside
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.compiled import State
     from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["MedusaRunner"]
@@ -63,14 +61,14 @@ class MedusaRunner:
         self._map = heads.token_map
         own = None if heads.own is None else heads.own.detach()
         self._given = own
-        self._state: State | None = None
+        self._generation = -1
         self._pack()
 
     def _pack(self) -> None:
         """Put the weights where the target's kernels find them; again when it has taken others into use."""
-        state = self._state = self._target.state
-        tables = state if isinstance(state, PackedWeights) else None
-        bits = 16 if self._target.quantization is None else 8
+        weights = self._target.weights
+        self._generation, tables = weights.generation, weights.packed
+        bits = 16 if self._target.weights.quantization is None else 8
         bias = None if self._biases is None else self._biases[0].flatten()
         self._first = linear_beside(tables, self._weights[0].flatten(0, 1), bias, bits)
         self._further = [
@@ -89,10 +87,9 @@ class MedusaRunner:
         began = time.perf_counter()
         target = self._target
         with torch.no_grad(), target.lock:
-            if self._state is not target.state:
+            if self._generation != target.weights.generation:
                 self._pack()
-            if isinstance(target.state, PackedWeights):  # its tables; other models may have had a pass meanwhile
-                target.state.begin(BatchPlan([]), len(hidden))
+            target.backend.begin(BatchPlan([]), len(hidden))  # its weights: other models may have had a pass meanwhile
             logits = self._logits(hidden.to(self._weights.dtype))
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)

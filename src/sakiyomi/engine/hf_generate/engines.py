@@ -17,6 +17,7 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.hf_generate.state import ModelState
 from sakiyomi.kernels.build import builder
+from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import (
     Loaded,
     check_cross_pair,
@@ -92,14 +93,13 @@ class Ready:
     draft: ModelRunner | None
 
     def wait(self) -> None:
-        """Wait for kernels and graphs that are made in the background."""
+        """Wait for kernels that are made in the background, and record the passes that any request needs."""
         models = [model for model in (self.target, self.draft) if model is not None]
-        if any(model.unsettled for model in models):
+        if any(model.weights.unsettled for model in models):
             builder().join()
             self.engine.settle()
         for model in models:
-            if model.graphs is not None:
-                model.graphs.wait(None)
+            model.record(model.first_sizes)
 
 
 class Engines:
@@ -159,7 +159,7 @@ class Engines:
             kept.clear()
         loaded = _loaded(model)
         sizes = DRAFT_SIZES if draft else TARGET_SIZES
-        packed = ModelRunner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
+        packed = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
         kept[key] = _Packed(packed, ModelState(model))
         return packed
 

@@ -74,7 +74,7 @@ def audit(
         )
     referee: Referee
     # torchao, on a GPU, reports nothing
-    rounded = engine.target.quantization is not None or options.get("quantize")
+    rounded = engine.target.weights.quantization is not None or options.get("quantize")
     if rounded or options.get("cache", "full") != "full":
         reference, referee = "own plain", OwnReferee(engine.target)
         note("writing plainly")
@@ -99,7 +99,7 @@ def audit(
         None,
         ids,
         reference=reference,
-        quantization=engine.target.quantization,
+        quantization=engine.target.weights.quantization,
         tokenizer=engine.tokenizer,
     )
     auditor = _Auditor(report, referee, config, note)

@@ -55,7 +55,7 @@ class OwnReferee(Referee):
                 end = min(len(ids), far, eviction.boundary(slot, len(prompt)))
                 # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
                 prompt_rows = at < len(prompt) or (not behind and eviction.sparse is None)
-                rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).clone())
+                rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).logits.clone())
                 if eviction.needs_log_probs:
                     eviction.add_prompt_log_probs(slot, rows[-1], ids, at, end)
                 at = end if behind else eviction.reread_from(slot, len(prompt), end)

@@ -20,6 +20,7 @@ from sakiyomi.cache.eviction import FullCache
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.features import PassOutput
 
 __all__ = ["STATES", "WIDTH", "Listener", "Narrow", "Recording", "TableModel", "narrow", "telling"]
 
@@ -203,9 +204,7 @@ class TableModel:
     """
 
     max_context = 1 << 30
-    hidden = None
     offloaded = False
-    ready: frozenset[int] = frozenset()
     device = torch.device("cpu")
 
     def __init__(self, probs: Tensor, step: Sequence[Sequence[int]], slots: int) -> None:
@@ -222,14 +221,14 @@ class TableModel:
         """There is nothing but the text."""
         return True
 
-    def known_seconds(self, rows: int, graphs: object = None) -> None:
+    def known_seconds(self, rows: int) -> None:
         """Passes cost nothing that is worth a thought."""
 
     def padded(self, rows: int) -> int:
         """Passes come in every size."""
         return rows
 
-    def score(self, segments: Sequence[SequenceRows], *, last: bool = False, graphs: object = None) -> Tensor:
+    def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> PassOutput:
         """See ``ModelRunner.score``."""
         found: list[int] = []
         for segment in segments:
@@ -241,4 +240,4 @@ class TableModel:
                 place = first + parent
                 states.append(self._step[states[place]][token] if place >= 0 else 0)
             found += states[-1:] if last else states[segment.length :]
-        return self._logits[found]
+        return PassOutput(self._logits[found], {})

@@ -13,6 +13,7 @@ from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Numbers, random_llama, random_prompts
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.model_executor.build import build_runner
 
 __all__ = ["bookkeeping"]
 
@@ -30,7 +31,7 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
     """Milliseconds a round, ours and transformers', for drafts that are all refused and all accepted."""
     from sakiyomi.drafters.model import ModelDrafter
     from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+    from sakiyomi.model_executor.runner import DRAFT_SIZES
 
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
     drafts = {
@@ -41,7 +42,7 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
     lines = []
     for name, draft in drafts.items():
         note(f"bookkeeping: draft {name}")
-        llm = LLM((target, Numbers()), draft=ModelDrafter(ModelRunner(draft, first_sizes=DRAFT_SIZES), VOCAB))
+        llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft, first_sizes=DRAFT_SIZES), VOCAB))
         # Both on graphs, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
         llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
         compiled = llm.wait()

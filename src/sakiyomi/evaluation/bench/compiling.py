@@ -13,6 +13,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.model_executor.build import build_runner
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -34,7 +35,7 @@ def compiling(config: BenchConfig, note: Note) -> Row:
     """New graphs and eager passes after the warm-up; seconds a graph in a new process with a warm disk cache."""
     pair = Pair(config)
     note("compiling: all graphs")
-    llm = pair.llm(max_batch=8, device="cpu")
+    llm = pair.llm(max_batch=8, device="cpu", compile=True)
     if not llm.compiled():
         raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
     llm.generate(pair.prompts[:1], SamplingParams(max_new_tokens=16, gamma=config.gamma))
@@ -76,17 +77,17 @@ def compiling(config: BenchConfig, note: Note) -> Row:
 def _count_eager(llm: LLM) -> list[int]:
     """Rows of every decoding pass of the target that finds no graph from now on."""
     found: list[int] = []
-    graphs = llm.target.graphs
-    assert graphs is not None
-    get = graphs.get
+    recorder = llm.target.recorder
+    assert recorder is not None
+    run = recorder.run
 
-    def counted(size: int) -> Any:
-        graph = get(size)
-        if graph is None:
-            found.append(size)
-        return graph
+    def counted(backend: Any, plan: Any, ids: Any, positions: Any) -> Any:
+        replayed = run(backend, plan, ids, positions)
+        if replayed is None:
+            found.append(ids.shape[1])
+        return replayed
 
-    graphs.get = counted  # type: ignore[method-assign]
+    recorder.run = counted  # type: ignore[method-assign]
     return found
 
 
@@ -111,13 +112,14 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     """In the new process: seconds of each graph, in the order in which a request asks for them."""
     from sakiyomi.kernels.build import native
     from sakiyomi.model_executor.loading import load_model
-    from sakiyomi.model_executor.runner import TARGET_SIZES, ModelRunner
+    from sakiyomi.model_executor.runner import TARGET_SIZES
 
     native()  # built at a machine's first use, which is no graph's time
     began = time.perf_counter()
     loaded = load_model(target, dtype=dtype, device="cpu")
     load_seconds = time.perf_counter() - began
-    model = ModelRunner(loaded.model, compile="auto")
+    model = build_runner(loaded.model, compile=False)
+    model.compile = True
     began = time.perf_counter()
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
@@ -126,9 +128,8 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     found: dict[int, float] = {}
     for size in dict.fromkeys((*TARGET_SIZES, *model.sizes)):
         began = time.perf_counter()
-        if model.graphs is not None:
-            model.graphs.make((size,))
-        if not model.compiled(size):
+        model.record((size,))
+        if not model.recorded(size):
             raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
         found[size] = time.perf_counter() - began
     return {"load_seconds": load_seconds, "import_seconds": import_seconds, "graphs": found}

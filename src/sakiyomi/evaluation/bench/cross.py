@@ -65,7 +65,7 @@ def cross(config: BenchConfig, note: Note) -> Row:
     steps = _steps(other, config.gamma)
     sizes = {loaded.model.config.get_text_config().vocab_size for loaded in (other.target, other.draft)}
     # With vocabularies of one size transformers takes the tokenizers for the same, and refuses two.
-    if config.peers and one.target.quantization is None and len(sizes) == 2:
+    if config.peers and one.target.weights.quantization is None and len(sizes) == 2:
         alone = Transformers(other.target.model, None, stop=other.stop)
         tokenizers = (other.target.tokenizer, other.draft.tokenizer)
         assisted = Transformers(other.target.model, other.draft.model, steps, other.stop, tokenizers=tokenizers)

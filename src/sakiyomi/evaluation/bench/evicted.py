@@ -45,7 +45,7 @@ def evicted(config: BenchConfig, note: Note) -> Row:
                 ("self-evicted", open_ones.enter_context(llm.conversation()), fixed),
                 ("self-evicted, gamma auto", open_ones.enter_context(llm.conversation()), replace(fixed, gamma="auto")),
             ]
-            judge = NearTies(llm.target if llm.target.quantization is not None else pair.target.model, [prompt])
+            judge = NearTies(llm.target if llm.target.weights.quantization is not None else pair.target.model, [prompt])
             contenders = [Contender(name, partial(_lap, talk, prompt, params), judge) for name, talk, params in ways]
             standings = race(contenders, repeats=config.repeats, note=partial(_at, note, length))
         lines.append(_line(length, standings))

@@ -96,7 +96,7 @@ def lookup(config: BenchConfig, note: Note) -> Row:
     lines = [dict(line) | {"name": f"{kind}: {line['name']}"} for kind, row in named for line in row.lines]
     notes = [f"{kind}: {text}" for kind, row in named for text in row.notes]
     conditions = {"target": config.target, "dtype": str(llm.target.dtype).removeprefix("torch."), "gamma": config.gamma}
-    conditions |= {"rounding": llm.target.quantization and str(llm.target.quantization)}
+    conditions |= {"rounding": llm.target.weights.quantization and str(llm.target.weights.quantization)}
     conditions |= {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
     for kind, row in named:
         conditions[kind] = ", ".join(f"{name} {value}" for name, value in row.conditions.items() if name != "laps")
@@ -112,7 +112,7 @@ def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> li
     for spec in DRAFTERS:
         run = EngineView(llm, make_drafter([spec], around))
         contenders.append(Contender(f"sakiyomi {spec}", our_lap_of(run, tasks), judge))
-    if llm.target.quantization is not None and pair.config.peers:
+    if llm.target.weights.quantization is not None and pair.config.peers:
         contenders = [replace(c, against=contenders[min(i, 1)].name) for i, c in enumerate(contenders)]
     return contenders
 

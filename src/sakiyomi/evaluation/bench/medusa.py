@@ -46,7 +46,7 @@ def medusa(config: BenchConfig, note: Note) -> Row:
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
     ways = {
         "plain": (EngineView(llm), 0),
-        "draft model": (llm, model.weight_bytes or 0),
+        "draft model": (llm, model.weights.bytes or 0),
         "medusa": (EngineView(llm, drafter), drafter.guesser.bytes),
         "medusa+suffix+ngram": (EngineView(llm, merged), drafter.guesser.bytes),
     }
@@ -144,7 +144,7 @@ def _distance(llm: LLM, prompt: Sequence[int], done: Generation, params: Samplin
     sampler = Sampler(params, llm.vocab_size)
     ids = [*prompt, *done.token_ids[:-1]]
     with llm.target.cache.lent(len(ids)) as slot:
-        logits = llm.target.score([SequenceRows(slot, 0, ids, prompt=True)])[len(prompt) - 1 :]
+        logits = llm.target.score([SequenceRows(slot, 0, ids, prompt=True)]).logits[len(prompt) - 1 :]
     total = 0.0
     for entry, probs in zip(done.trace, sampler.probs(logits).numpy(), strict=True):
         if entry.status == "accepted":

@@ -64,7 +64,7 @@ class Meter:
         for model, seen in self._counts.items():
             held[id(model.cache)] = max(held.get(id(model.cache), 0), seen.most)
         found = {"kv_bytes": float(sum(held.values()))}
-        passes, weights = self._counts[self._target], self._target.weight_bytes
+        passes, weights = self._counts[self._target], self._target.weights.bytes
         if weights is not None and passes.seconds:
             found["bandwidth_share"] = (
                 (passes.count * weights + passes.read) / passes.seconds / _ceiling(str(self._target.device))

@@ -158,7 +158,7 @@ class Pair:
             llm: the engine; None: outputs are transformers'.
             prompts: others than the pair's.
         """
-        rounded = llm is not None and llm.target.quantization is not None
+        rounded = llm is not None and llm.target.weights.quantization is not None
         model = llm.target if llm is not None and rounded else self.target.model
         return NearTies(model, self.prompts if prompts is None else prompts)
 
@@ -179,7 +179,7 @@ class Pair:
         return {
             "target": self.config.target,
             "dtype": str(llm.target.dtype).removeprefix("torch."),
-            "rounding": llm.target.quantization and str(llm.target.quantization),
+            "rounding": llm.target.weights.quantization and str(llm.target.weights.quantization),
             "gamma": self.config.gamma,
             "max_new_tokens": self.config.max_new_tokens,
         }

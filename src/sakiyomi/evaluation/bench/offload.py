@@ -78,7 +78,7 @@ def offload(config: BenchConfig, note: Note) -> Row:
 
 
 def _stream(llm: LLM) -> Any:
-    stream = llm.target.stream
+    stream = llm.target.weights.stream
     assert stream is not None, "loaded with offload='disk'"
     return stream
 

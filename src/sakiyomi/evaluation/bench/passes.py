@@ -66,7 +66,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
     ]
     conditions = {
         "model": described(model),
-        "graphs": "compiled" if all(t.compiled(rows) for t in targets.values() for rows in ROWS) else "eager",
+        "graphs": "compiled" if all(t.recorded(rows) for t in targets.values() for rows in ROWS) else "eager",
         "read_a_second_bytes": speed,
         "laps": config.repeats,
         "passes_a_lap": IN_A_LAP,
@@ -83,8 +83,7 @@ def _target(model: Any, quantize: str | None, compile: bool) -> ModelRunner:
     llm = LLM((model, Numbers()), draft="none", quantize=quantize, compile="auto" if compile else False)
     if compile:
         llm.wait()  # for the kernels too
-        if llm.target.graphs is not None:
-            llm.target.graphs.make(ROWS)
+        llm.target.record(ROWS)
     return llm.target
 
 
@@ -101,7 +100,7 @@ def _line(
     line: dict[str, Any] = {"name": name, "cached": cached}
     for rows, found in seconds.items():
         line |= {f"ms_{rows}": 1000 * statistics.median(found), f"low_ms_{rows}": 1000 * min(found)}
-    weights, pairs = target.weight_bytes or 0, target.cache.held_bytes(slot, cached)
+    weights, pairs = target.weights.bytes or 0, target.cache.held_bytes(slot, cached)
     return line | {
         "ratio_8_to_1": line["ms_8"] / line["ms_1"],
         "weight_bytes": weights,

@@ -39,7 +39,7 @@ def own_logits(model: ModelRunner) -> Logits:
 
     def logits(tokens: Sequence[int]) -> Tensor:
         with model.cache.lent(len(tokens)) as slot:
-            return model.score([SequenceRows(slot, 0, tokens, prompt=True)])
+            return model.score([SequenceRows(slot, 0, tokens, prompt=True)]).logits
 
     return logits
 

@@ -75,7 +75,7 @@ def scoring(config: BenchConfig, note: Note) -> Row:
             })  # fmt: skip
     conditions = {
         "model": described(model),
-        "graphs": "compiled" if all(target.compiled(rows) for rows in NODES) else "eager",
+        "graphs": "compiled" if all(target.recorded(rows) for rows in NODES) else "eager",
         "depth": DEPTH,
         "laps": config.repeats,
         "passes_a_lap": IN_A_LAP,
@@ -95,8 +95,7 @@ def _target(model: Any, config: BenchConfig, slots: int) -> ModelRunner:
     llm = LLM((model, Numbers()), draft="none", compile="auto" if config.compile else False, max_batch=slots)
     if config.compile:
         llm.wait()
-        if llm.target.graphs is not None:
-            llm.target.graphs.make((8, 16, 32, 64))
+        llm.target.record((8, 16, 32, 64))
     return llm.target
 
 

@@ -81,7 +81,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
     pair = (model, Numbers())
     eager = LLM(pair, draft="none", compile=False, quantize=config.quantize)
-    judge = NearTies(model if eager.target.quantization is None else eager.target, prompts)
+    judge = NearTies(model if eager.target.weights.quantization is None else eager.target, prompts)
     contenders = [_ours("sakiyomi eager", eager, prompts, params, judge)]
     if config.compile:
         note("plain: compiling")
@@ -89,7 +89,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
         if compiled.compiled():
             contenders.insert(0, _ours("sakiyomi compiled", compiled, prompts, params, judge))
     if config.peers:
-        if eager.target.quantization is not None:
+        if eager.target.weights.quantization is not None:
             contenders = _among_themselves(contenders)
         contenders.insert(0, _theirs("transformers", Transformers(model), prompts, params, NearTies(model, prompts)))
     standings = race(contenders, repeats=config.repeats, note=note)
@@ -99,7 +99,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
         standings,
         model=described(model),
         dtype="bfloat16",
-        rounding=eager.target.quantization and str(eager.target.quantization),
+        rounding=eager.target.weights.quantization and str(eager.target.weights.quantization),
         graphs="compiled and eager" if config.compile and compiled.compiled() else "eager",
         **_laps(config, prompts),
     )
@@ -127,7 +127,7 @@ def everybody(pair: Pair, llm: LLM, *, peers: Sequence[str] = (), auto: bool = F
     ]
     if auto:
         ours.append(_ours("sakiyomi, gamma auto", llm, pair.prompts, replace(params, gamma="auto"), judge))
-    if peers and llm.target.quantization is not None:
+    if peers and llm.target.weights.quantization is not None:
         ours = _among_themselves(ours)
     return contenders + pair.quality.grade(ours, own_logits(llm.target))
 
@@ -176,8 +176,8 @@ def pair_conditions(pair: Pair, llm: LLM, prompts: Prompts | None = None) -> dic
     """What has to be known of a row about a pair, after its laps; ``prompts``: others than the pair's."""
     config = pair.config
     found: dict[str, Any] = {**pair.names, **pair.dtypes, "gamma": config.gamma}
-    found["rounding"] = llm.target.quantization and str(llm.target.quantization)
-    found["graphs"] = "compiled" if llm.compiled() and llm.target.compiled(config.gamma + 1) else "eager"
+    found["rounding"] = llm.target.weights.quantization and str(llm.target.weights.quantization)
+    found["graphs"] = "compiled" if llm.compiled() and llm.target.recorded(config.gamma + 1) else "eager"
     return found | _laps(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions
 
 

@@ -15,6 +15,7 @@ from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row, of_race
 from sakiyomi.evaluation.bench.runner import Contender, race
 from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
+from sakiyomi.model_executor.build import build_runner
 
 if TYPE_CHECKING:
     from sakiyomi.drafters.model import ModelDrafter
@@ -47,11 +48,11 @@ def useless(config: BenchConfig, note: Note) -> Row:
 def _wrong(pair: Pair, config: BenchConfig) -> ModelDrafter:
     """The pair's draft model, each of whose tokens is called by the next one's number."""
     from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+    from sakiyomi.model_executor.runner import DRAFT_SIZES
 
     model = pair.draft.model
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().roll(1, 0).clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
-    packed = ModelRunner(model, max_slots=8, compile="auto" if config.compile else False, first_sizes=DRAFT_SIZES)
+    packed = build_runner(model, max_slots=8, compile="auto" if config.compile else False, first_sizes=DRAFT_SIZES)
     return ModelDrafter(packed, int(pair.target.model.get_output_embeddings().out_features))

@@ -40,7 +40,7 @@ def available(llm: LLM, config: PairConfig) -> list[str]:
     layers = int(getattr(llm.target.config, "num_hidden_layers", 0))
     if layers >= 4:
         found.append(f"early-exit:{layers // 2}")
-    if llm.target.quantization is None and llm.target.device.type == "cpu" and not llm.target.offloaded:
+    if llm.target.weights.quantization is None and llm.target.device.type == "cpu" and not llm.target.offloaded:
         found.append("self-int8")
     return found
 

@@ -27,6 +27,7 @@ from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, Tuned, read_t
 from sakiyomi.engine import machine
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.features import HEAD
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of
@@ -181,9 +182,7 @@ def ranks_of(llm: LLM, drafter: MedusaDrafter, prompts: Sequence[list[int]], tex
 
     def hidden_of(ids: Sequence[int]) -> torch.Tensor:
         with target.cache.lent(len(ids)) as slot:
-            target.score([SequenceRows(slot, 0, list(ids), prompt=True)])
-            assert target.hidden is not None
-            return target.hidden
+            return target.score([SequenceRows(slot, 0, list(ids), prompt=True)]).features[HEAD]
 
     return rank_texts(hidden_of, drafter.guesser, prompts, texts)
 

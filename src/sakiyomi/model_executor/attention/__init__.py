@@ -1,1 +1,25 @@
-"""Attention backends: what computes attention of packed rows over the slots of a cache."""
+"""Attention backends: what computes attention of packed rows over the slots of a cache.
+
+The seam is `registry.py`; a new backend is a file beside this one and a line in ``BACKENDS``.
+"""
+
+from __future__ import annotations
+
+from sakiyomi.model_executor.attention.cpu import CpuBackend
+from sakiyomi.model_executor.attention.cuda import CudaBackend
+from sakiyomi.model_executor.attention.hf_cache import HFCacheBackend
+from sakiyomi.model_executor.attention.op import register
+from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
+from sakiyomi.model_executor.attention.torch import TorchBackend
+
+__all__ = ["BACKENDS", "AttentionBackend", "BackendNeeds", "choose_backend"]
+
+BACKENDS: list[type[AttentionBackend]] = [HFCacheBackend, CudaBackend, CpuBackend, TorchBackend]
+"""In order of preference; the last one serves everything that calls our operator."""
+
+
+def choose_backend(needs: BackendNeeds) -> type[AttentionBackend]:
+    """The first backend that serves such a model, its operator made known to transformers."""
+    kind = next(kind for kind in BACKENDS if kind.serves(needs))
+    register(kind)
+    return kind

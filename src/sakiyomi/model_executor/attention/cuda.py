@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.model_executor.attention.registry import (
+    AttentionBackend,
+    BackendNeeds,
+    PassForward,
+    PassResult,
+)
 from sakiyomi.model_executor.attention.torch import attend_all
 
 __all__ = ["CudaBackend", "CudaGraphs"]
@@ -99,21 +105,53 @@ def _added(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
 
 
 class CudaBackend:
-    """The cache and the static plan that attention works on in this thread."""
+    """The cache and the static plan that attention works on in this thread: see ``AttentionBackend``."""
 
-    attention = "sakiyomi_device"
+    operator: ClassVar[str] = "sakiyomi_device"
+    spare: ClassVar[int] = 1
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         self.cache = cache
         self.count = 0
         self.frames: dict[tuple[int, int, int, int], _Frame] = {}
         self._prompt_masks: dict[tuple[int, int], Tensor] = {}
 
+    @classmethod
+    def serves(cls, needs: BackendNeeds) -> bool:
+        """Causal models that lie on one GPU as a whole, with all their pairs in the cache."""
+        apart = needs.own_attention or needs.exact or needs.evicts or needs.offloaded or needs.encoder
+        return needs.device.type == "cuda" and needs.one_device and not apart
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+        """What the model's layers call; see ``attend_rows``."""
+        assert _active.backend is not None, "attention called outside a pass"
+        return _active.backend.attend_rows(q, k, v, layer, scaling, softcap, window)
+
+    @staticmethod
+    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+        """Never called: encoder-decoder models do not come here."""
+        raise NotImplementedError
+
+    def inputs(self, rows: int) -> dict[str, Any]:
+        """Nothing: the plan lies in static tensors."""
+        return {}
+
+    def recorder(self, forward: PassForward) -> CudaGraphs:
+        """CUDA graphs of this session's passes."""
+        return CudaGraphs(forward, self)
+
+    def attach(self, cache: SlotCache) -> None:
+        """Nothing: the cache's tensors are looked up in every pass that is not captured (see ``CudaGraphs.clear``)."""
+
+    def attach_sources(self, sources: SourceCache) -> None:
+        """Nothing: there are none."""
+
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too. Without requests all rows are fillers."""
         self.plan, self.count = plan, 0
         self._prompt_masks.clear()
-        _active.state = self
+        _active.backend = self
         # A chunk of a prompt alone has no frame: of its length there may be no second one.
         if plan.prompts or not self.cache.room:
             return
@@ -132,7 +170,7 @@ class CudaBackend:
         """Attention calls since `begin`."""
         return self.count
 
-    def attend(
+    def attend_rows(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
     ) -> Tensor:
         """Cache write and attention of one layer, (1, H, N, D) -> (1, N, H, D_v)."""
@@ -188,45 +226,49 @@ class CudaBackend:
 
 
 class _Active(threading.local):
-    state: CudaBackend | None = None
+    backend: CudaBackend | None = None
 
 
 _active = _Active()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    """What transformers' layers call; see `CudaBackend.attend`."""
-    assert _active.state is not None, "attention called outside a pass"
-    return _active.state.attend(q, k, v, layer, scaling, softcap, window)
-
-
-_Given = tuple[Tensor, Tensor | None]
-
-
 class CudaGraphs:
-    """Captured passes, by the shape of their plan.
+    """Captured passes, by the shape of their plan: see ``PassRecorder``.
 
     Args:
-        forward: (ids, positions) -> logits (1, N, V) and what the head has read, eager.
-        state: its static tensors are what the captured kernels read; what is captured is kept with them.
+        forward: the eager pass.
+        backend: its static tensors are what the captured kernels read; what is captured is kept with them.
 
     Attributes:
         fresh: the last pass was captured first, which takes as long as many passes.
         failed: a pass could not be captured; they all run eagerly since then.
     """
 
-    def __init__(self, forward: Callable[[Tensor, Tensor], _Given], state: CudaBackend) -> None:
-        self._forward, self._state = forward, state
+    def __init__(self, forward: PassForward, backend: CudaBackend) -> None:
+        self._forward, self._backend = forward, backend
         self.fresh = self.failed = False
+
+    def has(self, rows: int) -> bool:
+        """Passes of all sizes are captured at first use."""
+        return not self.failed
+
+    def record(self, backend: AttentionBackend, rows: int) -> None:
+        """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""
 
     def clear(self) -> None:
         """Forget all captures: the cache's tensors have moved."""
-        self._state.frames.clear()
+        self._backend.frames.clear()
 
-    def run(self, ids: Tensor, positions: Tensor) -> _Given:
-        """The pass that `state.begin` described; what it gives is to be read before the next pass of any shape."""
-        frame = self._state.frame
-        self.fresh = frame.captured is None and not self.failed
+    def run(self, backend: AttentionBackend, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+        """The pass that `begin` described; None for prompts, which have any length.
+
+        The hidden states are copies: a captured pass writes to the same place the next time.
+        """
+        self.fresh = False
+        if plan.prompts or not self._backend.cache.room or self.failed:
+            return None
+        frame = self._backend.frame
+        self.fresh = frame.captured is None
         if self.fresh:
             try:
                 with torch.cuda.device(ids.device):  # streams and graphs are those of the current device
@@ -237,22 +279,21 @@ class CudaGraphs:
                 what = " ".join(str(error).split())[:200]
                 logger.warning("passes cannot be captured as CUDA graphs and run eagerly, slower: %s", what)
         if frame.captured is None:
-            self._state.count = 0
-            return self._forward(ids, positions)
-        given: _Given
-        graph, own_ids, own_positions, given = frame.captured
+            self._backend.count = 0
+            return None
+        graph, own_ids, own_positions, (logits, states) = frame.captured
         own_ids.copy_(ids)
         own_positions.copy_(positions)
         with torch.cuda.device(ids.device):
             graph.replay()
-        return given
+        return logits, tuple(state.clone() for state in states)
 
     def _pool(self) -> Any:
         """Memory that the captured passes share: that of those which are there. One whose graphs are gone is gone."""
-        captured = (frame.captured for frame in self._state.frames.values())
+        captured = (frame.captured for frame in self._backend.frames.values())
         return next((found[0].pool() for found in captured if found is not None), None)
 
-    def _capture(self, ids: Tensor, positions: Tensor) -> tuple[Any, Tensor, Tensor, _Given]:
+    def _capture(self, ids: Tensor, positions: Tensor) -> tuple[Any, Tensor, Tensor, PassResult]:
         ids, positions = ids.clone(), positions.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -260,7 +301,7 @@ class CudaGraphs:
             for _ in range(2):  # libraries allocate and choose kernels on the first calls, which must not be captured
                 self._forward(ids, positions)
         torch.cuda.current_stream().wait_stream(side)
-        self._state.count = 0  # of one forward the attention calls are counted
+        self._backend.count = 0  # of one forward the attention calls are counted
         graph = torch.cuda.CUDAGraph()
         # Other threads may go on allocating on the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):

@@ -6,25 +6,61 @@ not a row's own. That is eager only, and costs what the mask costs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
+from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
 
 
 class HFCacheBackend(Cache):
     """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests."""
 
-    attention = "eager"
+    operator: ClassVar[str] = "eager"
+    spare: ClassVar[int] = 0
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         super().__init__(layers=[])
         self.cache = cache
         self.count = 0
+
+    @classmethod
+    def serves(cls, needs: BackendNeeds) -> bool:
+        """Models whose class keeps its own attention, and no others."""
+        return needs.own_attention
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+        """Never called: such models call their own attention."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+        """Never called: encoder-decoder models do not come here."""
+        raise NotImplementedError
+
+    def recorder(self, forward: PassForward) -> None:
+        """None: masks of every length are other inputs, so these passes stay eager."""
+
+    def attach(self, cache: SlotCache) -> None:
+        """Nothing: the cache's tensors are looked up in every pass."""
+
+    def attach_sources(self, sources: SourceCache) -> None:
+        """Nothing: there are none."""
+
+    def inputs(self, rows: int) -> dict[str, Any]:
+        """The mask of the pass, and this object in the place of transformers' cache."""
+        shape = self.cache.shapes[0]
+        return {
+            "attention_mask": self.mask(self.cache.dtype, rows, shape.device),
+            "past_key_values": self,
+            "use_cache": True,
+        }
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too."""
@@ -34,7 +70,7 @@ class HFCacheBackend(Cache):
         """Layers that have stored their rows since `begin`."""
         return self.count
 
-    def mask(self, dtype: torch.dtype, rows: int) -> Tensor:
+    def mask(self, dtype: torch.dtype, rows: int, device: torch.device) -> Tensor:
         """(1, 1, rows, all columns) to add to the scores: 0 where a row may look, the lowest number elsewhere.
 
         A bool mask would be taken for numbers by eager attention, silently.
@@ -46,7 +82,7 @@ class HFCacheBackend(Cache):
             part = mask[first : first + count, column : column + length + count]
             part.masked_fill_(self.plan.visible(i), 0.0)
             column += length + count
-        return mask[None, None].to(self.cache.shapes[0].device)
+        return mask[None, None].to(device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

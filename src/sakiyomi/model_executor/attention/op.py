@@ -1,8 +1,8 @@
 """The attention functions that transformers' models are switched to.
 
-The names are registered once with transformers: `sakiyomi_cpu` (the compiled operator), `sakiyomi_torch` (plain
-torch) and `sakiyomi_probe`, which computes ordinary causal attention and notes what each layer asked for. Masks are
-ours, so the mask functions return None.
+A backend's operator is registered with transformers under its name when the backend is first chosen; `sakiyomi_probe`
+computes ordinary causal attention and notes what each layer asked for. Masks are ours, so the mask functions return
+None.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.model_executor.attention import cuda as device
 from sakiyomi.model_executor.attention import observe  # noqa: F401  (their operators are registered)
 from sakiyomi.model_executor.attention import torch as dense
+from sakiyomi.model_executor.attention.registry import AttentionBackend
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
 UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")
@@ -69,7 +69,9 @@ def call_arguments(
     )
 
 
-def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
+def _attention_of(backend: type[AttentionBackend]) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function, as transformers calls it, on a backend's operator."""
+
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -80,10 +82,10 @@ def _with(attend: Callable[[], Any]) -> Callable[..., tuple[Tensor, None]]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
-        # What is compiled are passes that write text, which nothing takes over.
+        # What is recorded are decoding passes, which nothing takes over.
         apart = not torch.compiler.is_compiling() and dense.taken_over()
-        operator = torch.ops.sakiyomi.attend if apart else attend()
-        out = operator(query, key, value, layer, scale, softcap, window)
+        attend = dense.TorchBackend.attend if apart else backend.attend
+        out = attend(query, key, value, layer, scale, softcap, window)
         note: Note | None = getattr(module, NOTE, None)
         if note is not None:
             out = torch.ops.sakiyomi.observe(out, note(layer, query, scale), layer)
@@ -110,22 +112,25 @@ def _probing(
 
 
 CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {
-    "sakiyomi_cpu": lambda q, layer, scaling: torch.ops.sakiyomi_cpu.cross(q, layer, scaling),
-    "sakiyomi_torch": lambda q, layer, scaling: torch.ops.sakiyomi.cross(q, layer, scaling),
-    "sakiyomi_probe": lambda q, layer, scaling: q.transpose(1, 2),
+    "sakiyomi_probe": lambda q, layer, scaling: q.transpose(1, 2)
 }
-"""Cross-attention by the same names: (1, heads, rows, dim) to (1, rows, heads, dim)."""
+"""Cross-attention by the names of operators: (1, heads, rows, dim) to (1, rows, heads, dim)."""
 
 
 @functools.cache
-def register() -> None:
-    """Make the names known to transformers, once a process."""
-    for name, function in (
-        ("sakiyomi_cpu", _with(lambda: torch.ops.sakiyomi_cpu.attend)),
-        ("sakiyomi_torch", _with(lambda: torch.ops.sakiyomi.attend)),
-        ("sakiyomi_device", _with(lambda: device.attend)),
-        ("sakiyomi_probe", _probing),
-    ):
+def register(backend: type[AttentionBackend]) -> None:
+    """Make a backend's operator known to transformers, once a process."""
+    _announce(backend.operator, _attention_of(backend))
+    CROSS[backend.operator] = backend.cross
+
+
+@functools.cache
+def _register_probe() -> None:
+    _announce("sakiyomi_probe", _probing)
+
+
+def _announce(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+    if name != "eager":  # a model's own
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
 
@@ -142,7 +147,7 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int) -
         layers: attention layers that the config announces.
     """
     global _probe
-    register()
+    _register_probe()
     _probe = _Probe({})
     try:
         try:

@@ -11,6 +11,7 @@ has the others (`take_over`).
 from __future__ import annotations
 
 import threading
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.layout import Part
-from sakiyomi.cache.policies.sparse import Chunk, Sparse, attend_some
+from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
 
 
 class _Pass(threading.local):
@@ -56,29 +58,44 @@ _pass = _Pass()
 
 
 class TorchBackend:
-    """The attention of one model, on its cache.
+    """Attention of one session in plain torch: see ``AttentionBackend``."""
 
-    Args:
-        cache: of its text.
-        by_row: every row is computed alone.
-        sources: what cross-attention reads; None: the model has none.
-        distances: (heads, n), added to scores by distance, see ``seq2seq.decoder``; None: nothing is.
-        sparse: says what the rows of prompts look at, where nothing is added to scores; None: at everything.
-    """
+    operator: ClassVar[str] = "sakiyomi_torch"
+    spare: ClassVar[int] = 0
 
-    attention = "sakiyomi_torch"
+    def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
+        self.cache, self.sources = cache, sources
+        self.by_row, self.distances, self.sparse = needs.exact, needs.distances, needs.sparse
 
-    def __init__(
-        self,
-        cache: SlotCache,
-        *,
-        by_row: bool = False,
-        sources: SourceCache | None = None,
-        distances: Tensor | None = None,
-        sparse: Sparse | None = None,
-    ) -> None:
-        self.cache, self.by_row, self.sources, self.distances = cache, by_row, sources, distances
-        self.sparse = sparse
+    @classmethod
+    def serves(cls, needs: BackendNeeds) -> bool:
+        """Every model that calls our operator."""
+        return not needs.own_attention
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+        """The operator that the model's layers call."""
+        out: Tensor = torch.ops.sakiyomi.attend(q, k, v, layer, scaling, softcap, window)
+        return out
+
+    @staticmethod
+    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+        """The operator of cross-attention."""
+        out: Tensor = torch.ops.sakiyomi.cross(q, layer, scaling)
+        return out
+
+    def inputs(self, rows: int) -> dict[str, Any]:
+        """Nothing: the operator reads the pass from its thread."""
+        return {}
+
+    def recorder(self, forward: PassForward) -> None:
+        """None: passes are recorded by tracing or compiling, which need nothing of the backend."""
+
+    def attach(self, cache: SlotCache) -> None:
+        """Nothing: the cache's tensors are looked up in every pass."""
+
+    def attach_sources(self, sources: SourceCache) -> None:
+        """Nothing, likewise."""
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what this thread's next pass looks like; `size` counts filler rows too."""

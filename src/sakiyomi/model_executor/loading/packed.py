@@ -126,7 +126,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         key: its ``source_key``.
         config, tokenizer: of the model.
     """
-    module, report = packed.module, packed.quantization
+    module, report = packed.module, packed.weights.quantization
     layers = {name: child for name, child in module.named_modules() if isinstance(child, PackedLinear)}
     tensors = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
     others = _unshared(module.state_dict())
@@ -138,7 +138,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
             name: {"in": layer.in_features, "out": layer.out_features, "bits": layer.bits}
             for name, layer in layers.items()
         },
-        "siblings": packed.siblings,
+        "siblings": packed.weights.siblings,
         "cache": [[shape.heads, shape.key_dim, shape.value_dim, shape.window] for shape in packed.cache.shapes],
         "report": None if report is None else asdict(report),
     }

@@ -43,7 +43,7 @@ def draft_ranks(model: ModelRunner, prompts: Sequence[list[int]], texts: Sequenc
     def ahead(ids: Sequence[int]) -> Tensor:
         # A head looks one token further than a draft model: its row at a place is the draft's at the next one.
         with model.cache.lent(len(ids)) as slot:
-            return model.score([SequenceRows(slot, 0, list(ids))]).roll(-1, 0)
+            return model.score([SequenceRows(slot, 0, list(ids))]).logits.roll(-1, 0)
 
     return rank_texts(ahead, lambda rows: rows[None], prompts, texts)
 

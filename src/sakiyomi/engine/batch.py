@@ -1,0 +1,110 @@
+"""The requests of one target pass with their rows, and what becomes of them where there is no memory for the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.memory import no_memory
+from sakiyomi.core.outputs import Step
+from sakiyomi.core.tree import Draft
+from sakiyomi.engine.request import Request
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.features import PassOutput
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["Batch", "score_alone"]
+
+
+@dataclass(eq=False)
+class Batch:
+    """Requests that share a target pass; the lists belong together.
+
+    Attributes:
+        requests: with a slot each.
+        drafts: one for each; empty ones where prompts are read.
+        rows: of the pass, one entry for each.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    rows: list[SequenceRows] = field(default_factory=list)
+
+    @classmethod
+    def of_drafts(cls, requests: Sequence[Request], drafts: Sequence[Draft]) -> Batch:
+        """A decoding round: each request's last token and the nodes of its tree."""
+        batch = cls()
+        for request, draft in zip(requests, drafts, strict=True):
+            assert request.slot is not None
+            tree = draft.tree
+            chain = all(parent == i - 1 for i, parent in enumerate(tree.parents))
+            parents = None if chain else (-1, *(parent + 1 for parent in tree.parents))
+            rows = SequenceRows(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents)
+            batch.add(request, draft, rows)
+        return batch
+
+    def add(self, request: Request, draft: Draft, rows: SequenceRows) -> None:
+        """Another request."""
+        self.requests.append(request)
+        self.drafts.append(draft)
+        self.rows.append(rows)
+
+    def pairs(self) -> Iterator[tuple[Request, Draft]]:
+        """Each request with its draft."""
+        return zip(self.requests, self.drafts, strict=True)
+
+    def parts(self) -> Iterator[tuple[Request, Draft, slice]]:
+        """Each request, its draft, and its rows of logits: one behind the last token, one behind each node."""
+        first = 0
+        for request, draft in self.pairs():
+            yield request, draft, slice(first, first + len(draft) + 1)
+            first += len(draft) + 1
+
+    def drop_ended(self) -> None:
+        """Leave out requests that are over."""
+        going = [i for i, request in enumerate(self.requests) if not request.over]
+        self.requests = [self.requests[i] for i in going]
+        self.drafts = [self.drafts[i] for i in going]
+        self.rows = [self.rows[i] for i in going]
+
+
+def score_alone(
+    target: ModelRunner, batch: Batch, error: Exception, steps: list[Step], *, last: bool = False
+) -> PassOutput:
+    """After a pass failed for want of memory, run one for each request alone; one that fails alone, too, ends.
+
+    All requests end where weights cannot be read.
+
+    Args:
+        target: scores the rows.
+        batch: requests that end leave it.
+        error: what the pass raised.
+        steps: get the last steps of requests that end.
+        last: as of ``ModelRunner.score``.
+
+    Raises:
+        Exception: the error, if it is another one.
+    """
+    found: list[PassOutput] = []
+    reason = error if isinstance(error, LoadError) else no_memory(error)
+    if reason is None:
+        raise error
+    if len(batch.requests) == 1 or isinstance(reason, LoadError):
+        steps += [request.fail(reason) for request in batch.requests]
+    else:
+        for request, rows in zip(batch.requests, batch.rows, strict=True):
+            try:
+                found.append(target.score([rows], last=last and not target.eviction.needs_log_probs))
+            except Exception as failure:
+                alone = failure if isinstance(failure, LoadError) else no_memory(failure)
+                if alone is None:
+                    raise
+                steps.append(request.fail(alone))
+    batch.drop_ended()
+    return PassOutput.joined(found) if found else PassOutput(torch.empty(0, target.vocab_size), {})

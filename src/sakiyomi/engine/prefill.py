@@ -1,0 +1,130 @@
+"""Reading prompts: which chunks come next, and what becomes of a pass over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.memory import no_memory
+from sakiyomi.core.outputs import Step
+from sakiyomi.core.tree import Draft
+from sakiyomi.engine.batch import Batch
+from sakiyomi.engine.request import Request
+from sakiyomi.engine.slots import SlotManager
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.features import HEAD, PassOutput
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["Prefill"]
+
+
+class Prefill:
+    """Takes prompts through the target in chunks, between the rounds of other requests.
+
+    Args:
+        target: reads them.
+        slots: of the requests; a prompt waits for what another request is about to read of it.
+        chunk_size: prompt tokens in one pass.
+        evict: called for a request whose chunk was read.
+        exact: one prompt a pass.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        slots: SlotManager,
+        chunk_size: int,
+        evict: Callable[[Request], None],
+        *,
+        exact: bool,
+    ) -> None:
+        self._target, self._slots, self._evict = target, slots, evict
+        self._chunk_size, self._exact = chunk_size, exact
+
+    def next_chunk(self, running: Sequence[Request], steps: list[Step]) -> Batch:
+        """The next chunks of prompts that share a pass.
+
+        Args:
+            running: requests with a slot, in the order of their turns.
+            steps: get the last steps of requests for which there is no memory.
+        """
+        batch, budget = Batch(), self._chunk_size
+        for request in running:
+            if request.prefilled or request.over or self._slots.waits(request):
+                continue
+            unread = min(request.prompt_tokens, request.border) - request.cached
+            count = min(self._chunk_size, unread)
+            if batch.requests and (count > budget or self._exact):
+                break
+            assert request.slot is not None
+            try:
+                self._target.make_room(request.slot, request.cached + count, request.context.source)
+            except MemoryLimitError as error:
+                steps.append(request.fail(error))
+                continue
+            tokens = request.tokens[request.cached : request.cached + count]
+            batch.add(request, Draft.empty(), SequenceRows(request.slot, request.cached, tokens, prompt=True))
+            budget -= count
+        return batch
+
+    def take(
+        self, batch: Batch, output: PassOutput, running: list[Request], steps: list[Step], began: float
+    ) -> tuple[Batch, PassOutput]:
+        """Count what was read, and give the prompts that are read to their end, with the logits behind them.
+
+        Args:
+            batch: what was read.
+            output: of the pass: of the last row of each request, or of all rows where the eviction policy wants them.
+            running: all requests; one whose prompt goes on takes its next turn behind the others.
+            steps: get the last steps of requests for which there is no memory.
+            began: seconds that the target had spent before.
+        """
+        spent = self._target.forward_seconds - began
+        for request in running:  # the others stand still meanwhile
+            request.stats.prefill_seconds += spent
+        eviction = self._target.eviction
+        if eviction.needs_log_probs:
+            output = self._learn(batch, output, steps)
+        complete, ends = Batch(), []
+        for i, (request, rows) in enumerate(zip(batch.requests, batch.rows, strict=True)):
+            if request.over:
+                continue
+            assert request.slot is not None
+            request.cached += len(rows.tokens)
+            if request.place is None or not request.place.beginning:
+                request.cached = eviction.reread_from(request.slot, request.prompt_tokens, request.cached)
+            if request.prefilled:
+                complete.add(request, Draft.empty(), rows)
+                ends.append(i)
+                continue
+            self._evict(request)
+            running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
+            running.append(request)
+        self._slots.share()
+        features = {HEAD: output.features[HEAD][ends]} if HEAD in output.features else {}
+        return complete, PassOutput(output.logits[ends], features)
+
+    def _learn(self, batch: Batch, output: PassOutput, steps: list[Step]) -> PassOutput:
+        """Tell the eviction policy how likely the prompts' tokens were; what is left are the last row of each."""
+        ends, first = [], 0
+        for request, rows in zip(batch.requests, batch.rows, strict=True):
+            assert request.slot is not None
+            count, at = len(rows.tokens), rows.length
+            logits = output.logits[first : first + count]
+            try:
+                self._target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
+            except Exception as error:
+                reason = no_memory(error)
+                if reason is None:
+                    raise
+                steps.append(request.fail(reason))
+            first += count
+            ends.append(first - 1)
+        last = torch.tensor(ends, dtype=torch.int64)
+        features = {HEAD: output.features[HEAD][last]} if HEAD in output.features else {}
+        return PassOutput(output.logits[last], features)

@@ -1,0 +1,116 @@
+"""The compiled CPU kernels as an attention backend: one session of a model's packed weights on one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sakiyomi.cache.cross_attention import SourceCache
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.native import numbers, pointer
+from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend:
+    """Attention by `sakiyomi_cpu::attend`, which reads plan and cache from a session set before the pass.
+
+    Args:
+        needs: with the packed weights that the session is on.
+        cache, sources: see ``AttentionBackend``.
+    """
+
+    operator: ClassVar[str] = "sakiyomi_cpu"
+    spare: ClassVar[int] = 0
+
+    def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
+        assert needs.packed is not None
+        self._weights = needs.packed  # held: the session points to them
+        self._library = needs.packed.library
+        self._session: int = self._library.sk_session(needs.packed.number)
+        self._distances = needs.distances  # held, too
+        if needs.distances is not None:
+            self._library.sk_distances(self._session, needs.distances.data_ptr(), needs.distances.shape[1])
+        self.attach(cache)
+        if sources is not None:
+            self.attach_sources(sources)
+
+    def __del__(self) -> None:
+        self._library.sk_free_session(self._session)
+
+    @classmethod
+    def serves(cls, needs: BackendNeeds) -> bool:
+        """Whether the model's linear layers are packed for the kernels."""
+        return needs.packed is not None
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+        """The operator that the model's layers call."""
+        out: Tensor = torch.ops.sakiyomi_cpu.attend(q, k, v, layer, scaling, softcap, window)
+        return out
+
+    @staticmethod
+    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+        """The operator of cross-attention."""
+        out: Tensor = torch.ops.sakiyomi_cpu.cross(q, layer, scaling)
+        return out
+
+    def inputs(self, rows: int) -> dict[str, Any]:
+        """Nothing: the operator reads its session."""
+        return {}
+
+    def recorder(self, forward: PassForward) -> None:
+        """None: passes are recorded by tracing or compiling, which need nothing of the backend."""
+
+    def attach(self, cache: SlotCache) -> None:
+        """Point the kernels at the cache's present tensors."""
+        if not cache.room:
+            return
+        library, session = self._library, self._session
+        for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
+            starts, half = numbers(cache.starts[i]), int(cache.dtype == torch.bfloat16)
+            pointers = keys.data_ptr(), values.data_ptr()
+            library.sk_layer(session, i, *pointers, shape.heads, starts, shape.key_dim, shape.value_dim, half)
+        dropped = cache.dropped
+        if dropped is None:
+            library.sk_dropped(session, None, 0)
+        else:
+            library.sk_dropped(session, dropped.data_ptr(), dropped.shape[2])
+        packed = cache.packed
+        if packed is None or not packed.stores[0]:
+            library.sk_packed_count(session, None)
+        else:
+            for i in range(len(cache.shapes)):
+                stores = map(pointer, packed.uniform(i))
+                library.sk_packed(session, i, *stores, packed.rooms(packed.room)[i], packed.bits)
+                tables, counts = packed.leveled(i)
+                if tables:
+                    library.sk_leveled(session, i, *map(pointer, tables), *counts)
+            library.sk_packed_count(session, packed.count.data_ptr())
+        cache.gather = self._keep
+
+    def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
+        self._library.sk_keep(self._session, slot, first, len(rows), numbers(rows))
+
+    def attach_sources(self, sources: SourceCache) -> None:
+        """Point cross-attention at the present tensors of what it reads."""
+        if not sources.room:
+            return
+        lengths, half = sources.lengths.data_ptr(), int(sources.dtype == torch.bfloat16)
+        for i, (shape, keys, values) in enumerate(zip(sources.shapes, sources.keys, sources.values, strict=True)):
+            pointers, starts = (keys.data_ptr(), values.data_ptr()), numbers(sources.starts[i])
+            sizes = shape.key_dim, shape.value_dim, half
+            self._library.sk_source(self._session, i, *pointers, shape.heads, starts, *sizes, lengths)
+
+    def begin(self, plan: BatchPlan, size: int) -> None:
+        """Say what this session's next pass looks like; `size` counts filler rows too."""
+        self._library.sk_begin(self._session, len(plan.parts), size, plan.packed)
+
+    def calls(self) -> int:
+        """Attention calls since `begin`."""
+        return int(self._library.sk_calls())

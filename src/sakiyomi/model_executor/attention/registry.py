@@ -1,0 +1,145 @@
+"""Attention backends: what they are, and which one serves a model.
+
+A backend computes attention of a pass's packed rows over the slots of a cache. A new one is a file with a class of the
+members of ``AttentionBackend``, and a line in ``BACKENDS``; the first in that list that serves a model gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from sakiyomi.cache.cross_attention import SourceCache
+from sakiyomi.cache.policies.sparse import Sparse
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.kernels.batch import BatchPlan
+
+if TYPE_CHECKING:
+    from sakiyomi.kernels.native import PackedWeights
+
+__all__ = ["AttentionBackend", "BackendNeeds", "PassForward", "PassRecorder", "PassResult"]
+
+PassResult = tuple[Tensor, tuple[Tensor, ...]]
+"""Logits (1, N, V), and the captured hidden states, (1, N, hidden) each (see ``features.py``)."""
+PassForward = Callable[[Tensor, Tensor], PassResult]
+"""From token ids and positions, (1, N) each."""
+
+
+@dataclass(frozen=True)
+class BackendNeeds:
+    """What an attention backend is asked to serve.
+
+    Attributes:
+        device: of the weights; layers may lie on several.
+        one_device: all layers lie on it.
+        packed: the model's linear layers in the compiled kernels; None: they are torch's own.
+        own_attention: the model's class keeps its own attention and cannot be switched to another.
+        exact: rows must not depend on the other rows of a pass.
+        evicts: pairs are dropped, quantized or observed (see ``cache/eviction.py``).
+        offloaded: weights come and go by hooks between layers.
+        encoder: layers attend to a source, too.
+        distances: (heads, n) added to scores by distance; None: nothing is.
+        sparse: which columns rows of prompts look at; None: at all.
+    """
+
+    device: torch.device
+    one_device: bool = True
+    packed: PackedWeights | None = None
+    own_attention: bool = False
+    exact: bool = False
+    evicts: bool = False
+    offloaded: bool = False
+    encoder: bool = False
+    distances: Tensor | None = None
+    sparse: Sparse | None = None
+
+
+class PassRecorder(Protocol):
+    """Decoding passes recorded once and replayed, by their number of rows.
+
+    Attributes:
+        fresh: the last pass was recorded first, so that its time says nothing of the next ones.
+    """
+
+    fresh: bool
+
+    def has(self, rows: int) -> bool:
+        """Whether a pass of so many rows is replayed, or will be when it comes."""
+        ...
+
+    def run(self, backend: AttentionBackend, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+        """The pass that the backend's `begin` described; None: it is not recorded, run it eagerly."""
+        ...
+
+    def record(self, backend: AttentionBackend, rows: int) -> None:
+        """Record passes of so many rows now."""
+        ...
+
+    def clear(self) -> None:
+        """Forget what depends on where the cache lies: its tensors are new ones."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Attention of one session: a model's passes on one cache.
+
+    Args:
+        needs: of the model.
+        cache: keys and values of the session's requests.
+        sources: what cross-attention reads; None: there is no encoder.
+
+    Attributes:
+        operator: name under which transformers knows the attention function.
+        spare: columns of every slot that filler rows write to, beyond those of tokens.
+    """
+
+    operator: ClassVar[str]
+    spare: ClassVar[int]
+
+    def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None: ...
+
+    @classmethod
+    def serves(cls, needs: BackendNeeds) -> bool:
+        """Whether this backend can serve such a model."""
+        ...
+
+    @staticmethod
+    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+        """What a layer calls: queries (1, H, N, D), keys and values (1, H_kv, N, D) of the pass's rows to (1, N, H, D).
+
+        Writes keys and values into the cache, as the plan of the pass says.
+        """
+        ...
+
+    @staticmethod
+    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+        """Cross-attention over the requests' sources: (1, H, N, D) to (1, N, H, D)."""
+        ...
+
+    def inputs(self, rows: int) -> dict[str, Any]:
+        """Further arguments of the model's forward, for the pass that `begin` described."""
+        ...
+
+    def recorder(self, forward: PassForward) -> PassRecorder | None:
+        """What captures this backend's passes on its device; None: tracing or compiling does."""
+        ...
+
+    def attach(self, cache: SlotCache) -> None:
+        """The cache's tensors are new ones."""
+        ...
+
+    def attach_sources(self, sources: SourceCache) -> None:
+        """The tensors that cross-attention reads are new ones."""
+        ...
+
+    def begin(self, plan: BatchPlan, size: int) -> None:
+        """Describe this thread's next pass; `size` counts filler rows too."""
+        ...
+
+    def calls(self) -> int:
+        """Layers that have called attention since `begin`."""
+        ...

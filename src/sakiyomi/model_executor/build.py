@@ -1,0 +1,179 @@
+"""`build_runner`: a loaded transformers model as a `ModelRunner`, with its cache, its kernels and its self-tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sakiyomi.cache.cross_attention import SourceCache
+from sakiyomi.cache.eviction import EvictingCache, QueryTrackingCache
+from sakiyomi.cache.eviction_plan import Capacity, EvictionPlan
+from sakiyomi.cache.layer_state import make_states
+from sakiyomi.cache.mapped_files import MappedFiles
+from sakiyomi.cache.policies.looking import scaled_queries
+from sakiyomi.cache.slots import SlotCache
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.memory import available_bytes
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.build import native_at_hand
+from sakiyomi.model_executor.attention import choose_backend
+from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
+from sakiyomi.model_executor.runner import SIZES, TARGET_SIZES, ModelRunner
+from sakiyomi.model_executor.weights import ModelWeights
+
+__all__ = ["build_runner"]
+
+ROWS_EACH = 4  # of a request, where many share a pass: beyond that a row costs more than it brings
+
+
+def build_runner(
+    model: Any,
+    *,
+    max_slots: int = 8,
+    compile: bool | str = "auto",
+    exact: bool = False,
+    owned: bool = False,
+    first_sizes: Sequence[int] = TARGET_SIZES,
+    quantize: str | None = None,
+    text: Sequence[int] = (),
+    prepared: Prepared | None = None,
+    eviction: EvictionPlan | None = None,
+    watched: bool = False,
+    offloaded: MappedFiles | None = None,
+) -> ModelRunner:
+    """A session of a model of its own.
+
+    Args:
+        model, owned, prepared, quantize: see ``ModelWeights``.
+        max_slots: requests at once at most.
+        compile, exact, first_sizes: see ``ModelRunner``.
+        text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
+        eviction: keeps the cache within a budget; None: all pairs stay.
+        watched: where all pairs stay, the queries of each slot's last row are kept beside them.
+        offloaded: where the cache's files lie; None: it lies in memory.
+
+    Raises:
+        UnsupportedError: the model's attention cannot be served, nothing here can compute with 8 bits, or its cache
+            cannot lie in files.
+    """
+    weights = ModelWeights(model, owned=owned, prepared=prepared, quantize=quantize, text=text)
+    if offloaded is not None:
+        _check_files(weights)
+    # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
+    waits = compile == "auto" and not exact and not quantize and prepared is None
+    weights.unsettled = waits and weights.packable and not native_at_hand()
+    if not weights.unsettled:
+        weights.pack()
+        weights.check_quantized()
+    capacity = Capacity()
+    if eviction is not None:
+        slots = max_slots + int(weights.encoder is not None)
+        alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)  # what is tried out below
+        capacity = eviction.capacity(weights.shapes, weights.dtype.itemsize, slots, alone=alone)
+    # States of other layers are computed in Python, which no capture on a device replays.
+    evicts = eviction is not None or watched or bool(weights.served)
+    cache, sources = _caches(weights, max_slots, capacity, offloaded, exact=exact, evicts=evicts)
+    sizes: tuple[int, ...] = SIZES
+    if cache.sizing.spare:  # captures cost no compiler's seconds: there all have larger ones
+        sizes = (*SIZES, 128, 256)
+    elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # what many requests draft has no place in the common sizes
+        sizes = (*SIZES, 128)
+    observed = eviction.observer if eviction is not None else None
+    runner = ModelRunner(
+        weights,
+        cache,
+        sources=sources,
+        eviction=QueryTrackingCache(cache) if watched else None,
+        note=scaled_queries if watched else observed.observe if observed is not None else None,
+        noted=observed,
+        compile=compile,
+        exact=exact,
+        sizes=sizes,
+        first_sizes=first_sizes,
+        evicts=evicts,
+    )
+    cache.on_move = runner.moved
+    if sources is not None:
+        sources.on_move = lambda moved: runner.sources_moved(sources)
+    runner.take_backend()
+    if quantize:
+        with cache.lent(len(weights.text)) as slot:
+            weights.judge(runner.score([SequenceRows(slot, 0, weights.text, prompt=True)]).logits)
+    if exact:
+        _make_exact(runner)
+    if eviction is not None:
+        has_encoder = weights.encoder is not None
+        eviction.check_model(type(runner.module).__name__, own_attention=weights.own_attention, has_encoder=has_encoder)
+        runner.keep_by(EvictingCache(eviction, capacity, cache, runner), moves_positions=eviction.reassigned)
+    return runner
+
+
+def _caches(
+    weights: ModelWeights,
+    max_slots: int,
+    capacity: Capacity,
+    offloaded: MappedFiles | None,
+    *,
+    exact: bool,
+    evicts: bool,
+) -> tuple[SlotCache, SourceCache | None]:
+    """The cache of a session; and, where there is an encoder, that of what cross-attention reads."""
+    encoder, shapes = weights.encoder, weights.shapes
+    extra = int(encoder is not None)
+
+    def left() -> int:
+        return int(available_bytes(str(weights.device)) * 0.9)
+
+    needs = weights.needs(exact=exact, evicts=evicts)
+    cache = SlotCache(
+        shapes,
+        dtype=weights.dtype,
+        max_slots=max_slots,
+        spare=choose_backend(needs).spare,
+        extra=extra,
+        available=left if offloaded is None else offloaded.available,
+        limits=capacity.limits,
+        packed=capacity.packed,
+        offloaded=offloaded,
+        states=make_states(weights.served, max_slots + extra),
+    )
+    if encoder is None:
+        return cache, None
+    return cache, SourceCache(encoder.shapes, dtype=weights.dtype, max_slots=max_slots, extra=1, available=left)
+
+
+def _check_files(weights: ModelWeights) -> None:
+    """Refuse a cache in files where attention cannot read them, or where they would not hold all of it."""
+    devices = {shape.device.type for shape in weights.shapes}
+    if devices != {"cpu"}:
+        raise UnsupportedError(
+            f"cache='offload' on {', '.join(sorted(devices))}: mapped files are main memory; use cache='quant-4' "
+            "or a policy, or device='cpu'"
+        )
+    if weights.encoder is not None:
+        raise UnsupportedError(
+            f"{type(weights.module).__name__} has an encoder: the keys and values of its sources stay in memory; use "
+            "cache='full'"
+        )
+
+
+def _make_exact(runner: ModelRunner) -> None:
+    """Keep only row counts at which rows are independent, found by a self-test on the path that will run."""
+    name = type(runner.module).__name__
+    if runner.weights.own_attention:
+        raise UnsupportedError(
+            f"exact=True: {name} keeps its own attention, whose sums depend on the other "
+            "requests of a pass; use exact=False"
+        )
+    if runner.weights.has_experts:
+        raise UnsupportedError(
+            f"exact=True: {name} gathers rows by expert, so that sums depend on the other rows of a pass; "
+            "use exact=False"
+        )
+    runner.sizes = invariant_sizes(runner)
+    if not runner.sizes:
+        raise UnsupportedError(
+            f"exact=True: with no row count of {SIZES} are rows independent of the others on this machine in "
+            f"{runner.dtype}; use exact=False, or dtype='float32'"
+        )

@@ -1,0 +1,292 @@
+"""A Hugging Face model's weights as sessions run them: a structural copy, its linear layers packed, its kernels.
+
+The user's object keeps its attention setting and its modules; parameters are shared with it. One of these may serve
+several sessions (`runner.py`): the whole model, its first layers, the model on an excerpt of its cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.cache.layer_state import serve_modules
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.memory import available_bytes, readable
+from sakiyomi.kernels.native import PackedLinear, PackedWeights
+from sakiyomi.kernels.pack import PACKED, pack_linears
+from sakiyomi.kernels.quantization import (
+    QuantizationReport,
+    check_quantization,
+    choose_bits,
+    compare,
+    layer_errors,
+)
+from sakiyomi.model_executor.attention import BackendNeeds
+from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
+from sakiyomi.model_executor.features import HiddenStateCapture
+from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.loading.stream import attach, is_offloaded
+from sakiyomi.model_executor.probe import probe
+from sakiyomi.model_executor.structural_copy import structural_copy
+
+__all__ = ["ModelWeights"]
+
+logger = logging.getLogger("sakiyomi")
+SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
+
+
+class ModelWeights:
+    """The modules and weights of one model.
+
+    Args:
+        model: a loaded causal LM, or an encoder-decoder one of a known family; not changed.
+        owned: the model was loaded for this alone: its weights are freed when packed, and it cannot run any more.
+        prepared: what is known of a model whose layers are packed already; nothing is quantized then.
+        quantize: "int8" or "int4" quantizes weights to so many bits, and rows to 8, where a layer bears it.
+        text: token ids on which the quantization is judged.
+
+    Attributes:
+        module: the transformers model as it runs here.
+        encoder: of an encoder-decoder model, whose decoder is the module.
+        max_context: positions that the model has.
+        offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
+            same whatever the number of rows.
+        stream: where those come from that lie in files; None: no weights do.
+        shapes: of the cache, by layer with attention.
+        served: modules of other layers that keep a state of a text, see ``cache/layer_state.py``.
+        own_attention: the class keeps its own attention and cannot be switched to another.
+        packed: linear layers in the compiled kernels; None: none are.
+        unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
+        generation: grows when modules are replaced by others.
+        quantization: what quantizing changed; None where nothing was quantized.
+        siblings: names of linear layers that are computed together.
+        capture: hidden states of passes.
+        lock: held during a pass.
+
+    Raises:
+        UnsupportedError: the model's attention cannot be served, or nothing here can compute with 8 bits.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        owned: bool = False,
+        prepared: Prepared | None = None,
+        quantize: str | None = None,
+        text: Sequence[int] = (),
+    ) -> None:
+        if quantize and not owned:  # of what was loaded for it, this was known before weights were read
+            check_quantization(f"quantize={quantize!r}", model.dtype)
+        self.module: Any = structural_copy(model).eval()
+        self.encoder: Encoder | None = None
+        if getattr(model.config, "is_encoder_decoder", False):
+            self.module, self.encoder = split(self.module)
+        self.config = self.module.config.get_text_config()
+        head = model.get_output_embeddings()
+        self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
+        self.dtype: torch.dtype = model.dtype
+        self.device = _device(model)
+        self.max_context = _max_context(self.config)
+        self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
+        # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
+        self.offloaded = not owned and is_offloaded(self.module)
+        self.stream = attach(self.module, int(self.config.num_hidden_layers)) if self.offloaded else None
+        for module in self.module.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False
+        self._owned, self._prepared, self._quantize = owned, prepared, quantize
+        self.text = list(text)
+        self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
+        self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
+        self.packed: PackedWeights | None = None
+        self.generation = 0
+        self.unsettled = False
+        self.lock = threading.RLock()
+        self.capture = HiddenStateCapture()
+        self._together: list[list[nn.Module]] = []
+        self.own_attention = False
+        self.served = serve_modules(self.module)
+        if prepared is not None and prepared.shapes is not None:
+            self.shapes = prepared.shapes
+        else:
+            layers = int(self.config.num_hidden_layers) - len(self.served)
+            found = probe(self.module, self.vocab_size, layers, self.dtype, self.device)
+            self.shapes, self._together, self.own_attention = found
+        self._before: Tensor | None = None
+
+    @property
+    def head(self) -> nn.Module:
+        """The head over the vocabulary, as it runs here: (..., hidden) to (..., V)."""
+        head: nn.Module = self.module.get_output_embeddings()
+        return head
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether the model's forward can be asked for the logits of some rows alone."""
+        return "logits_to_keep" in inspect.signature(self.module.forward).parameters
+
+    @property
+    def one_device(self) -> bool:
+        """Whether all layers lie where the model does."""
+        return {shape.device for shape in self.shapes} == {self.device}
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether rows are gathered by expert."""
+        return has_experts(self.config)
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes of weights that one pass reads: all but embeddings, of which it reads a few rows.
+
+        None for a mixture of experts, where it depends on the tokens. What reads a source is no part of a pass.
+        """
+        if self.has_experts:
+            return None
+        elsewhere = self.encoder.projections if self.encoder is not None else []
+        modules = [
+            module
+            for module in self.module.modules()
+            if not isinstance(module, nn.Embedding) and all(module is not other for other in elsewhere)
+        ]
+        packed = [
+            tensor for module in modules if isinstance(module, PackedLinear) for tensor in module.tensors().values()
+        ]
+        others = [weight for module in modules for weight in module.parameters(recurse=False)]
+        return sum(map(_stored_bytes, (*packed, *others)))
+
+    def needs(self, *, exact: bool, evicts: bool) -> BackendNeeds:
+        """What an attention backend of a session has to serve, see ``BackendNeeds``."""
+        return BackendNeeds(
+            device=self.device,
+            one_device=self.one_device,
+            packed=self.packed,
+            own_attention=self.own_attention,
+            exact=exact,
+            evicts=evicts,
+            offloaded=self.offloaded,
+            encoder=self.encoder is not None,
+            distances=getattr(self.module, "distances", None),
+        )
+
+    # ------------------------------------------------------------ packing
+
+    @property
+    def packable(self) -> bool:
+        """Whether the compiled kernels could serve this model."""
+        # What we loaded ourselves may be on disk until it is packed.
+        places = {"cpu", "meta"} if self._owned else {"cpu"}
+        here = self.one_device and {p.device.type for p in self.module.parameters()} <= places
+        return not self.own_attention and here and self.dtype in (torch.float32, torch.bfloat16)
+
+    def pack(self) -> None:
+        """Put the linear layers into the compiled kernels, where these serve them; quantize them, if that was asked."""
+        self.packed = self._prepared.native if self._prepared is not None else self._packed()
+        self.generation += 1
+
+    def _packed(self) -> PackedWeights | None:
+        table = PackedWeights.create() if self.packable else None
+        if table is None:
+            return None
+        if not self._owned:  # the user's own weights stay beside the packed ones
+            need = sum(m.weight.nbytes for m in self.module.modules() if type(m) in PACKED)
+            if need > available_bytes(str(self.device)):
+                logger.warning(
+                    "%s of memory for a packed copy of the loaded model are not available: it runs on plain torch, "
+                    "slower; pass its folder instead of the model, so that no copy is needed",
+                    readable(need),
+                )
+                return None
+        bits = self._choose_bits(self._quantize) if self._quantize else None
+        names = {id(module): name for name, module in self.module.named_modules()}
+        self.siblings = [[names[id(layer)] for layer in group] for group in self._together]
+        pack_linears(self.module, table, self._together, free=self._owned, bits=bits)
+        self._together = []
+        return table
+
+    def _choose_bits(self, kind: str) -> dict[int, int]:
+        """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
+        self.module.set_attn_implementation("eager")
+        errors, self._before = layer_errors(self.module, torch.tensor([self.text]), {kind, "int8"})
+        return choose_bits(kind, errors, self.module.get_output_embeddings())
+
+    def check_quantized(self) -> None:
+        """Raise where quantizing was asked for and the kernels do not serve the model.
+
+        Raises:
+            UnsupportedError: they do not.
+        """
+        if self._quantize and self.packed is None:
+            raise UnsupportedError(
+                f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self.module).__name__}, "
+                "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
+            )
+
+    def judge(self, after: Tensor) -> None:
+        """Report what quantizing changed, by the logits (tokens, V) on the text as they are now."""
+        assert self._before is not None
+        agreement, divergence = compare(self._before, after)
+        self._before = None
+        layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)}
+        kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
+        counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
+        self.quantization = QuantizationReport(str(self._quantize), *counts)
+
+
+def _device(model: Any) -> torch.device:
+    """Where a model computes. One that is offloaded as a whole is brought there by hooks."""
+    device: torch.device = model.device
+    if device.type != "meta":
+        return device
+    return torch.device(getattr(getattr(model, "_hf_hook", None), "execution_device", None) or "cpu")
+
+
+def _count(module: nn.Module) -> int:
+    """Number of a module's own weights, packed ones too."""
+    if isinstance(module, PackedLinear):
+        return module.in_features * module.out_features
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor as it lies in memory: one of torchao's says what it would take unquantized."""
+    parts = getattr(type(tensor), "__tensor_flatten__", None)
+    if parts is None:
+        return tensor.nbytes
+    return sum(getattr(tensor, name).nbytes for name in parts(tensor)[0] if getattr(tensor, name) is not None)
+
+
+def _max_context(config: Any) -> int:
+    """Tokens that a text may have, prompt included."""
+    most = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # llama4: chunks are in the mask only
+        most = min(most, int(config.attention_chunk_size or most))
+    return min(most, _rope_limit(config))
+
+
+def _rope_limit(config: Any) -> int:
+    """Context up to which a position's rotary embedding depends on the position alone.
+
+    "longrope" takes other frequencies for all positions as soon as one lies beyond the original context: keys in the
+    cache would be wrong from there on, and requests of one pass would change each other's numbers.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return 1 << 30
+    own = rope.get("original_max_position_embeddings")
+    limit = int(own or getattr(config, "original_max_position_embeddings", None) or 0)
+    if 0 < limit < config.max_position_embeddings:
+        logger.warning(
+            "longrope changes all positions beyond %d tokens: the context is limited to them instead of %d",
+            limit,
+            config.max_position_embeddings,
+        )
+    return limit or 1 << 30

@@ -1,0 +1,88 @@
+"""Traced passes: equal to eager ones to the last bit, on every architecture, and refused where they would not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from architectures import CONFIGS, VOCAB, model_of, prompt
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.traced import WORTH_IT, TracedPasses
+from toys import tiny_llama
+
+TREE = (-1, 0, 0, 1, 2)
+
+
+def passes(runner: ModelRunner, laps: int = WORTH_IT + 3) -> list[torch.Tensor]:
+    """Logits of trees and chains of two requests, each pass at another place."""
+    found = []
+    with runner.cache.lent(200) as first, runner.cache.lent(200) as second:
+        for slot, length in ((first, 9), (second, 5)):
+            runner.score([SequenceRows(slot, 0, prompt(length), prompt=True)])
+        for lap in range(laps):
+            rows = [SequenceRows(first, 9 + lap, prompt(5, lap), TREE), SequenceRows(second, 5 + lap, prompt(3, lap))]
+            found.append(runner.score(rows).logits.clone())
+            for slot, length in ((first, 9), (second, 5)):
+                runner.cache.commit(slot, length + lap, (0,))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_equal_to_the_last_bit(name: str, dtype: torch.dtype) -> None:
+    model = (
+        model_of(name).to(dtype) if dtype == torch.float32 else __import__("copy").deepcopy(model_of(name)).to(dtype)
+    )
+    eager, traced = build_runner(model, compile=False), build_runner(model, compile="auto")
+    expected, found = passes(eager), passes(traced)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    if isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed:
+        assert traced.recorded(8) and traced.recorder._proven == {8}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral", "opt", "gpt2"])
+def test_common_models_are_traced(name: str) -> None:
+    traced = build_runner(model_of(name), compile="auto")
+    passes(traced)
+    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
+    assert traced.recorded(8)
+
+
+class Deciding(nn.Module):
+    """In the place of an MLP: what it does depends on the values of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if float(x.abs().max()) > 1e9 else 2 * x
+
+
+def test_what_decides_by_values_is_not_traced() -> None:
+    model = tiny_llama(vocab=VOCAB)
+    model.model.layers[0].mlp = Deciding()
+    traced = build_runner(model, compile="auto")
+    expected = passes(build_runner(model, compile=False))
+    assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
+    assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
+
+
+def test_a_trace_that_differs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that proves it gives the eager logits, and all later ones are eager."""
+    model = tiny_llama(vocab=VOCAB)
+    traced, expected = build_runner(model, compile="auto"), passes(build_runner(model, compile=False))
+    trace = torch.jit.trace
+
+    def wrong(forward: Any, inputs: Any, **options: Any) -> Any:
+        made = trace(forward, inputs, **options)
+        return lambda *given: (made(*given)[0] + 1e-6, made(*given)[1])
+
+    monkeypatch.setattr(torch.jit, "trace", wrong)
+    assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
+    assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
+
+
+def test_without_compile_nothing_is_recorded() -> None:
+    assert build_runner(tiny_llama(vocab=VOCAB), compile=False).recorder is None
