@@ -233,6 +233,7 @@ def test_greedy_text_alone_and_in_a_batch(draft: str) -> None:
 
         drafter = ModelDrafter(near, VOCAB)
     llm = llm_with(drafter, compile="auto" if draft == "traced" else False)
+    llm.wait()
     found = llm.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in found] == texts
     assert draft == "none" or sum(out.stats.accepted for out in found) > 10

@@ -81,7 +81,7 @@ def test_the_text_of_a_full_cache(name: str, tmp_path: Path) -> None:
     llm = make(f"offload:{tmp_path}", drafter, name=name)
     done = llm.generate(PROMPTS, params(gamma=3))
     assert [out.token_ids for out in done] == wanted
-    assert not llm.engine._drafting.broken and sum(out.stats.accepted for out in done) > 20
+    assert not llm.engine._speculation.broken and sum(out.stats.accepted for out in done) > 20
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import sakiyomi.model_executor.runner
+import sakiyomi.model_executor.build
 from architectures import VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
@@ -52,7 +52,7 @@ def test_prompts_beyond_a_chunk_take_more_than_one_pass(monkeypatch: pytest.Monk
 
 def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
     llm = llm_with(max_batch=32)
-    drafting, largest = llm.engine._drafting, llm.target.sizes[-1]
+    drafting, largest = llm.engine._speculation, llm.target.sizes[-1]
     rows: list[int] = []
     for batch in (1, 8, 32, 200):
         costs = drafting._costs(batch, frozenset())
@@ -63,7 +63,7 @@ def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
 
 
 def test_one_request_alone_does_not_inherit_the_speed_of_many() -> None:
-    drafting = llm_with(max_batch=32).engine._drafting
+    drafting = llm_with(max_batch=32).engine._speculation
     for _ in range(50):
         drafting._gain(32, frozenset()).add(1.0, 1.0)
     assert drafting._costs(32, frozenset()).rate == pytest.approx(1.0)
@@ -78,7 +78,7 @@ def test_memory_is_asked_about_once_for_many_requests(monkeypatch: pytest.Monkey
         asked.append(device)
         return left[0]
 
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", available)
+    monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", available)
     llm = llm_with(max_batch=2)
     params = SamplingParams(max_new_tokens=NEW)
     asked.clear()

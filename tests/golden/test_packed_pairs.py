@@ -63,7 +63,7 @@ def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[l
     drafter = skill(texts_of(PROMPTS, plain(name, spec)), "sometimes", VOCAB)
     llm = LLM((model_of(name), TOKENIZER), drafter, **(options(spec) | more))
     done = llm.generate(PROMPTS, params(gamma=gamma))
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
     packed = llm.target.cache.packed
     assert packed is not None and int(packed.count.max()) >= 32, "nothing was packed"

@@ -33,7 +33,7 @@ from sakiyomi.cache.policies.specs import SPARSE
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.evaluation.audit.audit import audit
-from sakiyomi.evaluation.audit.report import AuditConfig
+from sakiyomi.evaluation.audit.config import AuditConfig
 from sakiyomi.kernels.native import PackedWeights
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
@@ -87,7 +87,7 @@ def drafted(name: str, policy: str, skill: Any, **values: Any) -> list[list[int]
     limits = {"kv_budget": budget_of(policy), "chunk_size": CHUNK}
     llm = LLM((model_of(name), TOKENIZER), drafter, cache=policy, compile=False, **limits)
     done = llm.generate(PROMPTS, params(**values))
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
     return [out.token_ids for out in done]
 

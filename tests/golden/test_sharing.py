@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import sakiyomi.model_executor.runner
+import sakiyomi.model_executor.build
 import seq2seq_toys
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
@@ -182,7 +182,7 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(EvictingCache, "fork", forgetting)
     else:
-        monkeypatch.setattr(llm.engine._places, "_exact", False)
+        monkeypatch.setattr(llm.engine._slots, "_exact", False)
     assert not same()
 
 
@@ -301,7 +301,7 @@ def test_without_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("full")
     requests = [llm.engine.submit(PROMPTS[0], GREEDY) for _ in range(2)]
     llm.engine.step()
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", lambda device: 0)
     finish(llm)
     monkeypatch.undo()
     (wanted,) = alone(make("full"), PROMPTS[:1], GREEDY)
@@ -325,7 +325,7 @@ def test_an_encoder_says_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     llm = LLM((seq2seq_toys.model_of("bart"), seq2seq_toys.TOKENIZER), "none", compile=False)
     assert texts(llm, True) == (wanted := texts(llm, False))
-    monkeypatch.setattr(llm.engine._places, "_akin", lambda request, other: request is not other)
+    monkeypatch.setattr(llm.engine._slots, "_akin", lambda request, other: request is not other)
     assert texts(llm, True) != wanted
 
 
@@ -388,7 +388,7 @@ def test_the_only_place_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
         llm = make("full", **options)
         first = served(llm, PROMPTS[0])
         if not options:
-            monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 0)
+            monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", lambda device: 0)
         assert served(llm, first.tokens + prompt(9, 7)).stats.reused == len(first.tokens) - 1
         assert served(llm, PROMPTS[3]).stats.reused == 64
         assert llm.target.cache.slots == 1
@@ -441,7 +441,7 @@ def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
             assert request.error is not None or len(request.output) == 24
         while places:
             llm.engine.release(places.pop())
-        assert llm.target.cache.free == 4 and not llm.engine._places._seated
+        assert llm.target.cache.free == 4 and not llm.engine._slots._seated
         assert llm.draft.model.cache.free == 4  # type: ignore[union-attr]
 
     play()

@@ -127,6 +127,10 @@ class ManagedCache:
         """
         return length
 
+    def tracking_queries(self) -> QueryTrackingCache | None:
+        """What keeps all pairs and the queries of each slot's last row; None: pairs are evicted here."""
+        return None
+
     def add_log_probs(self, slot: int, neg_log_prob: Sequence[float]) -> None:
         """Take -log p of the next tokens, where the policy needs them."""
 
@@ -135,7 +139,11 @@ class ManagedCache:
 
 
 class FullCache(ManagedCache):
-    """Keeps all pairs."""
+    """Keeps all pairs: there are no boundaries."""
+
+    def tracking_queries(self) -> QueryTrackingCache | None:
+        """One that also keeps the queries of each slot's last row."""
+        return QueryTrackingCache(self.cache)
 
 
 class QueryTrackingCache(FullCache):
@@ -169,6 +177,10 @@ class QueryTrackingCache(FullCache):
         if all(row is not None and len(row) for row in rows):
             self._last[slot] = [row[-1].clone() for row in rows if row is not None]
             self.observations.begin(slot, length)
+
+    def tracking_queries(self) -> QueryTrackingCache | None:
+        """Itself."""
+        return self
 
     def queries(self, slot: int) -> list[Tensor] | None:
         """Of each layer the last row's, (query heads x dim); None: no pass was made."""

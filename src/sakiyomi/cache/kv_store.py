@@ -91,6 +91,12 @@ class KVStore:
                 total += groups * self.packed.packing.group_bytes([shape]) // shape.heads
         return total
 
+    def capacity(self, slots: int, columns: int) -> int:
+        """What ``held_bytes`` of so many slots come to at most, where texts have so many tokens."""
+        most = self.sizing.most
+        room = columns if most is None else min(columns, most)
+        return self.sizing.bytes(Size(slots, room, self.sizing.packed_columns(columns)))
+
     def least(self, slot: int) -> int:
         """Pairs that every head of a slot has dropped."""
         return self._least[slot]

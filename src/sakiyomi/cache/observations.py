@@ -64,7 +64,8 @@ class RowObservations:
         if all(row == i for i, row in enumerate(rows)):
             return
         since = self._since[slot]
-        assert since is not None
+        if since is None:  # its text began before anything was observed
+            return
         at = length - since
         source = torch.tensor([at + row for row in rows])
         for stored in self._rows:

@@ -24,6 +24,7 @@ from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
+from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
 from sakiyomi.engine.batch import Batch, score_alone
@@ -67,7 +68,7 @@ class Engine:
     def __init__(
         self,
         target: ModelRunner,
-        drafter: Drafter | None,
+        drafter: Drafter | Proposer | None,
         tokenizer: Any,
         *,
         intake: InputProcessor | None = None,
@@ -79,6 +80,7 @@ class Engine:
         settle: Callable[[], None] = lambda: None,
         depth: int | None = None,
     ) -> None:
+        drafter = as_drafter(drafter) if drafter is not None else None
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
@@ -86,7 +88,7 @@ class Engine:
         self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._slots = SlotManager(target.cache, target.eviction, drafter, chunk_size, exact)
+        self._slots = SlotManager(target, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._speculation = SpeculationController(target, drafter, exact=exact, strict=strict)
@@ -98,9 +100,11 @@ class Engine:
         return bool(self._waiting or self._running)
 
     @property
-    def cached(self) -> int:
-        """Tokens of running requests whose keys and values are in the target's cache."""
-        return sum(request.cached for request in list(self._running))
+    def cache_usage(self) -> float:
+        """Share of the target's cache that running requests and retained slots hold; 1 if all slots were full."""
+        return min(
+            1.0, self._slots.held_bytes / self.target.cache.capacity(self.target.cache.max_slots, self.max_context)
+        )
 
     def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
         """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
@@ -341,7 +345,7 @@ class Engine:
         assert request.slot is not None
         eviction = self.target.eviction
         eviction.evict(request.slot, request.prompt_tokens, request.cached)
-        request.border = eviction.boundary(request.slot, request.prompt_tokens)
+        request.boundary = eviction.boundary(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 

@@ -57,7 +57,7 @@ class Prefill:
         for request in running:
             if request.prefilled or request.over or self._slots.waits(request):
                 continue
-            unread = min(request.prompt_tokens, request.border) - request.cached
+            unread = min(request.prompt_tokens, request.boundary) - request.cached
             count = min(self._chunk_size, unread)
             if batch.requests and (count > budget or self._exact):
                 break

@@ -76,7 +76,7 @@ class Request:
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target has computed.
         fresh: all of them lie there as they do for a request that has read its prompt from the first token on.
-        border: where something of them may be dropped next, in tokens; no round goes beyond it.
+        boundary: where something of them may be dropped next, in tokens; no round goes beyond it.
     """
 
     context: Context
@@ -95,7 +95,7 @@ class Request:
     slot: int | None = None
     cached: int = 0
     fresh: bool = True
-    border: int = 0
+    boundary: int = 0
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     stats: Stats = field(default_factory=Stats)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.cache.prefix import LEAST, alike
-from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
-from sakiyomi.drafters.base import Drafter, tell
+from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
+
+if TYPE_CHECKING:
+    from sakiyomi.cache.eviction import ManagedCache
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["SlotManager"]
 
@@ -35,26 +38,36 @@ class SlotManager:
     first of those who share something never waits, and none waits for longer than it would read.
 
     Args:
-        cache: the target's.
-        eviction: what stays there.
-        drafter: is told of the end of every request, or of the next one of its conversation.
+        target: whose cache has the slots.
+        drafter: hears of the end of every request, or of the next one of its conversation.
         chunk_size: prompt tokens in one pass.
         exact: only what any request with the same prompt would compute in the same way is used again.
     """
 
     def __init__(
         self,
-        cache: SlotCache,
-        eviction: ManagedCache,
+        target: ModelRunner,
         drafter: Drafter | None,
         chunk_size: int,
         exact: bool,
     ) -> None:
-        self._cache, self._eviction = cache, eviction
+        self._target, self._cache = target, target.cache
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._seated: dict[Request, Kin] = {}
         self._kept: list[RetainedSlot] = []  # the longest unused first
         self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
+
+    @property
+    def _eviction(self) -> ManagedCache:
+        """What stays in the cache; another object once a drafter has asked for queries to be tracked."""
+        return self._target.eviction
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values that requests and retained slots hold; evicted ones are not among them."""
+        seated = [(request.slot, request.cached) for request in list(self._seated)]
+        kept = [(place.slot, len(place.held)) for place in list(self._kept)]
+        return sum(self._cache.held_bytes(slot, length) for slot, length in seated + kept if slot is not None)
 
     def seat(self, request: Request) -> None:
         """Give a request a slot: that of its conversation, or of a shareable place that it goes on from, rolled back to
@@ -91,8 +104,8 @@ class SlotManager:
         request.cached = request.stats.reused = shared
         request.fresh = not (shared and self._eviction.chunked)
         if same:
-            tell(self._drafter, "inherit", request.context, place.context)
-        tell(self._drafter, "end", place.context)
+            tell_inherit(self._drafter, request.context, place.context)
+        tell_end(self._drafter, place.context)
 
     def _go_on(self, request: Request) -> None:
         """Fill the slot from the request's prefix, if it has one and begins with all of it."""
@@ -194,7 +207,7 @@ class SlotManager:
             raise
         request.stats.reused += count - request.cached
         request.cached = count
-        request.border = self._eviction.boundary(request.slot, request.prompt_tokens)
+        request.boundary = self._eviction.boundary(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ at the end
 
@@ -217,7 +230,7 @@ class SlotManager:
         if slot is not None:
             self._eviction.end(slot)
             self._cache.release(slot)
-        tell(self._drafter, "end", request.context)
+        tell_end(self._drafter, request.context)
 
     def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; nothing if it keeps nothing."""
@@ -228,7 +241,7 @@ class SlotManager:
         self._eviction.end(place.slot)
         self._cache.release(place.slot)
         place.slot = None
-        tell(self._drafter, "end", place.context)
+        tell_end(self._drafter, place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         """Refuse the last of these requests if all of them would not fit at their longest; kept places make way when a

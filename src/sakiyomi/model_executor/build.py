@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from sakiyomi.cache.cross_attention import SourceCache
-from sakiyomi.cache.eviction import EvictingCache, QueryTrackingCache
+from sakiyomi.cache.eviction import EvictingCache
 from sakiyomi.cache.eviction_plan import Capacity, EvictionPlan
 from sakiyomi.cache.layer_state import make_states
 from sakiyomi.cache.mapped_files import MappedFiles
-from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes
@@ -39,7 +38,6 @@ def build_runner(
     text: Sequence[int] = (),
     prepared: Prepared | None = None,
     eviction: EvictionPlan | None = None,
-    watched: bool = False,
     offloaded: MappedFiles | None = None,
 ) -> ModelRunner:
     """A session of a model of its own.
@@ -50,7 +48,6 @@ def build_runner(
         compile, exact, first_sizes: see ``ModelRunner``.
         text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
-        watched: where all pairs stay, the queries of each slot's last row are kept beside them.
         offloaded: where the cache's files lie; None: it lies in memory.
 
     Raises:
@@ -67,15 +64,17 @@ def build_runner(
         weights.pack()
         weights.check_quantized()
     capacity = Capacity()
-    if eviction is not None:
+    if eviction is not None:  # what is tried out below is read at once
+        alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)
         slots = max_slots + int(weights.encoder is not None)
-        alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)  # what is tried out below
         capacity = eviction.capacity(weights.shapes, weights.dtype.itemsize, slots, alone=alone)
     # States of other layers are computed in Python, which no capture on a device replays.
-    evicts = eviction is not None or watched or bool(weights.served)
+    evicts = eviction is not None or bool(weights.stateful)
     cache, sources = _caches(weights, max_slots, capacity, offloaded, exact=exact, evicts=evicts)
     sizes: tuple[int, ...] = SIZES
-    if cache.sizing.spare:  # captures cost no compiler's seconds: there all have larger ones
+    if choose_backend(
+        weights.needs(exact=exact, evicts=evicts)
+    ).spare:  # captures cost no compiler's seconds: there all have larger ones
         sizes = (*SIZES, 128, 256)
     elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # what many requests draft has no place in the common sizes
         sizes = (*SIZES, 128)
@@ -84,8 +83,7 @@ def build_runner(
         weights,
         cache,
         sources=sources,
-        eviction=QueryTrackingCache(cache) if watched else None,
-        note=scaled_queries if watched else observed.observe if observed is not None else None,
+        note=observed.observe if observed is not None else None,
         noted=observed,
         compile=compile,
         exact=exact,
@@ -103,9 +101,9 @@ def build_runner(
     if exact:
         _make_exact(runner)
     if eviction is not None:
-        has_encoder = weights.encoder is not None
-        eviction.check_model(type(runner.module).__name__, own_attention=weights.own_attention, has_encoder=has_encoder)
-        runner.keep_by(EvictingCache(eviction, capacity, cache, runner), moves_positions=eviction.reassigned)
+        name = type(weights.module).__name__
+        eviction.check_model(name, own_attention=weights.own_attention, has_encoder=sources is not None)
+        runner.evict_by(eviction, EvictingCache(eviction, capacity, cache, runner))
     return runner
 
 
@@ -135,8 +133,8 @@ def _caches(
         available=left if offloaded is None else offloaded.available,
         limits=capacity.limits,
         packed=capacity.packed,
+        states=make_states(weights.stateful, max_slots + extra),
         offloaded=offloaded,
-        states=make_states(weights.served, max_slots + extra),
     )
     if encoder is None:
         return cache, None

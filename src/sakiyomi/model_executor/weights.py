@@ -59,8 +59,8 @@ class ModelWeights:
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
             same whatever the number of rows.
         stream: where those come from that lie in files; None: no weights do.
-        shapes: of the cache, by layer with attention.
-        served: modules of other layers that keep a state of a text, see ``cache/layer_state.py``.
+        shapes: of the cache, by layer.
+        stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
         own_attention: the class keeps its own attention and cannot be switched to another.
         packed: linear layers in the compiled kernels; None: none are.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
@@ -112,12 +112,12 @@ class ModelWeights:
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._together: list[list[nn.Module]] = []
+        self.stateful = serve_modules(self.module)
         self.own_attention = False
-        self.served = serve_modules(self.module)
         if prepared is not None and prepared.shapes is not None:
             self.shapes = prepared.shapes
         else:
-            layers = int(self.config.num_hidden_layers) - len(self.served)
+            layers = int(self.config.num_hidden_layers) - len(self.stateful)
             found = probe(self.module, self.vocab_size, layers, self.dtype, self.device)
             self.shapes, self._together, self.own_attention = found
         self._before: Tensor | None = None
@@ -171,7 +171,7 @@ class ModelWeights:
             packed=self.packed,
             own_attention=self.own_attention,
             exact=exact,
-            evicts=evicts,
+            evicts=evicts or bool(self.stateful),
             offloaded=self.offloaded,
             encoder=self.encoder is not None,
             distances=getattr(self.module, "distances", None),

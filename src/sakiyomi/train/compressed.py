@@ -102,13 +102,8 @@ class Compressed:
         """Around all passes: the target's attention is computed here, and its modules are listened to."""
         device, dtype = self._target.device, self._target.dtype
         # What policies read of a model that listen to it.
-        model = SimpleNamespace(
-            module=self._target,
-            cache=SimpleNamespace(shapes=self.shapes),
-            device=device,
-            dtype=dtype,
-            packed_weights=None,
-        )
+        cache = SimpleNamespace(shapes=self.shapes)
+        model = SimpleNamespace(module=self._target, cache=cache, device=device, dtype=dtype, packed_weights=None)
         if self._policy.needs_queries:
             self._policy.listen(cast(Any, model))
         try:
