@@ -209,7 +209,7 @@ class ModelRunner:
 
     def _make_recorder(self) -> PassRecorder | None:
         weights = self.weights
-        if not self.compile or weights.offloaded or weights.unsettled or weights.stateful:
+        if not self.compile or weights.offloaded or weights.unsettled:
             return None
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
