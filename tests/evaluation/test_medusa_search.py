@@ -18,9 +18,10 @@ from sakiyomi import InputError, LoadError
 from sakiyomi.cli import app
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
-from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, read_tuned
+from sakiyomi.drafters.medusa_heads.tuned import FILE, read_tuned
 from sakiyomi.evaluation.bench import suites
 from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.tuning.config import TuneConfig
 from sakiyomi.evaluation.tuning.medusa_search import search, tune
 from sakiyomi.model_executor.loading import load_model
 from train_toys import story_file, tiny_target

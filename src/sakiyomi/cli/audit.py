@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command
+from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.core.errors import InputError
+from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
     from sakiyomi.evaluation.audit.audit import AuditReport
@@ -57,7 +59,7 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "audit",
-        ModelOptions,
+        LLMConfig,
         AuditOptions,
         JsonOption,
         help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
@@ -67,7 +69,7 @@ def register(app: typer.Typer) -> None:
     )(audit)
 
 
-def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> None:
+def audit(model: LLMConfig, options: AuditOptions, output: JsonOption) -> None:
     """Run the command."""
     if options.count < 1:
         raise InputError(f"count is {options.count}; expected at least 1")
@@ -90,7 +92,7 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
             samples=options.samples,
             texts=options.texts,
         )
-        values = model.values()
+        values = dataclasses.asdict(model)
         target, draft = values.pop("target"), values.pop("draft")
         report = logic.audit(
             *(target, draft),
@@ -107,7 +109,7 @@ def audit(model: ModelOptions, options: AuditOptions, output: JsonOption) -> Non
         raise typer.Exit(DEFECT)
 
 
-def _show(model: ModelOptions, report: AuditReport) -> None:
+def _show(model: LLMConfig, report: AuditReport) -> None:
     from sakiyomi.cli.output import stdout, table
 
     console = stdout()

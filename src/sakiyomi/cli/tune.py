@@ -7,8 +7,7 @@ from typing import Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.drafters.medusa_heads.tuned import TuneConfig
-from sakiyomi.evaluation.tuning.config import PairConfig
+from sakiyomi.evaluation.tuning.config import PairConfig, TuneConfig
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""The models that travel with the package: ``embedded("tales")`` gives a folder in Hugging Face format.
+"""The models that are part of the package: ``embedded("tales")`` gives a folder in Hugging Face format.
 
 It knows names and folders only; it reads no weights and imports neither torch nor transformers.
 """

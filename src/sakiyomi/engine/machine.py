@@ -122,7 +122,7 @@ def costs(llm: LLM, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
         ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model).
     """
     target = pass_seconds(llm.target, ROWS, context=context, repeats=repeats)
-    model = getattr(llm.draft, "model", None)
+    model = llm.draft.model if llm.draft is not None else None
     draft = None
     if model is not None:
         draft = pass_seconds(model, (1,), context=context, repeats=repeats)[1]
@@ -144,7 +144,7 @@ def pass_seconds(model: ModelRunner, rows: Sequence[int], *, context: int = 128,
     tokens = [(7 * i + 1) % model.vocab_size for i in range(context + max(rows))]
     with model.cache.lent(context + max(rows)) as slot:
         model.score([SequenceRows(slot, 0, tokens[:context], prompt=True)], last=True)
-        model.cache.keep(slot, 0, range(context))
+        model.cache.commit(slot, 0, range(context))
         times: dict[int, list[float]] = {count: [] for count in rows}
         for lap in range(repeats + 1):
             for count in rows:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.distribution import SampledTests, drafted_kind
+from sakiyomi.evaluation.audit.distribution import SampledTests
 from sakiyomi.evaluation.audit.engine_reference import OwnReferee
 from sakiyomi.evaluation.audit.hf_reference import Divergence, Referee, Scores, coupled_scores, greedy_scores
 from sakiyomi.evaluation.audit.report import AuditConfig, AuditReport, Check, SampledCheck, Texts, shape_name
@@ -156,7 +156,7 @@ class _Auditor:
             self._compare("drafted", "plain", plain[None], together, **where, batch=len(together))
             for key in itertools.product(self.coupled, self.config.seeds):
                 params = self.config.seeded(key[1], shape, key[0])
-                if drafted_kind(drafter, params) in VERIFIERS[key[0]].takes:
+                if drafter.kind_for(params) in VERIFIERS[key[0]].takes:
                     self._compare("drafted", "plain", plain[key], self._write(llm, params), key=key, **where)
 
     def _write(self, llm: Any, params: SamplingParams, *, batched: bool = False) -> Texts:

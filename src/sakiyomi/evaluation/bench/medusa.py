@@ -27,7 +27,6 @@ from sakiyomi.sampling.verifiers.typical import threshold
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["medusa", "typical"]
 
@@ -42,7 +41,8 @@ def medusa(config: BenchConfig, note: Note) -> Row:
     note("medusa: compiling")
     llm = pair.llm()
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
-    model: ModelRunner = llm.draft.model  # type: ignore[union-attr]
+    assert llm.draft is not None and llm.draft.model is not None
+    model = llm.draft.model
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
     ways = {
         "plain": (EngineView(llm), 0),

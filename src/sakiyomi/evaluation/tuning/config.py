@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 
-__all__ = ["PairConfig"]
+__all__ = ["PairConfig", "TuneConfig"]
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,30 @@ class PairConfig:
         for name, number in least.items():
             if not getattr(self, name) >= number:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least {number}")
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What to tune, and on what.
+
+    Attributes:
+        heads: folder of the heads, or the name of embedded ones; the result is kept there.
+        target: the model that they belong to: embedded name, folder or hub id.
+        valid: held-out texts or chats, a .jsonl, .json or .txt file (.gz allowed); the target answers their prompts.
+        prompts: how many of them.
+        new_tokens: longest answer.
+        max_nodes: largest tree.
+        dtype: auto, float32, bfloat16 or float16.
+        device: auto, cpu, cuda or cuda:N.
+        quantize: int8 or int4: as the target will run.
+    """
+
+    heads: str = field(metadata={"argument": "HEADS"})
+    target: str = "tales"
+    valid: str = ""
+    prompts: int = 24
+    new_tokens: int = 128
+    max_nodes: int = 31
+    dtype: str = "auto"
+    device: str = "auto"
+    quantize: str | None = None

@@ -23,9 +23,10 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
-from sakiyomi.drafters.medusa_heads.tuned import FILE, TuneConfig, Tuned, read_tuned, write_tuned
+from sakiyomi.drafters.medusa_heads.tuned import FILE, Tuned, read_tuned, write_tuned
 from sakiyomi.engine import machine
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.tuning.config import TuneConfig
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.theory import expected_tree_tokens

@@ -1,21 +1,21 @@
-"""What a guess is worth: how often guesses of its kind came true in this very text."""
+"""Calibrates guesses from the text: how often guesses of the same kind were right in this text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Calibration"]
+__all__ = ["GuessCalibration"]
 
 
-class Calibration:
-    """Counts by kind of guess, from what was committed: also of guesses that were too unsure to be proposed.
+class GuessCalibration:
+    """Counts right guesses by kind, from what was committed; guesses too unsure to be proposed count too.
 
-    A request has its own, so that its drafts depend on its own text alone.
+    Each request has its own counts, so that its drafts depend on its own text alone.
 
     Args:
         priors: chance of each kind before anything is known.
-        weight: so many tries the prior counts for.
-        memory: factor by which older tries of a kind fade with each new one: texts change.
+        weight: the prior counts as much as so many guesses.
+        memory: factor by which older guesses of a kind fade with each new one, since texts change.
     """
 
     __slots__ = ("_hits", "_memory", "_path", "_position", "_tries", "chances")
@@ -37,7 +37,7 @@ class Calibration:
         """
         self._position, self._path = position, path
 
-    def settle(self, tokens: Sequence[int]) -> None:
+    def learn(self, tokens: Sequence[int]) -> None:
         """Compare the last guess with the text, as far as that goes by now, up to the first wrong token."""
         position, known = self._position, len(tokens)
         for kind, token in self._path:

@@ -1,28 +1,28 @@
-"""From guesses about single tokens to a draft: a chain of the likeliest, or the tree of the likeliest paths.
+"""From guesses about single tokens to a draft: a chain of the likeliest tokens, or the tree of the likeliest paths.
 
-Knows no text and no model: whoever guesses says what may follow a place, and how likely each is.
+Knows no text and no model: the caller says which tokens may follow a place, and how likely each of them is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from sakiyomi.core.tree import Draft, Draw, TokenTree
+from sakiyomi.core.tree import Draft, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.draft_length import TokenValue
 
-__all__ = ["Expand", "Growth", "grow"]
+__all__ = ["Expand", "GuessedTree", "grow"]
 
 Place = TypeVar("Place")
 Expand = Callable[[Place], Sequence[tuple[int, float, Place]]]
-"""From a place to (token, its chance if the place is right, the place behind it), the likeliest first."""
+"""From a place to its continuations (token, its chance if the place is reached, the place after it), best first."""
 
 
 @dataclass(slots=True)
-class Growth:
-    """Nodes in the order in which they were added; parents come first.
+class GuessedTree:
+    """Guessed tokens in the order in which they were added; parents come first.
 
     Attributes:
         tokens, parents: as in ``TokenTree``.
@@ -33,45 +33,48 @@ class Growth:
     parents: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
 
-    def best(self, worth: TokenValue) -> Growth:
-        """As many of the nodes as pay for their rows of the pass, the likeliest to be reached."""
+    @property
+    def tree(self) -> TokenTree:
+        """The nodes."""
+        return TokenTree(tuple(self.tokens), tuple(self.parents))
+
+    def best(self, nodes: int, worth: TokenValue | None) -> Self:
+        """The nodes most likely to be reached: at most so many, and no more than pay for their rows of the pass."""
         values: list[float] = []
         for parent, chance in zip(self.parents, self.chances, strict=True):
             values.append(chance * (1.0 if parent < 0 else values[parent]))
-        # No node is reached more often than its parent, which comes first: the best ones are a tree.
-        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
-        kept = sorted(order[: worth.size([values[node] for node in order])])
-        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        return Growth(
-            [self.tokens[node] for node in kept],
-            [place[self.parents[node]] for node in kept],
-            [self.chances[node] for node in kept],
-        )
+        order = best_nodes(values, nodes)
+        if worth is not None:
+            order = order[: worth.size([values[node] for node in order])]
+        kept = sorted(order)
+        tree = self.tree.keep(kept)
+        chances = [self.chances[node] for node in kept]
+        return replace(self, tokens=list(tree.tokens), parents=list(tree.parents), chances=chances)
 
     def draft(self, name: str) -> Draft:
         """Point masses: the tokens were chosen, not drawn."""
-        if not self.tokens:
-            return Draft.empty()
         draws = tuple(Draw(node, name, None, chance) for node, chance in enumerate(self.chances))
-        return Draft(TokenTree(tuple(self.tokens), tuple(self.parents)), "point_mass", draws)
+        return Draft(self.tree, "point_mass", draws)
 
 
-def grow(start: Place, expand: Expand[Place], depth: int, nodes: int, floor: float, ends: Collection[int]) -> Growth:
-    """The nodes of largest chance to be reached: best-first, which is optimal for the chances given.
+def grow(
+    start: Place, expand: Expand[Place], depth: int, nodes: int, floor: float, ends: Collection[int]
+) -> GuessedTree:
+    """The nodes with the largest chance of being reached, found best-first, which is optimal for the given chances.
 
     The expected number of accepted tokens is the sum over nodes of the product of the chances down to them, so that
     the best n nodes are the n of largest product; a child's is never above its parent's (Sequoia, arXiv 2402.12374,
     section 3.1, calls this the positional acceptance assumption).
 
     Args:
-        start: the place behind the last committed token.
+        start: the place after the last committed token.
         expand: see ``Expand``.
         depth: longest path.
-        nodes: most nodes; not above ``depth``: one path, of the likeliest token each.
-        floor: what is reached with a smaller chance is not proposed.
-        ends: tokens behind which nothing is.
+        nodes: most nodes; if not more than ``depth``, the result is one path of the likeliest tokens.
+        floor: tokens that are reached with a smaller chance are not proposed.
+        ends: tokens after which nothing is proposed.
     """
-    found = Growth()
+    found = GuessedTree()
     tokens, parents, chances = found.tokens, found.parents, found.chances
     if nodes <= depth:
         reached = 1.0

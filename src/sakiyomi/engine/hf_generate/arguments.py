@@ -1,10 +1,11 @@
-"""What ``generate`` of transformers prepared, as requests of ours; what cannot be honoured is refused by its name."""
+"""Turns what transformers' ``generate`` prepared into prompts and parameters; refuses by name what is not supported."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -17,16 +18,20 @@ from sakiyomi.engine.encoder_inputs import token_source
 from sakiyomi.engine.hf_generate.engines import NO_TEXT
 from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
+from sakiyomi.model_executor.loading import has_encoder
 
-__all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "requests", "sampling"]
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import ModelRunner
 
-_WARPERS = (
-    transformers.TemperatureLogitsWarper,
-    transformers.TopKLogitsWarper,
-    transformers.TopPLogitsWarper,
-    transformers.MinPLogitsWarper,
-)
-"""In the order in which ``sampling`` applies them too."""
+__all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "sampling"]
+
+_WARPERS: dict[type, str] = {
+    transformers.TemperatureLogitsWarper: "temperature",
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
+    transformers.MinPLogitsWarper: "min_p",
+}
+"""Our parameter for each, in the order in which the sampler applies them too."""
 _BY_ROW = (
     transformers.RepetitionPenaltyLogitsProcessor,
     transformers.PrefixConstrainedLogitsProcessor,
@@ -41,7 +46,7 @@ _STATEFUL = {
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config (SynthID)",
     "WhisperNoSpeechDetection": "no_speech_threshold",
 }
-"""Processors that run the model themselves, or remember the step before: a draft would be judged by the wrong step."""
+"""Processors that run the model or remember the step before: a draft would be verified with the wrong step's values."""
 _MODES = {
     "beam_search": "num_beams",
     "beam_sample": "num_beams",
@@ -52,7 +57,7 @@ _MODES = {
 }
 _DECODER = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
 _TAKEN = {False: _DECODER, True: _DECODER | {"encoder_outputs", "decoder_attention_mask"}}
-"""Arguments of ``forward`` that are understood, with an encoder and without."""
+"""Arguments of ``forward`` that are supported, without an encoder (False) and with one (True)."""
 
 
 def _refused(name: str, value: Any, remedy: str = "") -> UnsupportedError:
@@ -64,13 +69,13 @@ def _refused(name: str, value: Any, remedy: str = "") -> UnsupportedError:
 
 
 def check_settings(config: Any, kwargs: Mapping[str, Any], synced_gpus: bool, *, encoder: bool) -> None:
-    """Refuse what would change the text, or what comes back, and is not done here.
+    """Refuse settings that would change the text or the result and are not supported here.
 
     Args:
         config: the GenerationConfig that ``generate`` put together.
         kwargs: arguments for the model's ``forward``.
-        synced_gpus: several processes must go on together.
-        encoder: the model has one.
+        synced_gpus: several processes must stay in step.
+        encoder: whether the model has an encoder.
 
     Raises:
         UnsupportedError: it names the argument and says what to do.
@@ -79,7 +84,7 @@ def check_settings(config: Any, kwargs: Mapping[str, Any], synced_gpus: bool, *,
     if mode in _MODES:
         argument = _MODES[mode]
         value = getattr(config, argument.split(" ")[0], None)
-        raise _refused(argument, value, "sampling and greedy search alone are read ahead: leave custom_generate out")
+        raise _refused(argument, value, "only sampling and greedy search are supported: leave custom_generate out")
     if synced_gpus:
         raise _refused("synced_gpus", True, "the processes would not stay in step: leave custom_generate out")
     if not config.use_cache:
@@ -122,26 +127,47 @@ def length_limit(criteria: Sequence[Any], config: Any) -> int:
     return min([*own, int(config.max_length)]) if own else int(config.max_length)
 
 
-def prompts(ids: Tensor, mask: Tensor | None, positions: Tensor | None, vocab_size: int, most: int) -> list[list[int]]:
-    """Tokens of every row without its padding, which must lie on the left.
+def prompts(
+    ids: Tensor,
+    kwargs: Mapping[str, Any],
+    inputs: Tensor | None,
+    config: Any,
+    target: ModelRunner,
+    params: SamplingParams,
+    processors: Sequence[Any],
+) -> list[TokenizedPrompt]:
+    """What each row of the batch begins with.
 
     Args:
-        ids: (B, L).
-        mask: (B, L), 0 where a token is padding; None: nowhere.
-        positions: (B or 1, L) as ``generate`` prepared them, or as the user gave them; None: the model takes none.
-        vocab_size, most: of the model, for the check of the tokens.
+        ids: (B, L) prompts with their padding, which must lie on the left.
+        kwargs: arguments for the model's ``forward``: masks and positions among them.
+        inputs: what the model's encoder reads; not used where it has none.
+        config: of the model.
+        target: the model as it runs.
+        params, processors: of the whole batch.
 
     Raises:
         InputError: padding elsewhere, or tokens that the model does not know.
-        UnsupportedError: positions that do not count a row's tokens from 0 on.
+        UnsupportedError: positions that do not count a row's tokens from 0 on, or ``encoder_outputs`` were given.
     """
-    rows = []
-    for i, row in enumerate(ids):
+    encoder = has_encoder(config)
+    mask = kwargs.get("decoder_attention_mask" if encoder else "attention_mask")
+    positions = None if encoder else kwargs.get("position_ids")
+    sources: list[Source | None] = [None] * len(ids)
+    if encoder:
+        assert inputs is not None
+        sources = _sources(config, inputs, kwargs.get("attention_mask"), len(ids), target.vocab_size)
+    made = []
+    for i, (row, source) in enumerate(zip(ids, sources, strict=True)):
         pad = _padding(mask, i, ids.shape[1], "attention_mask")
         if positions is not None and not _counted(positions, i, pad):
             raise _refused("position_ids", "a tensor", "positions count a prompt's tokens from 0 on: leave it out")
-        rows.append(prompt_tokens(row[pad:].tolist(), NO_TEXT, vocab_size, most))
-    return rows
+        tokens = prompt_tokens(row[pad:].tolist(), NO_TEXT, target.vocab_size, target.max_context)
+        own = list(processors)
+        if len(ids) > 1 or pad:
+            own = [_OfRow(processor, i, len(ids), ids[i : i + 1, :pad]) for processor in own]
+        made.append(TokenizedPrompt(tokens, replace(params, logits_processors=own), source))
+    return made
 
 
 def _padding(mask: Tensor | None, row: int, length: int, name: str) -> int:
@@ -168,7 +194,7 @@ def _counted(positions: Tensor, row: int, pad: int) -> bool:
 
 
 def sampling(processors: Sequence[Any], do_sample: bool) -> tuple[SamplingParams, list[Any]]:
-    """Temperature, top-k, top-p and min-p as ours where they come last, and the processors before them.
+    """Sampling parameters from the last warpers (temperature, top-k, top-p, min-p), and the processors before them.
 
     Raises:
         UnsupportedError: a processor that depends on more than tokens and logits.
@@ -178,47 +204,36 @@ def sampling(processors: Sequence[Any], do_sample: bool) -> tuple[SamplingParams
         argument = _STATEFUL.get(type(processor).__name__)
         if argument is not None:
             raise _refused(argument, type(processor).__name__)
-    while left and type(left[-1]) is transformers.LogitNormalization:  # no choice depends on it
+    while left and type(left[-1]) is transformers.LogitNormalization:  # it changes no choice
         left.pop()
     if not do_sample:
         return SamplingParams(temperature=0.0), left
     values: dict[str, Any] = {"temperature": 1.0}
-    place = len(_WARPERS)
-    while left:
-        found = _as_ours(left[-1])
-        if found is None or found[0] >= place:
-            break
-        place, (name, value) = found[0], found[1]
-        values[name] = value
-        left.pop()
+    earlier = list(_WARPERS)
+    while left and type(left[-1]) in earlier and _as_ours(left[-1]):
+        warper = left.pop()
+        earlier = earlier[: earlier.index(type(warper))]
+        name = _WARPERS[type(warper)]
+        values[name] = (int if name == "top_k" else float)(getattr(warper, name))
     return SamplingParams(**values), left
 
 
-def _as_ours(processor: Any) -> tuple[int, tuple[str, Any]] | None:
-    """Place and value of one of transformers' warpers; None: it is none, or has settings of its own."""
-    if type(processor) not in _WARPERS:
-        return None
-    if getattr(processor, "filter_value", -float("inf")) != -float("inf"):
-        return None
-    if getattr(processor, "min_tokens_to_keep", 1) != 1:
-        return None
-    place = _WARPERS.index(type(processor))
-    name = ("temperature", "top_k", "top_p", "min_p")[place]
-    value = getattr(processor, name)
-    if name == "top_p" and value <= 0:  # theirs keeps the best one then
-        return None
-    return place, (name, int(value) if name == "top_k" else float(value))
+def _as_ours(warper: Any) -> bool:
+    """Whether one of transformers' warpers does what our parameter of that name does: it has no unusual settings."""
+    if getattr(warper, "filter_value", -math.inf) != -math.inf or getattr(warper, "min_tokens_to_keep", 1) != 1:
+        return False
+    return getattr(warper, "top_p", 1.0) > 0  # theirs keeps the most probable token at 0
 
 
 def _by_row(processor: Any) -> bool:
-    """Whether it may matter to a processor which row of the batch it is given; one of the user's is never known."""
+    """Whether a processor may depend on the row's place in the batch; of a user's own that is not known."""
     if not type(processor).__module__.startswith("transformers."):
         return True
     return type(processor) in _BY_ROW and getattr(processor, "prompt_ignore_length", 0) is not None
 
 
 class _OfRow:
-    """A processor as it sees one row of the batch: with its padding, and in its own place.
+    """Calls a processor with one row: with its padding, and at its own place in the batch.
 
     Args:
         processor: transformers' or the user's.
@@ -237,30 +252,8 @@ class _OfRow:
         return own
 
 
-def requests(
-    ids: Tensor, rows: Sequence[list[int]], params: SamplingParams, processors: Sequence[Any], sources: Sequence[Any]
-) -> list[TokenizedPrompt]:
-    """A request for each row.
-
-    Args:
-        ids: (B, L) with the padding.
-        rows: the tokens of each row without it.
-        params: of all of them.
-        processors: of the whole batch.
-        sources: what each row's encoder reads; None where there is none.
-    """
-    asked = []
-    for i, (tokens, source) in enumerate(zip(rows, sources, strict=True)):
-        padding = ids[i : i + 1, : ids.shape[1] - len(tokens)]
-        own = list(processors)
-        if len(rows) > 1 or padding.shape[1]:
-            own = [_OfRow(processor, i, len(rows), padding) for processor in own]
-        asked.append(TokenizedPrompt(tokens, replace(params, logits_processors=own), source))
-    return asked
-
-
-def sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_size: int) -> list[Source]:
-    """What the encoder reads for each row; rows of one prompt share theirs.
+def _sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_size: int) -> list[Source | None]:
+    """The encoder's source for each row; rows of the same prompt share it.
 
     Args:
         config: of an encoder-decoder model.
@@ -274,7 +267,7 @@ def sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_si
         UnsupportedError: ``encoder_outputs`` were given instead of what the encoder reads.
     """
     family, each = family_of(config), rows // given.shape[0]
-    made = []
+    made: list[Source] = []
     for i, row in enumerate(given):
         if family.hears:
             made.append(Source({"input_features": row[None]}, int(family.source_positions(config) or 0)))

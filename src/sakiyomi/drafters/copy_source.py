@@ -1,7 +1,7 @@
-"""Where a text copies from: who retells or edits a passage goes through it from its beginning to its end.
+"""Where a text copies from: a text that retells or edits a passage follows it from its beginning to its end.
 
-Of several places with the same last tokens the next one behind the place that was copied last is the likeliest, above
-the newest and above the most frequent: see docs/log.md. Knows nothing of chances.
+Of several places with the same last tokens, the next one after the place that was copied last is the likeliest, before
+the newest and the most frequent one: see docs/log.md. Knows nothing of chances.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["Source"]
+__all__ = ["CopySource"]
 
 _SCANNED = 48  # places that are looked at
 _LONGEST = 12  # tokens that are compared
-_TURN = 64  # tokens from which on it is a prompt that is read: nobody copied it from itself
+_TURN = 64  # if more tokens come at once, they are a prompt, which is not a copy of itself
 
 
-class Source:
-    """Follows one text.
+class CopySource:
+    """Keeps track of what one text copies.
 
     Args:
-        text: all tokens that were read, -1 where another text begins; it grows elsewhere.
+        text: all tokens that were read, -1 where another text begins; its owner appends to it.
     """
 
     def __init__(self, text: list[int]) -> None:
@@ -30,7 +30,7 @@ class Source:
         self._copied, self._sure = -1, False  # place that was copied last, and whether that was the last token
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take in tokens that were just appended to the text."""
+        """Learn tokens that were just appended to the text."""
         text, after, last = self._text, self._after, self._last
         place = len(text) - len(tokens)
         for token in tokens:
@@ -49,7 +49,7 @@ class Source:
             self._copied += 1
 
     def branch(self, head: Sequence[int], place: int) -> None:
-        """Go on behind another text, whose last token stands at this place: what follows it there no longer does."""
+        """Continue after another beginning, whose last token is at this place: what follows it does not count."""
         self._last = head[-1] if head else -1
         self._sure = False
         if len(head) > 1:
@@ -58,7 +58,7 @@ class Source:
                 places.remove(place + 1)
 
     def next(self, length: int) -> int:
-        """The place from which the text goes on to be copied; -1: nobody knows.
+        """The place that the text copies next; -1: unknown.
 
         Args:
             length: of the longest run of last tokens that stood here before.

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sakiyomi.drafters.automaton import SuffixAutomaton
-from sakiyomi.drafters.source import Source
+from sakiyomi.drafters.copy_source import CopySource
 from sakiyomi.drafters.suffix import SuffixDrafter
 from text_drafters import context
 
 
-def source_of(text: Sequence[int]) -> tuple[Source, list[int]]:
+def source_of(text: Sequence[int]) -> tuple[CopySource, list[int]]:
     grown = list(text)
-    source = Source(grown)
+    source = CopySource(grown)
     source.read(grown)
     return source, grown
 
@@ -52,7 +52,7 @@ def test_a_place_is_always_one_with_the_same_tokens_before_it(
 ) -> None:
     """Whatever is read, and wherever the text branches."""
     automaton = SuffixAutomaton()
-    source, now = Source(automaton.text), list(head)
+    source, now = CopySource(automaton.text), list(head)
     automaton.extend(head)
     source.read(head)
     for tokens, branches in turns:
