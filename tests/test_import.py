@@ -44,6 +44,12 @@ def test_import_is_light(statement: str) -> None:
     assert set(loaded.split()) <= allowed
 
 
+def test_the_command_line_starts_without_torch() -> None:
+    """What `--help` has to import: a command loads the rest when it runs."""
+    heavy = ("torch", "transformers", "matplotlib")
+    assert not in_new_process(f"import sakiyomi.cli, sys\nprint(*(m for m in {heavy!r} if m in sys.modules))")
+
+
 def test_all_is_the_public_contract() -> None:
     assert set(sakiyomi.__all__) == PUBLIC
     assert len(sakiyomi.__all__) == len(PUBLIC)

@@ -21,7 +21,7 @@ from sakiyomi.cache.policies.minference import LAST, PATTERNS, MInference, diago
 from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.quantized import Packing
 from sakiyomi.evaluation.audit.audit import audit
-from sakiyomi.evaluation.audit.report import AuditConfig
+from sakiyomi.evaluation.audit.config import AuditConfig
 from sakiyomi.evaluation.bench.long.systems import systems
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedWeights

@@ -17,7 +17,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.engine.model_pool import ModelPool
 from sakiyomi.evaluation.audit.audit import AuditConfig, AuditReport, audit
-from sakiyomi.evaluation.audit.hf_reference import Referee, coupled_scores, greedy_scores
+from sakiyomi.evaluation.audit.hf_reference import HFReference, coupled_scores, greedy_scores
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.runner import ModelRunner
@@ -149,7 +149,7 @@ def test_a_broken_rule_is_found_on_rounded_weights(models: Path, monkeypatch: py
     value = json.loads(result.stdout.splitlines()[-1])
     assert {check["rule"] for check in value["checks"] if check["defects"]} == {rule}
     assert value["rounding"]["layers"] > 0
-    assert "judge is the same rounded target" in result.stdout
+    assert "the same target without a draft is the reference" in result.stdout
 
 
 # ---------------------------------------------------------------- broken engines
@@ -222,35 +222,35 @@ def test_exact_forgives_nothing(models: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {(check.rule, check.against) for check in report.checks if check.defects} == {("coupled", "plain")}
 
 
-# ---------------------------------------------------------------- the referee
+# ---------------------------------------------------------------- the reference
 
 
 def test_near_ties_and_defects() -> None:
     model = tiny_llama()
-    referee = Referee(model)
+    reference = HFReference(model)
     prompt = [5, 6, 7]
     text = Transformers(model).generate(prompt, SamplingParams(max_new_tokens=12, ignore_eos=True))
-    noise = referee.measure(prompt, text)
+    noise = reference.measure(prompt, text)
     assert 0 < noise < 1e-3
-    assert referee.compare(0, prompt, text, text) is None
+    assert reference.compare(0, prompt, text, text) is None
     place = 4
-    row = referee.logits(prompt, text[: place + 1])[-1]
+    row = reference.logits(prompt, text[: place + 1])[-1]
     second = int(row.topk(2).indices[1])
     other = [*text[:place], second, *text[place + 1 :]]
-    found = referee.compare(3, prompt, text, other)
+    found = reference.compare(3, prompt, text, other)
     assert found is not None
     assert (found.text, found.position, found.expected, found.got) == (3, place, text[place], second)
     assert found.gap == pytest.approx(found.top2_gap)
     assert found.gap == pytest.approx(float(row.max() - row[second]))
     assert found.defect
-    generous = referee.compare(3, prompt, text, other, limit=found.gap * 1.01)
+    generous = reference.compare(3, prompt, text, other, limit=found.gap * 1.01)
     assert generous is not None
     assert not generous.defect
 
 
 @pytest.mark.parametrize("got", [[1, 2], [1, 2, 3, 4]])
 def test_a_text_that_ends_elsewhere_is_a_defect(got: list[int]) -> None:
-    found = Referee(tiny_llama()).compare(0, [5], [1, 2, 3], got, limit=1e9)
+    found = HFReference(tiny_llama()).compare(0, [5], [1, 2, 3], got, limit=1e9)
     assert found is not None
     assert found.defect
     assert found.gap == math.inf
@@ -261,18 +261,18 @@ def test_a_text_that_ends_elsewhere_is_a_defect(got: list[int]) -> None:
 def test_both_tokens_have_to_be_near_the_best() -> None:
     """Two tokens that are equally bad have a small gap between them, which explains nothing."""
     model = tiny_llama()
-    order = Referee(model).logits([5, 6], [0])[0].sort(descending=True).indices.tolist()
-    found = Referee(model).compare(0, [5, 6], [order[100]], [order[101]], limit=1e-2)
+    order = HFReference(model).logits([5, 6], [0])[0].sort(descending=True).indices.tolist()
+    found = HFReference(model).compare(0, [5, 6], [order[100]], [order[101]], limit=1e-2)
     assert found is not None
     assert found.defect
 
 
 def test_follow_judges_every_token() -> None:
     model = tiny_llama()
-    referee, prompt = Referee(model), [5, 6, 7]
+    reference, prompt = HFReference(model), [5, 6, 7]
     text = Transformers(model).generate(prompt, SamplingParams(max_new_tokens=10, ignore_eos=True))
-    assert referee.follow(0, prompt, text, scores=greedy_scores, limit=1e-3) is None
-    found = referee.follow(0, prompt, [*text[:-1], (text[-1] + 1) % 320], scores=greedy_scores, limit=1e-3)
+    assert reference.follow(0, prompt, text, scores=greedy_scores, limit=1e-3) is None
+    found = reference.follow(0, prompt, [*text[:-1], (text[-1] + 1) % 320], scores=greedy_scores, limit=1e-3)
     assert found is not None
     assert (found.position, found.expected, found.defect) == (9, text[-1], True)
 

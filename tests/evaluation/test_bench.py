@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from sakiyomi.cache.slots import SlotCache
@@ -24,7 +25,7 @@ from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lacks
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.audit.engine_reference import OwnReferee
+from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
 from sakiyomi.evaluation.bench import compiling, llamacpp, suites
 from sakiyomi.evaluation.bench import passes as passes_row
@@ -42,7 +43,7 @@ from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
 from sakiyomi.kernels.native import PackedLinear
-from sakiyomi.model_executor.compiled import Graphs
+from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.runner import SIZES
@@ -581,10 +582,10 @@ def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
     found = judge(texts, wrong)
     assert not found.accepted
     assert "text 1 at token 3" in found.note
-    referee = OwnReferee(llm.target)
-    row = referee.logits(prompts[0], texts[0][:4])[-1]
+    reference = EngineReference(llm.target)
+    row = reference.logits(prompts[0], texts[0][:4])[-1]
     second = int(row.topk(2).indices[1])
-    near = referee.compare(0, prompts[0], texts[0], (*texts[0][:3], second), limit=1e9)
+    near = reference.compare(0, prompts[0], texts[0], (*texts[0][:3], second), limit=1e9)
     assert near is not None
     assert near.gap == pytest.approx(near.top2_gap)
 
@@ -712,7 +713,7 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         assert line["ratio_8_to_1"] == line["ms_8"] / line["ms_1"]
         assert line["kv_bytes"] == line["cached"] * 2 * 2 * 64 * 2  # keys and values of two layers, 2 bytes each
         assert 0 < line["read_ms"] < 100
-    weights = [line["weights.bytes"] for line in found.lines[::3]]
+    weights = [line["weight_bytes"] for line in found.lines[::3]]
     assert weights == sorted(weights, reverse=True)
     assert len(weights) == len(set(weights))
     assert found.conditions["graphs"] == "eager"
@@ -786,13 +787,13 @@ def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pyte
 
 @pytest.mark.filterwarnings("default")  # the compiler's own
 def test_a_new_process_times_every_graph(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(graphs: Graphs, size: int) -> None:
-        graphs._ready[size] = lambda ids, positions: ids
+    def fails(forward: PassForward, ids: Tensor, positions: Tensor) -> PassForward:
+        raise RuntimeError("no graph")
 
-    monkeypatch.setattr(Graphs, "_compile", compiled)
+    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", lambda forward, ids, positions: forward)
     found = compiling._start(pair.target, "float32")
     assert sorted(found["graphs"]) == list(SIZES)
-    monkeypatch.setattr(Graphs, "_compile", lambda graphs, size: None)
+    monkeypatch.setattr("sakiyomi.model_executor.compiled._compiled", fails)
     with pytest.raises(SakiyomiError, match="cannot be compiled"):
         compiling._start(pair.target, "float32")
 
@@ -853,11 +854,12 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_costs_of_a_pair(pair: BenchConfig) -> None:
-    found = costs(LLM(pair.target, draft=pair.draft, compile=False), context=32, repeats=3)
+    llm = LLM(pair.target, draft=pair.draft, compile=False)
+    found = costs(llm.target, llm.draft, context=32, repeats=3)
     assert set(found["target_ms"]) == {1, 4, 8, 16}
     assert found["c"] == pytest.approx(found["draft_ms"] / found["target_ms"][1])
     assert math.isclose(found["v"][1], 1.0)
-    alone = costs(LLM(pair.target, draft="none", compile=False), context=32, repeats=2)
+    alone = costs(llm.target, None, context=32, repeats=2)
     assert alone["c"] is None
 
 
@@ -866,5 +868,5 @@ def test_costs_while_every_place_is_taken(pair: BenchConfig) -> None:
     with llm.conversation() as conversation:
         conversation.generate([5, 6, 7], SamplingParams(max_new_tokens=2))
         with pytest.raises(InputError, match="close a conversation, or load with a larger max_batch"):
-            costs(llm)
-    assert costs(llm, context=32, repeats=2)["target_ms"][1] > 0
+            costs(llm.target, llm.draft)
+    assert costs(llm.target, llm.draft, context=32, repeats=2)["target_ms"][1] > 0

@@ -29,12 +29,13 @@ from sakiyomi.evaluation.bench.long.books import Passage, compared, followed, pa
 from sakiyomi.evaluation.bench.long.config import LongConfig, budget_pairs
 from sakiyomi.evaluation.bench.long.failures import caught
 from sakiyomi.evaluation.bench.long.fit import longest, slope
+from sakiyomi.evaluation.bench.long.loader import Loader, Options
 from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import FromFile, FromTasks, Question, middle_cut
 from sakiyomi.evaluation.bench.long.run import run
 from sakiyomi.evaluation.bench.long.systems import System, systems
 from sakiyomi.evaluation.bench.long.table import growth, table
-from sakiyomi.evaluation.bench.long.work import Loader, Options, Watch, answers
+from sakiyomi.evaluation.bench.long.work import Watch, answers
 from sakiyomi.train.long_tasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 

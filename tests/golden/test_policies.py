@@ -33,7 +33,7 @@ from sakiyomi.cache.policies.specs import SPARSE
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import Generation
 from sakiyomi.evaluation.audit.audit import audit
-from sakiyomi.evaluation.audit.report import AuditConfig
+from sakiyomi.evaluation.audit.config import AuditConfig
 from sakiyomi.kernels.native import PackedWeights
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 

@@ -20,6 +20,7 @@ import sakiyomi.core.params
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Rule, Verdict
+from sakiyomi.evaluation.audit import config as audit_config
 from sakiyomi.evaluation.audit import distribution as sampled
 from sakiyomi.evaluation.audit import report as audit_report
 from sakiyomi.evaluation.audit.audit import AuditConfig, AuditReport, audit
@@ -119,7 +120,7 @@ def audited(
     names = tuple(rule.name for rule in rules)
     known = (*sakiyomi.core.params.ACCEPTANCES, *names)
     monkeypatch.setattr(sakiyomi.core.params, "ACCEPTANCES", known)
-    monkeypatch.setattr(audit_report, "ACCEPTANCES", known)
+    monkeypatch.setattr(audit_config, "ACCEPTANCES", known)
     return audit(*pair, prompts=PROMPTS, config=replace(config, verifiers=names), options={"compile": False})
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.checks import at_least
 from sakiyomi.engine.config import LLMConfig
+from sakiyomi.evaluation.audit.config import AuditConfig
 
 if TYPE_CHECKING:
     from sakiyomi.evaluation.audit.audit import AuditReport
@@ -19,39 +20,19 @@ DEFECT = 1
 
 
 @dataclass(frozen=True)
-class AuditOptions:
-    """What is checked, and how much.
+class PromptOptions:
+    """What is checked.
 
     Attributes:
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
-        count: prompts that are used at most.
-        prompt_tokens: prompts are cut to this many tokens.
-        max_new_tokens: new tokens of each text.
-        gammas: draft tokens a round to check (again for each).
-        seeds: seeds of the sampled texts (again for each).
-        temperature: of the sampled texts.
-        sampled: also test the distribution of text whose rule makes it depend on the draft (ratio, block, traversal),
-            until one .02 of total variation away would be seen; takes minutes.
+        count: most prompts that are used.
         drafts: other drafters to check beside the same target (again for each).
-        verifiers: acceptance rules to check, the distribution under those named too (again for each); all lossless
-            ones if none is.
-        samples: most tokens that are played for each rule and kind of draft; fewer do where they are enough.
-        texts: that the pair itself writes for each rule, drafter and shape.
     """
 
     prompts: str | None = None
     count: int = 4
-    prompt_tokens: int = 64
-    max_new_tokens: int = 64
-    gammas: tuple[int, ...] = (1, 2, 5)
-    seeds: tuple[int, ...] = (0, 1)
-    temperature: float = 1.0
-    sampled: bool = False
     drafts: tuple[str, ...] = ()
-    verifiers: tuple[str, ...] = ()
-    samples: int = 120_000
-    texts: int = 32
 
 
 def register(app: typer.Typer) -> None:
@@ -60,44 +41,33 @@ def register(app: typer.Typer) -> None:
         app,
         "audit",
         LLMConfig,
-        AuditOptions,
+        PromptOptions,
+        AuditConfig,
         JsonOption,
-        help="Check that the output is the target's own.\n\nGreedy text against transformers, drafted text against "
-        "plain; under the coupled rule sampled text too; with --sampled the distribution of text under the others. "
-        "With quantize, or a cache within a budget, everything against plain text of that target. Exit "
+        help="Check that the output is the target's own.\n\nCompares greedy text with transformers, and drafted with "
+        "plain text, under the coupled rule sampled text too; --sampled tests the distribution under the other rules. "
+        "With --quantize or an evicting cache everything is compared with plain text of the same target. Exit "
         "code 1 if a defect was found.",
     )(audit)
 
 
-def audit(model: LLMConfig, options: AuditOptions, output: JsonOption) -> None:
+def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
     """Run the command."""
-    if options.count < 1:
-        raise InputError(f"count is {options.count}; expected at least 1")
+    at_least(asked, count=1)
     from sakiyomi.cli.output import emit_json, progress, quiet
     from sakiyomi.core.prompts import STORIES, read_prompts
 
-    texts = list(STORIES) if options.prompts is None else read_prompts(options.prompts)
+    texts = list(STORIES) if asked.prompts is None else read_prompts(asked.prompts)
     with progress("loading") as status:
         from sakiyomi.evaluation.audit import audit as logic
 
         quiet()
-        config = logic.AuditConfig(
-            max_new_tokens=options.max_new_tokens,
-            prompt_tokens=options.prompt_tokens,
-            gammas=options.gammas,
-            seeds=options.seeds,
-            temperature=options.temperature,
-            sampled=options.sampled,
-            verifiers=options.verifiers,
-            samples=options.samples,
-            texts=options.texts,
-        )
         values = dataclasses.asdict(model)
-        target, draft = values.pop("target"), values.pop("draft")
         report = logic.audit(
-            *(target, draft),
-            prompts=texts[: options.count],
-            drafts=options.drafts,
+            target=values.pop("target"),
+            draft=values.pop("draft"),
+            prompts=texts[: asked.count],
+            drafts=asked.drafts,
             config=config,
             options=values,
             note=status.update,
@@ -120,7 +90,7 @@ def _show(model: LLMConfig, report: AuditReport) -> None:
         highlight=False,
     )
     if report.quantization is not None:
-        console.out(f"{report.quantization}; the judge is the same rounded target, run plainly", highlight=False)
+        console.out(f"{report.quantization}; the same target without a draft is the reference", highlight=False)
     table(
         [
             {

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from sakiyomi.cli import spec
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.cli.rows import PlotOption, Shown, show
+from sakiyomi.cli.rows import PlotOption, Shown, measured
 from sakiyomi.core.errors import InputError
-from sakiyomi.evaluation.bench.config import BenchConfig, InflateConfig
+from sakiyomi.evaluation.bench.config import BenchConfig, InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.long.config import LongConfig
+
+if TYPE_CHECKING:
+    from sakiyomi.evaluation.bench.report import Row
 
 
 @dataclass(frozen=True)
@@ -73,74 +78,60 @@ def register(app: typer.Typer) -> None:
 
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet
 
-    with progress("loading") as status:
-        from sakiyomi.engine import machine
+    def start(note: Note) -> Iterable[Row]:
         from sakiyomi.evaluation.bench import plot, suites
 
         if picture.plot is not None:
             if config.rows and suites.TABLES.issuperset(config.rows):
                 raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
             plot.check(picture.plot)
-        quiet()
-        rows = suites.run(config, Shown(status))
-        conditions = machine.conditions()
-        done = show(rows, conditions, status)
-    if output.json:
-        emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
-    if picture.plot is not None:
-        plot.draw(done, picture.plot, conditions)
-    if any(row.error is not None for row in done):
-        raise typer.Exit(1)
+        return suites.run(config, note)
+
+    def draw(rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
+        from sakiyomi.evaluation.bench import plot
+
+        plot.draw(rows, str(picture.plot), conditions)
+
+    measured(start, output, None if picture.plot is None else draw)
 
 
 def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet
 
-    with progress("loading") as status:
-        from sakiyomi.engine import machine
+    def start(note: Note) -> Iterable[Row]:
         from sakiyomi.evaluation.bench.long import plot
         from sakiyomi.evaluation.bench.long.run import run
 
         if pictures.plot is not None:
             plot.check(pictures.plot)
-        quiet()
-        rows = run(config, Shown(status), pictures=pictures.plot)
-        conditions = machine.conditions()
-        done = show(rows, conditions, status)
-    if output.json:
-        emit_json({"conditions": conditions, "rows": [row.to_dict() for row in done]})
-    if pictures.plot is not None:
-        plot.draw(done, pictures.plot, conditions)
-    if any(row.error is not None for row in done):
-        raise typer.Exit(1)
+        return run(config, note, pictures=pictures.plot)
+
+    def draw(rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
+        from sakiyomi.evaluation.bench.long import plot
+
+        plot.draw(rows, str(pictures.plot), conditions)
+
+    measured(start, output, None if pictures.plot is None else draw)
 
 
 def report(config: ReportConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, note, progress, quiet, stdout
 
-    place = f"{config.out}/index.html"
+    def start(say: Note) -> Iterable[Row]:
+        from sakiyomi.evaluation.bench.figures.run import run
+
+        return run(config, say)
+
+    page = f"{config.out}/index.html"
     try:
-        with progress("loading") as status:
-            from sakiyomi.engine import machine
-            from sakiyomi.evaluation.bench.figures.run import run
-
-            quiet()
-            rows = run(config, Shown(status))
-            conditions = machine.conditions()
-            done = show(rows, conditions, status)
+        measured(start, output, page=page)
     except KeyboardInterrupt:
-        if Path(place).is_file():
-            note(f"what was measured until now is on {place}; the same command goes on with the rest")
+        from sakiyomi.cli.output import note
+
+        if Path(page).is_file():
+            note(f"what was measured until now is on {page}; the same command goes on with the rest")
         raise
-    stdout().out(f"the page is {place}", highlight=False)
-    if output.json:
-        emit_json({"conditions": conditions, "page": place, "rows": [row.to_dict() for row in done]})
-    if any(row.error is not None for row in done):
-        raise typer.Exit(1)
 
 
 def inflate(config: InflateConfig, output: JsonOption) -> None:

@@ -132,15 +132,15 @@ def _table(llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
 
 
 def _measure(llm: LLM, config: BenchConfig, began: float, note: Callable[[str], None]) -> Row:
-    from sakiyomi.evaluation.bench.models import WAYS, Pair
-    from sakiyomi.evaluation.bench.report import of_race
+    from sakiyomi.evaluation.bench.frame import PairRow
+    from sakiyomi.evaluation.bench.models import WAYS
     from sakiyomi.evaluation.bench.runner import race
-    from sakiyomi.evaluation.bench.speed import everybody, pair_conditions
+    from sakiyomi.evaluation.bench.speed import everybody
 
     note("loading the pair with transformers")
-    pair = Pair(config)
+    row = PairRow("demo", config, note)
     left = TABLE_UNTIL - (time.time() - began)
     standings = race(
-        everybody(pair, llm, peers=WAYS[:2]), repeats=config.repeats, until=time.perf_counter() + left, note=note
+        everybody(row, llm, peers=WAYS[:2]), repeats=config.repeats, until=time.perf_counter() + left, note=note
     )
-    return of_race("demo", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair, llm))
+    return row.row("greedy, one prompt at a time, tokens/s", standings, **row.conditions(llm))

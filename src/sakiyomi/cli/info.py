@@ -63,7 +63,7 @@ def info(options: InfoOptions, output: JsonOption) -> None:
             llm = LLM(options.target, draft=options.draft, dtype=options.dtype, compile=True)
             status.update("timing passes")
             found["pair"] = {"target": options.target, "draft": options.draft}
-            found["pair"] |= machine.costs(llm, context=options.context, repeats=options.repeats)
+            found["pair"] |= machine.costs(llm.target, llm.draft, context=options.context, repeats=options.repeats)
     say(*_lines(found))
     output.emit(found)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from sakiyomi.cli.common import JsonOption
 from sakiyomi.evaluation.bench.config import Note
 
 if TYPE_CHECKING:
     from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["PlotOption", "Shown", "show"]
+__all__ = ["PlotOption", "Shown", "measured", "show"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,48 @@ class Shown(Note):
     def __call__(self, text: str) -> None:
         """See ``Note``."""
         self._status.update(text)
+
+
+def measured(
+    start: Callable[[Note], Iterable[Row]],
+    output: JsonOption,
+    draw: Callable[[Sequence[Row], Mapping[str, Any]], Any] | None = None,
+    *,
+    doing: str = "loading",
+    conditions: Mapping[str, Any] | None = None,
+    **more: str,
+) -> None:
+    """Run a command that gives rows: show each when it is done, then write the JSON line, then draw.
+
+    Args:
+        start: begins the work and gives the rows.
+        output: whether a JSON line is wanted.
+        draw: draws the rows under these conditions; None: no picture is wanted.
+        doing: what is shown before the first row.
+        conditions: under which all rows were measured; this machine's if none are given.
+        more: further values of the JSON line; each is shown as "the KEY is VALUE" too.
+
+    Raises:
+        typer.Exit: with code 1, if a row has failed.
+    """
+    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+
+    with progress(doing) as status:
+        from sakiyomi.engine import machine
+
+        quiet()
+        rows = start(Shown(status))
+        if conditions is None:
+            conditions = machine.conditions()
+        done = show(rows, conditions, status)
+    for key, value in more.items():
+        stdout().out(f"the {key} is {value}", highlight=False)
+    if output.json:
+        emit_json({"conditions": dict(conditions), **more, "rows": [row.to_dict() for row in done]})
+    if draw is not None:
+        draw(done, conditions)
+    if any(row.error is not None for row in done):
+        raise typer.Exit(1)
 
 
 def show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:

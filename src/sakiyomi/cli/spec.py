@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
 import typer
 
 from sakiyomi.cli.common import JsonOption, command
-from sakiyomi.cli.rows import PlotOption, Shown, show
+from sakiyomi.cli.rows import PlotOption, measured, show
 from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
+
+if TYPE_CHECKING:
+    from sakiyomi.evaluation.bench.report import Row
 
 
 def register(app: typer.Typer) -> None:
@@ -46,24 +53,32 @@ def register(app: typer.Typer) -> None:
 
 def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
     """Run the command without a name of its own."""
-    from sakiyomi.cli.output import emit_json, progress, quiet
 
-    with progress("loading") as status:
-        from sakiyomi.engine import machine
-        from sakiyomi.evaluation.bench import plot
-        from sakiyomi.evaluation.bench.spec.plot import draw
+    def start(note: Note) -> Iterable[Row]:
         from sakiyomi.evaluation.bench.spec.run import run
 
-        if picture.plot is not None:
-            plot.check(picture.plot)
-        quiet()
-        rows = run(config, Shown(status))
-        conditions = machine.conditions()
-        show(rows, conditions, status)
-    if output.json:
-        emit_json({"conditions": conditions, "rows": [row.to_dict() for row in rows]})
+        _check(picture)
+        return run(config, note)
+
+    measured(start, output, _painter(picture))
+
+
+def _check(picture: PlotOption) -> None:
+    from sakiyomi.evaluation.bench import plot
+
     if picture.plot is not None:
-        draw(rows[0], picture.plot, conditions)
+        plot.check(picture.plot)
+
+
+def _painter(picture: PlotOption) -> Callable[[Sequence[Row], Mapping[str, Any]], None] | None:
+    """Draws the first row; None where no picture is wanted."""
+
+    def draw(rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
+        from sakiyomi.evaluation.bench.spec import plot
+
+        plot.draw(rows[0], str(picture.plot), conditions)
+
+    return None if picture.plot is None else draw
 
 
 def compare(config: CompareConfig, output: JsonOption) -> None:
@@ -84,24 +99,15 @@ def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
     """Run the command."""
     from pathlib import Path
 
-    from sakiyomi.cli.output import emit_json, progress
-    from sakiyomi.evaluation.bench import plot
-    from sakiyomi.evaluation.bench.spec.plot import draw
     from sakiyomi.evaluation.bench.spec.results import Results, join
     from sakiyomi.evaluation.bench.spec.table import rows
 
-    if picture.plot is not None:
-        plot.check(picture.plot)
+    _check(picture)
     if config.out is not None and Path(config.out).expanduser().exists():
         raise InputError(f"out is {config.out!r}, which is there already; name a new file")
-    with progress("reading") as status:
-        joined = join([Results.read(path) for path in config.files])
-        tables = rows(joined)
-        show(tables, joined.conditions, status)
+    joined = join([Results.read(path) for path in config.files])
+    tables = rows(joined)
     if config.out is not None:
         joined.path = Path(config.out).expanduser()
         joined.write()
-    if output.json:
-        emit_json({"conditions": dict(joined.conditions), "rows": [row.to_dict() for row in tables]})
-    if picture.plot is not None:
-        draw(tables[0], picture.plot, joined.conditions)
+    measured(lambda note: tables, output, _painter(picture), doing="reading", conditions=joined.conditions)

@@ -18,9 +18,9 @@ def register(app: typer.Typer) -> None:
         "medusa",
         TuneConfig,
         JsonOption,
-        help="Search the tree of Medusa heads that is fastest here.\n\nThe rank of what came is measured for each head "
-        "on what the target answers to held-out prompts; heads x first guesses x nodes are compared by these and by "
-        "measured passes. The result is kept beside the heads, and used from then on.",
+        help="Search the tree of Medusa heads that is fastest here.\n\nThe target answers held-out prompts, and each "
+        "head ranks the tokens of the answers; sizes (heads x first guesses x nodes) are compared by these ranks and "
+        "by measured passes. The result is kept beside the heads, and used from then on.",
     )(medusa)
 
     command(
@@ -28,10 +28,10 @@ def register(app: typer.Typer) -> None:
         None,
         PairConfig,
         JsonOption,
-        help="Find the drafter and gamma that are fastest for a target on this machine.\n\nEvery drafter that is "
-        "there, and those that are given, writes some texts: how often drafts are right, and what "
-        "draft, pass and the rest of a round take, predict the speed of every length; the best few are run on other "
-        "prompts. What is fastest is kept, and used by draft auto from then on; it may be not to speculate.",
+        help="Find the drafter and gamma that are fastest for a target on this machine.\n\nEvery drafter that the "
+        "target can use here, and every one that is given, generates some texts. Their acceptance, and the time of "
+        "draft, pass and the rest of a round, predict the speed of every draft length; the best few are measured on "
+        "other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to speculate.",
     )(pair)
     app.add_typer(own, name="tune")
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
+    from sakiyomi.drafters import Drafter
     from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["bandwidth", "conditions", "costs", "describe", "lacks", "pass_seconds", "processor"]
@@ -110,31 +111,30 @@ def bandwidth(threads: int | None = None, device: str = "cpu") -> float:
         torch.set_num_threads(before)
 
 
-def costs(llm: LLM, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
+def costs(target: ModelRunner, drafter: Drafter | None, *, context: int = 128, repeats: int = 15) -> dict[str, Any]:
     """Milliseconds of target passes over T rows, of a draft step, and the ratios that the theory is about.
 
     Args:
-        llm: its graphs are used if they are ready.
+        target: its graphs are used if they are ready.
+        drafter: if it runs a draft model, steps of that model are timed too.
         context: tokens in the cache.
         repeats: passes of each shape; medians are given, shapes take turns.
 
     Returns:
         ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model).
     """
-    target = pass_seconds(llm.target, ROWS, context=context, repeats=repeats)
-    model = llm.draft.model if llm.draft is not None else None
-    draft = None
-    if model is not None:
-        draft = pass_seconds(model, (1,), context=context, repeats=repeats)[1]
+    passes = pass_seconds(target, ROWS, context=context, repeats=repeats)
+    model = drafter.model if drafter is not None else None
+    draft = None if model is None else pass_seconds(model, (1,), context=context, repeats=repeats)[1]
     return {
         "context": context,
-        "compiled": llm.compiled(),
-        "dtype": str(llm.target.dtype).removeprefix("torch."),
-        "draft_dtype": None if model is None else str(model.dtype).removeprefix("torch."),
-        "target_ms": {rows: 1000 * seconds for rows, seconds in target.items()},
-        "v": {rows: seconds / target[1] for rows, seconds in target.items()},
+        "compiled": target.recorded() and (model is None or model.recorded()),
+        "dtype": dtype_name(target.dtype),
+        "draft_dtype": None if model is None else dtype_name(model.dtype),
+        "target_ms": {rows: 1000 * seconds for rows, seconds in passes.items()},
+        "v": {rows: seconds / passes[1] for rows, seconds in passes.items()},
         "draft_ms": None if draft is None else 1000 * draft,
-        "c": None if draft is None else draft / target[1],
+        "c": None if draft is None else draft / passes[1],
     }
 
 

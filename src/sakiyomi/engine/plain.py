@@ -1,9 +1,9 @@
-"""The target of an ``LLM`` without its draft, or with another: the same weights, graphs and cache."""
+"""The target of an ``LLM`` without its drafter, or with another one: the same weights, graphs and cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
@@ -12,12 +12,13 @@ from sakiyomi.engine.engine import Engine
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter, Proposer
     from sakiyomi.engine.llm import LLM
+    from sakiyomi.engine.request import Request
 
 __all__ = ["EngineView"]
 
 
 class EngineView:
-    """Plain generation beside the drafted one, without a second copy of the model and without compiling again.
+    """Another engine on the target of an ``LLM``, without a second copy of the model and without compiling again.
 
     Args:
         llm: whose target it is; the two must not run at the same time.
@@ -38,7 +39,10 @@ class EngineView:
             strict=strict,
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """As ``LLM.generate`` with a list of token-id lists and n = 1."""
-        engine = self.engine
-        return engine.complete(engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts))
+    def submit(self, prompts: Iterable[Sequence[int]], params: SamplingParams, **options: Any) -> list[Request]:
+        """Queue a list of prompts (token ids) with ``options`` of ``Engine.submit``: request i draws from (seed, i)."""
+        return [self.engine.submit(prompt, params, key=(i,), live=False, **options) for i, prompt in enumerate(prompts)]
+
+    def generate(self, prompts: Iterable[Sequence[int]], params: SamplingParams, **options: Any) -> list[Generation]:
+        """As ``LLM.generate`` with a list of token-id lists and n = 1; see ``submit`` for ``options``."""
+        return self.engine.complete(self.submit(prompts, params, **options))

@@ -1,4 +1,4 @@
-"""What `sakiyomi tune` chose for a target, kept in the cache folder by machine, model, dtype and threads."""
+"""What `sakiyomi tune` found for a target; kept in the cache folder by machine, model, dtype and threads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import LoadError, SakiyomiError
+from sakiyomi.core.files import whole_file
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.kernels.build import cache_folder
@@ -33,7 +34,7 @@ class Profile:
     """The fastest configuration of a target on a machine.
 
     Attributes:
-        draft: spec of its drafter; "none": reading ahead does not pay here.
+        draft: spec of its drafter; "none": speculation does not pay here.
         gamma: length of its chains; "auto": a tree of what pays, weighed in every round.
         speedup: over plain decoding, as it was measured; 1 where nothing pays.
         conditions: machine, target and settings under which it was found.
@@ -124,15 +125,8 @@ def write_profile(path: Path, profile: Profile) -> None:
     Raises:
         LoadError: it cannot be written.
     """
-    fresh = path.with_suffix(".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "set SAKIYOMI_PROFILES to a folder of yours") as fresh:
         fresh.write_text(json.dumps(dataclasses.asdict(profile), indent=1, default=str) + "\n", encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}; set SAKIYOMI_PROFILES to a folder of yours") from None
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def lasting(spec: str) -> str:

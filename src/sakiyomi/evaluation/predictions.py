@@ -1,20 +1,17 @@
-"""What a target expects at every place of a text."""
+"""The target's probabilities at every position of a text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.probs import chance, leading
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Prediction", "predictions"]
 
@@ -23,11 +20,11 @@ _ROWS = 64  # logits of so many places at once
 
 @dataclass(frozen=True)
 class Prediction:
-    """One place of a text.
+    """One position of a text.
 
     Attributes:
-        token: that stands there.
-        prob: what the target gave it at temperature 1; None for the first token, before which there is nothing.
+        token: at this position.
+        prob: its probability under the target at temperature 1; None for the first token, which nothing precedes.
         top: (token, probability) of the most probable ones, best first.
     """
 
@@ -37,7 +34,7 @@ class Prediction:
 
 
 def predictions(model: ModelRunner, tokens: Sequence[int], count: int) -> list[Prediction]:
-    """The model's predictions at every place of a text, and behind it.
+    """The model's predictions at every position of a text, and at the one after it.
 
     Args:
         model: the target; it has a free slot.
@@ -45,7 +42,7 @@ def predictions(model: ModelRunner, tokens: Sequence[int], count: int) -> list[P
         count: most probable tokens to name, at least 1.
 
     Returns:
-        One entry a token, and a last one with token -1 for the place behind the text.
+        One entry per token, and a last one with token -1 for the position after the text.
 
     Raises:
         InputError: the text is longer than the model's context, or ``count`` is below 1.

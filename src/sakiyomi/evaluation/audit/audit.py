@@ -1,11 +1,11 @@
-"""Checks that generated text is the target's own: against transformers, and of drafted against plain generation.
+"""Checks that generated text is the target's own: against transformers, and drafted against plain generation.
 
 Under greedy search our tokens have to be those of transformers' ``generate``. Under the coupled rule sampled text
-depends on the seed alone, so that drafted and plain text have to be equal too. Where they are not, the difference is
-explained (see ``referee``) or it is a defect. With ``exact=True`` our own texts have to be equal to the last token,
-near-ties included. Under the ratio rule and its kin the text depends on the draft, and only its distribution is the
-target's: that is tested (see ``sampled``). Weights that were rounded are in no transformers model: there
-the reference is the text that the same engine writes plainly, and its own passes are the judge. This module prints
+depends on the seed alone, so that drafted and plain text have to be equal too. Where they are not, rounding explains
+the difference (see ``hf_reference``), or it is a defect. With ``exact=True`` our own texts have to be equal to the last
+token, near-ties included. Under the ratio rule and its kin the text depends on the draft, and only its distribution is
+the target's: that is tested in ``distribution``. transformers has no model with our quantized weights: there the
+reference is the text that the same engine writes without a draft, judged by the engine's own passes. This module prints
 nothing.
 """
 
@@ -14,20 +14,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters import Drafter
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.audit.config import AuditConfig, shape_name
 from sakiyomi.evaluation.audit.distribution import SampledTests
-from sakiyomi.evaluation.audit.engine_reference import OwnReferee
-from sakiyomi.evaluation.audit.hf_reference import Divergence, Referee, Scores, coupled_scores, greedy_scores
-from sakiyomi.evaluation.audit.report import AuditConfig, AuditReport, Check, SampledCheck, Texts, shape_name
+from sakiyomi.evaluation.audit.engine_reference import EngineReference
+from sakiyomi.evaluation.audit.hf_reference import Divergence, HFReference, Scores, coupled_scores, greedy_scores
+from sakiyomi.evaluation.audit.report import AuditReport, Check, SampledCheck, Texts
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
+from sakiyomi.model_executor.loading import load_model
 from sakiyomi.sampling.verifiers import VERIFIERS
-
-if TYPE_CHECKING:
-    from sakiyomi.drafters import Drafter
 
 __all__ = ["AuditConfig", "AuditReport", "Check", "SampledCheck", "audit"]
 
@@ -58,9 +60,6 @@ def audit(
     Raises:
         SakiyomiError: what ``LLM`` raises.
     """
-    from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.loading import load_model
-
     config, options = config or AuditConfig(), dict(options or {})
     note("loading the engine")
     engine = LLM(target, draft=draft, **options)
@@ -72,59 +71,67 @@ def audit(
             f"max_new_tokens is {config.max_new_tokens}; behind prompts of up to {longest} tokens the context of "
             f"{engine.max_context} has room for {max(engine.max_context - longest, 0)}: ask for fewer"
         )
-    referee: Referee
-    # torchao, on a GPU, reports nothing
-    rounded = engine.target.weights.quantization is not None or options.get("quantize")
-    if rounded or options.get("cache", "full") != "full":
-        reference, referee = "own plain", OwnReferee(engine.target)
-        note("writing plainly")
-        plainly = EngineView(engine)
-        expected = [list(plainly.generate([prompt], config.greedy())[0].token_ids) for prompt in ids]
-    else:
-        note("loading the model with transformers")
-        known = ("dtype", "device", "trust_remote_code", "allow_pickle")
-        loaded = load_model(target, **{name: options[name] for name in known if name in options})
-        reference, referee = "transformers", Referee(loaded.model)
-        writer = Transformers(loaded.model, stop=stop_tokens(loaded.model, loaded.tokenizer))
-        note("writing with transformers")
-        expected = [writer.generate(prompt, config.greedy()) for prompt in ids]
+    strict = bool(options.get("strict"))
+
+    def view(drafter: Drafter | None = None) -> EngineView:
+        return EngineView(engine, drafter, strict=strict)
+
+    name, reference, expected = _reference(target, view(), ids, config, options, note)
     note("measuring the noise of other pass shapes")
     for prompt, text in zip(ids, expected, strict=True):
-        referee.measure(prompt, text)
-
+        reference.measure(prompt, text)
     report = AuditReport(
-        referee.noise,
-        str(engine.target.dtype).removeprefix("torch."),
+        reference.noise,
+        dtype_name(engine.target.dtype),
         bool(options.get("exact")),
-        None,
+        ", ".join(drafter.name for drafter in drafters) or None,
         ids,
-        reference=reference,
+        reference=name,
         quantization=engine.target.weights.quantization,
         tokenizer=engine.tokenizer,
     )
-    auditor = _Auditor(report, referee, config, note)
+    auditor = _Auditor(report, reference, config, note)
     note("checking plain text")
-    plain = auditor.plain(EngineView(engine), expected)
-    report.drafter = ", ".join(drafter.name for drafter in drafters) or None
-    strict = bool(options.get("strict"))
+    plain = auditor.plain(view(), expected)
     for drafter in drafters:
-        auditor.drafted(EngineView(engine, drafter, strict=strict), drafter, expected, plain)
+        auditor.drafted(view(drafter), drafter, expected, plain)
     if config.sampled or config.verifiers:
-
-        def beside(drafter: Drafter | None) -> EngineView:
-            return EngineView(engine, drafter, strict=strict)
-
-        tests = SampledTests(beside, drafters, auditor.tested, ids, referee, config, note)
+        tests = SampledTests(view, drafters, auditor.tested, ids, reference, config, note)
         report.untested = tests.untested
         report.sampled += tests.run()
     return report
 
 
+def _reference(
+    target: Any,
+    plain: EngineView,
+    prompts: Texts,
+    config: AuditConfig,
+    options: dict[str, Any],
+    note: Callable[[str], None],
+) -> tuple[str, HFReference, Texts]:
+    """Whose texts and logits are right: its name, what judges by its logits, and its greedy texts."""
+    own = plain.engine.target
+    # torchao, on a GPU, reports nothing
+    if own.weights.quantization is not None or options.get("quantize") or options.get("cache", "full") != "full":
+        note("writing plainly")
+        texts = [list(plain.generate([prompt], config.greedy())[0].token_ids) for prompt in prompts]
+        return "own plain", EngineReference(own), texts
+    note("loading the model with transformers")
+    known = ("dtype", "device", "trust_remote_code", "allow_pickle")
+    loaded = load_model(target, **{name: options[name] for name in known if name in options})
+    writer = Transformers(loaded.model, stop=stop_tokens(loaded.model, loaded.tokenizer))
+    note("writing with transformers")
+    return "transformers", HFReference(loaded.model), [writer.generate(prompt, config.greedy()) for prompt in prompts]
+
+
 class _Auditor:
     """Makes the checks of one report."""
 
-    def __init__(self, report: AuditReport, referee: Referee, config: AuditConfig, note: Callable[[str], None]) -> None:
-        self.report, self.referee, self.config, self.note = report, referee, config, note
+    def __init__(
+        self, report: AuditReport, reference: HFReference, config: AuditConfig, note: Callable[[str], None]
+    ) -> None:
+        self.report, self.reference, self.config, self.note = report, reference, config, note
         rules = [VERIFIERS[name] for name in config.verifiers] or [rule for rule in VERIFIERS.values() if rule.lossless]
         names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
         known = list(zip(names, rules, strict=True))
@@ -167,9 +174,9 @@ class _Auditor:
 
     def _scores(self, key: Key) -> tuple[Scores, float]:
         if key is None:
-            return greedy_scores, self.referee.limit()
+            return greedy_scores, self.reference.limit()
         # Each text was a list of one: its key is (seed, 0).
-        return coupled_scores(self.config.seeded(key[1]), 0), self.referee.limit(self.config.temperature)
+        return coupled_scores(self.config.seeded(key[1]), 0), self.reference.limit(self.config.temperature)
 
     def _compare(
         self,
@@ -187,21 +194,21 @@ class _Auditor:
             limit = 0.0
         found = []
         for i, (prompt, right, text) in enumerate(zip(self.report.prompts, expected, got, strict=True)):
-            divergence = self.referee.compare(i, prompt, right, text, scores=scores, limit=limit)
+            divergence = self.reference.compare(i, prompt, right, text, scores=scores, limit=limit)
             if divergence is None:
                 continue
             if limit == 0.0:
                 divergence = replace(divergence, defect=True)
             elif not divergence.defect:
                 # The texts part at a near-tie; what follows is judged token by token.
-                divergence = self.referee.follow(i, prompt, text, scores=scores, limit=limit) or divergence
+                divergence = self.reference.follow(i, prompt, text, scores=scores, limit=limit) or divergence
             found.append(divergence)
         self._add(what, against, got, found, key, batch, **where)
 
     def _follow(self, texts: Texts, key: Key) -> None:
         scores, limit = self._scores(key)
         judged = (
-            self.referee.follow(i, prompt, text, scores=scores, limit=limit)
+            self.reference.follow(i, prompt, text, scores=scores, limit=limit)
             for i, (prompt, text) in enumerate(zip(self.report.prompts, texts, strict=True))
         )
         self._add("plain", "logits", texts, [found for found in judged if found is not None], key, 1)

@@ -1,11 +1,11 @@
-"""How often tokens came, against what the target's own probabilities make expected: a chi-square test of sampled text.
+"""A chi-square test of sampled text: counts of tokens against the counts that the target's probabilities predict.
 
 Every token of every text is a sample. Given what stands before it, a lossless sampler draws it from the target's
 distribution p, whatever was drafted; so for any division of the vocabulary, and any grouping of places, that is made
 before the token is drawn, counts less expected counts are sums of martingale differences, whose covariance is known
 from p alone: diag(m) - m m' for a place where the parts have the masses m. The vocabulary is divided by rank in p (of
-100000 tokens few are likely). Places are grouped by what may have told on the token wrongly: the token before it (with
-a uniform shared by a round each token by itself may be as it should be), or that of another request of the batch.
+100000 tokens few are likely). Places are grouped by what must not influence the token: the token before it (if a
+round shares one uniform, each token by itself may still be right), or the token of another request of the batch.
 
 The test needs no texts of the same prompt, nor many texts; it knows no engine, drafter or rule. Sources: the
 chi-square test from p's own covariance, Pearson 1900; of the rows of a Markov chain, Anderson and Goodman 1957; the
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -148,8 +148,6 @@ class Frequencies:
             away: the total variation that ``Fit.power`` is about.
             sure: the power that ``Fit.seen`` is about.
         """
-        from scipy import stats
-
         statistic, freedom, widest, distance, noise = 0.0, 0, 0.0, 0.0, 0.0
         for seen, expected, covariance in self._cells():
             difference = seen - expected
@@ -162,7 +160,7 @@ class Frequencies:
             freedom += len(seen) - 1
             widest += _widest(covariance)
         count = max(self.tokens, 1)
-        p = 0.0 if self._impossible else float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0
+        p = 0.0 if self._impossible else _tail(statistic, freedom) if freedom else 1.0
         # By Cauchy and Schwarz d' C^-1 d >= (s'd)^2 / (s'C s) for the signs s of d, and s'd is twice the distance.
         shift = (2 * away * count) ** 2 / widest if widest else 0.0
         power = chance_to_see(shift, freedom, level)
@@ -187,19 +185,38 @@ def chance_to_see(shift: float, freedom: int, level: float) -> float:
         freedom: degrees of freedom.
         level: odds of a false alarm.
     """
-    from scipy import stats
-
-    return float(stats.ncx2.sf(stats.chi2.isf(level, freedom), freedom, shift)) if freedom and shift else 0.0
+    if not freedom or not shift:
+        return 0.0
+    bound = _solve(lambda value: -_tail(value, freedom), -level)
+    # A noncentral chi-square is a central one whose degrees of freedom grow by twice a Poisson number.
+    mean = shift / 2
+    spread = 12 * mean**0.5 + 60
+    extra = torch.arange(max(mean - spread, 0) // 1, mean + spread, dtype=torch.float64)
+    weights = (extra * math.log(mean) - mean - torch.special.gammaln(extra + 1)).exp()
+    half = torch.tensor(bound / 2, dtype=torch.float64)
+    return float((weights * torch.special.gammaincc(freedom / 2 + extra, half)).sum())
 
 
 def shift_to_see(power: float, freedom: int, level: float) -> float:
     """The noncentrality at which ``chance_to_see`` is so large."""
-    from scipy.optimize import brentq
+    return _solve(lambda shift: chance_to_see(shift, freedom, level), power)
 
-    most = 1.0
-    while chance_to_see(most, freedom, level) < power:
-        most *= 2.0
-    return float(brentq(lambda shift: chance_to_see(shift, freedom, level) - power, 0.0, most))
+
+def _tail(statistic: float, freedom: int) -> float:
+    """The chance that a chi-square variable exceeds a value. This package does not depend on scipy."""
+    shape, value = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(shape, value))
+
+
+def _solve(rising: Callable[[float], float], value: float) -> float:
+    """The positive argument at which a rising function takes a value, by bisection to the last bits."""
+    low, high = 0.0, 1.0
+    while rising(high) < value:
+        low, high = high, 2 * high
+    for _ in range(53):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < value else (low, middle)
+    return high
 
 
 def _joined(expected: Array) -> Array:

@@ -1,10 +1,11 @@
 """The audit's tests of sampled text: are its tokens distributed as the target's own, whatever rule and draft?
 
-Two for each rule. *Whole*: texts of the pair itself, judged by the referee's logits. It sees everything, passes, caches
-and drafter, but tokens are dear. *Played*: rows of the pair, recorded on the way, played through the real engine, a
-draft model's own code and the rule (``recorded``). There tokens cost next to nothing, so that even a small fault of the
-rule is seen; what plays no part in it are the passes, of which the equality of greedy and coupled texts tells. Requests
-that ran side by side are tested too: a token must not depend on its neighbour's.
+Each rule gets two tests. *Whole*: the pair itself writes texts, and the reference's logits judge them. This covers
+everything (passes, caches, the drafter), but its tokens are expensive. *Played*: rows of the pair's distributions are
+recorded and played through the real engine, a draft model's own code and the rule (see ``replay``). Such tokens cost
+next to nothing, so that even a small fault of the rule is seen. The passes take no part in it: the equality of greedy
+and coupled texts covers them. Requests that run side by side are tested too: a token must not depend on the token of
+another request.
 """
 
 from __future__ import annotations
@@ -12,27 +13,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import DraftKind
+from sakiyomi.drafters import Drafter
 from sakiyomi.drafters.adapter import as_drafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
+from sakiyomi.engine.plain import EngineView
+from sakiyomi.engine.request import Request
 from sakiyomi.evaluation.audit.chi_square import Frequencies, rank
+from sakiyomi.evaluation.audit.config import AuditConfig, shape_name
+from sakiyomi.evaluation.audit.hf_reference import HFReference
 from sakiyomi.evaluation.audit.replay import STATES, WIDTH, Listener, Narrow, Recording, TableModel, narrow
-from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER, AuditConfig, SampledCheck, Texts, shape_name
+from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER, SampledCheck, Texts
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS
-
-if TYPE_CHECKING:
-    from sakiyomi.core.tree import DraftKind
-    from sakiyomi.drafters import Drafter
-    from sakiyomi.engine.plain import EngineView
-    from sakiyomi.engine.request import Request
-    from sakiyomi.evaluation.audit.hf_reference import Referee
 
 __all__ = ["SampledTests"]
 
@@ -81,7 +81,7 @@ class SampledTests:
         drafters: to be tested; none: plain text is.
         rules: names of those whose text depends on the draft.
         prompts: token ids.
-        referee: gives the target's logits.
+        reference: gives the target's logits.
         config: how much is tested.
         note: is told what is going on.
     """
@@ -92,13 +92,13 @@ class SampledTests:
         drafters: Sequence[Drafter],
         rules: Sequence[str],
         prompts: Texts,
-        referee: Referee,
+        reference: HFReference,
         config: AuditConfig,
         note: Callable[[str], None],
     ) -> None:
         self._make = make
         self._drafters: list[Drafter | None] = [*drafters] or [None]
-        self._prompts, self._referee = prompts, referee
+        self._prompts, self._reference = prompts, reference
         self._config, self._note = config, note
         self._tokenizer = make(None).engine.tokenizer
         shapes = config.shapes()[-2:] if config.texts else []
@@ -153,14 +153,14 @@ class SampledTests:
     def _write(self, llm: EngineView, params: SamplingParams, most: int) -> list[Request]:
         """Some texts that are written side by side."""
         some = itertools.islice(itertools.cycle(self._prompts), min(SIDE_BY_SIDE, most))
-        requests = [llm.engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(some)]
+        requests = llm.submit(some, params)
         llm.engine.complete(requests)
         return requests
 
     def _probs(self, request: Request, sampler: Sampler) -> Tensor:
-        """(n, V) what the referee's model gives at each place of a text."""
+        """(n, V) what the reference's model gives at each place of a text."""
         prompt = request.tokens[: request.prompt_tokens]
-        return sampler.probs(self._referee.logits(prompt, request.output))
+        return sampler.probs(self._reference.logits(prompt, request.output))
 
     # ------------------------------------------------------------ rows that are played
 

@@ -1,32 +1,28 @@
-"""The judge of rounded weights and of caches within a budget, with which only our engine computes: its own passes, of
-other shapes than the text's.
+"""Judges texts by the engine's own passes: for quantized weights and evicting caches, which transformers does not have.
 
-It cannot tell whether the rounded weights are good ones, nor find an error that all passes share: perplexity and
-``ModelRunner.rounding`` are for that. It tells whether a drafted text is the one that the same weights write plainly.
+It tells whether a drafted text is the one that the same weights write without a draft. It cannot tell how good the
+quantized weights are, nor find an error that all passes share: perplexity and ``ModelRunner.quantization`` do that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sakiyomi.evaluation.audit.hf_reference import Referee
+from sakiyomi.evaluation.audit.hf_reference import HFReference
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
-
-__all__ = ["OwnReferee"]
+__all__ = ["EngineReference"]
 
 
-class OwnReferee(Referee):
-    """Judges texts by the logits of a packed model.
+class EngineReference(HFReference):
+    """Judges texts by the logits of a ``ModelRunner``.
 
     Args:
-        model: its cache lends a slot: no request may hold all of them.
+        model: lends a slot of its cache, so that requests must not hold all of them.
     """
 
     model: ModelRunner
@@ -43,7 +39,7 @@ class OwnReferee(Referee):
         return self._walk(prompt, tokens, step)
 
     def _walk(self, prompt: Sequence[int], tokens: Sequence[int], step: int | None = None) -> Tensor:
-        """Logits by passes of so many tokens behind the prompt; the cache drops what it drops of a text."""
+        """Logits by passes of so many tokens behind the prompt; the cache evicts as it does in generation."""
         ids, eviction = [*prompt, *tokens[:-1]], self.model.eviction
         rows: list[Tensor] = []
         with self.model.cache.lent(len(ids)) as slot:

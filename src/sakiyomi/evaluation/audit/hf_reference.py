@@ -1,8 +1,8 @@
 """Judges texts by the logits that transformers computes for them. Knows nothing of our engine, cache or kernels.
 
-Two correct programs may part at a near-tie: a pass over five rows rounds otherwise than a pass over one. So a
-difference is judged by its gap, how much the expected token leads the other, against the noise that transformers itself
-shows when it computes the same logits in passes of other shapes.
+Two correct programs may give different tokens at a near-tie, because a pass over five rows rounds differently than a
+pass over one. So a difference is judged by its gap: by how much the expected token leads the other one, compared with
+the noise that transformers itself shows when it computes the same logits in passes of other shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["Divergence", "Referee", "Scores", "coupled_scores", "greedy_scores"]
+__all__ = ["Divergence", "HFReference", "Scores", "coupled_scores", "greedy_scores"]
 
 TOLERANCE = 4.0
 """A gap above this many times the measured noise is no near-tie."""
@@ -76,7 +76,7 @@ def coupled_scores(params: SamplingParams, *key: int) -> Scores:
     return scores
 
 
-class Referee:
+class HFReference:
     """Judges texts of one model.
 
     Args:

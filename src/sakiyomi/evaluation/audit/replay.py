@@ -1,9 +1,9 @@
-"""Distributions of a pair of models, recorded once and played through the real loop at no price.
+"""Distributions of a pair of models, recorded once and replayed through the real engine at almost no cost.
 
-An acceptance rule is lossless if it gives the target's distribution whatever was drafted, so that it may be tested on
-any chain of distributions; those on which it is told apart best come from the pair itself. A few recorded rows become a
-Markov chain: a first row, one behind each of its tokens by rank, and then the first again. ``TableModel`` looks such
-rows up in the place of a model's passes; engine, drafter and rule are the real ones.
+A verifier is lossless if it gives the target's distribution whatever was drafted, so that it may be tested on any chain
+of distributions. A wrong verifier shows best on distributions of the pair itself. A few recorded rows become a Markov
+chain: a first row, one row behind each of its tokens by rank, and then the first row again. ``TableModel`` looks these
+rows up instead of running a model; engine, drafter and verifier are the real ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from sakiyomi.cache.eviction import FullCache
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context, Drafter
+from sakiyomi.evaluation.tuning.watch import Heard
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import PassOutput
 
@@ -40,23 +40,23 @@ def narrow(row: Tensor) -> Narrow:
     return best.indices.cpu(), (best.values / best.values.sum()).cpu()
 
 
-class Listener:
-    """A drafter, and what it said of the first token of each of its drafts.
+class Listener(Heard):
+    """A drafter that keeps the distribution from which the first token of each draft was drawn.
 
     Args:
-        drafter: who proposes.
+        drafter: makes the drafts.
 
     Attributes:
         rows: of each request what the token at a place was drawn from, by place.
     """
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+        super().__init__(drafter)
         self.rows: defaultdict[int, dict[int, Narrow]] = defaultdict(dict)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
-        drafts = self._drafter.propose(contexts, gammas)
+        drafts = super().propose(contexts, gammas)
         for context, draft in zip(contexts, drafts, strict=False):
             heard = self.rows[context.id]
             if len(heard) < HEARD and draft.probs is not None:
@@ -64,9 +64,6 @@ class Listener:
                 if drawn is not None and drawn.row is not None:
                     heard[len(context.tokens)] = narrow(draft.probs[drawn.row])
         return drafts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,7 @@ def _normalised(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Columns:
-    """In the place of a cache: of every slot the states behind its tokens."""
+    """Stands in for a KV cache: keeps the states behind the tokens of every slot."""
 
     def __init__(self, slots: int) -> None:
         self.max_slots = slots
@@ -195,7 +192,7 @@ class _Columns:
 
 
 class TableModel:
-    """Rows of a table in the place of a packed model's passes: what ``ModelRunner`` is to engine and drafters.
+    """A ``ModelRunner`` that looks its logits up in a table instead of computing them.
 
     Args:
         probs: (states, v) distribution of each state.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from functools import partial
 from typing import Any
 
-from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing, race
-from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
+from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from sakiyomi.sampling.verifiers.base import Rule, Verifier, draft_rows
@@ -59,31 +56,24 @@ def block(config: BenchConfig, note: Note) -> Row:
 
     ``paired``: expected tokens a pass of block verification over those of the ratio rule on the very same chains.
     """
-    pair = Pair(config)
-    note("block: compiling")
-    llm = pair.llm()
-    lines = [_line(config, pair, llm, gamma, note) for gamma in GAMMAS]
-    conditions = pair_conditions(pair, llm) | {"gamma": ", ".join(map(str, GAMMAS)), "laps": config.repeats}
+    row = PairRow("block", config, note)
+    llm = row.llm()
+    lines = [_line(row, llm, gamma) for gamma in GAMMAS]
+    conditions = row.conditions(llm, gamma=", ".join(map(str, GAMMAS)), laps=config.repeats, temperature=1.0)
     conditions.pop("perplexity_of", None)
     worst = min(line["paired"] for line in lines)
     notes = [f"block verification keeps {'no fewer' if worst >= 1.0 else 'FEWER'} tokens at every gamma"]
     title = "sampled at temperature 1: tokens a target pass and tokens/s, ratio rule and block verification"
-    return Row("block", title, lines, conditions | {"temperature": 1.0}, notes)
+    return Row("block", title, lines, conditions, notes)
 
 
-def _line(config: BenchConfig, pair: Pair, llm: Any, gamma: int, note: Note) -> dict[str, Any]:
-    def params(rule: Any) -> SamplingParams:
-        return SamplingParams(max_new_tokens=config.max_new_tokens, temperature=1.0, gamma=gamma, acceptance=rule)
-
-    standings: list[Standing] = race(
-        [Contender(rule, partial(our_lap, llm, pair.prompts, params(rule))) for rule in RULES],
-        repeats=config.repeats,
-        note=lambda text: note(f"gamma {gamma}, {text}"),
-    )
+def _line(row: PairRow, llm: Any, gamma: int) -> dict[str, Any]:
+    runs = {rule: row.run(llm, temperature=1.0, gamma=gamma, acceptance=rule) for rule in RULES}
+    standings = row.race(runs, where=f"gamma {gamma}")
     both = _Both()
-    for _ in range(config.repeats):
-        for prompt in pair.prompts:
-            request = llm.engine.submit(list(prompt), params("ratio"))
+    for _ in range(row.config.repeats):
+        for prompt in row.pair.prompts:
+            request = llm.engine.submit(list(prompt), row.params(temperature=1.0, gamma=gamma, acceptance="ratio"))
             request.verifier = both
             llm.engine.complete([request])
     line: dict[str, Any] = {"gamma": gamma}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import statistics
-import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.models import Numbers, random_llama, random_prompts
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.runner import DRAFT_SIZES
 
 __all__ = ["bookkeeping"]
 
@@ -28,11 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def bookkeeping(config: BenchConfig, note: Note) -> Row:
-    """Milliseconds a round, ours and transformers', for drafts that are all refused and all accepted."""
-    from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.engine.llm import LLM
-    from sakiyomi.model_executor.runner import DRAFT_SIZES
-
+    """Milliseconds a round, ours and transformers', for drafts that are all rejected and all accepted."""
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
     drafts = {
         "random": random_llama(32, 1, 4, 64, VOCAB, torch.float32, seed=1, device=config.device),
@@ -51,17 +51,16 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
             params = SamplingParams(
                 max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True, seed=0, **options
             )
-            ours, theirs = [], []
-            for lap in range(config.repeats + 1):
-                note(f"bookkeeping: draft {name}, {case}, lap {lap} of {config.repeats}")
-                found = (
-                    _ours(llm, prompt, params),
-                    _theirs(peer, prompt, params) if config.peers and case != "coupled" else None,
-                )
-                if lap:
-                    ours.append(found[0])
-                    theirs.append(found[1])
-            lines.append(_line(case, name, ours, theirs))
+            runs = {"ours": partial(_ours, llm, prompt, params)}
+            if config.peers and case != "coupled":
+                runs["transformers"] = partial(_theirs, peer, prompt, params)
+            where = f"bookkeeping: draft {name}, {case}, "
+            standings = race(
+                [Contender(way, run) for way, run in runs.items()],
+                repeats=config.repeats,
+                note=lambda text, where=where: note(where + text),  # type: ignore[misc]
+            )
+            lines.append(_line(case, name, *standings))
     conditions = {
         "models": "random, 2 and 1 layers, standard deviation of logits 3",
         "vocabulary": VOCAB,
@@ -76,33 +75,31 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
     return Row("bookkeeping", "milliseconds a round outside forwards (median of laps)", lines, conditions)
 
 
-def _line(case: str, draft: str, ours: list[dict[str, float]], theirs: list[dict[str, float] | None]) -> dict[str, Any]:
-    values = [lap["ms"] for lap in ours]
-    peers = [lap["ms"] for lap in theirs if lap is not None]
+def _line(case: str, draft: str, ours: Standing, theirs: Standing | None = None) -> dict[str, Any]:
+    values = [lap.figures["ms"] for lap in ours.laps]
     return {
         "sampling": case,
         "draft": draft,
         "ours_ms": statistics.median(values),
         "low": min(values),
         "high": max(values),
-        "transformers_ms": statistics.median(peers) if peers else None,
-        "rounds": statistics.median(lap["rounds"] for lap in ours),
-        "tau": statistics.median(lap["tau"] for lap in ours),
+        "transformers_ms": theirs and theirs.median("ms"),
+        "rounds": ours.median("rounds"),
+        "tau": ours.median("tau"),
     }
 
 
-def _ours(llm: Any, prompt: list[int], params: SamplingParams) -> dict[str, float]:
+def _ours(llm: Any, prompt: list[int], params: SamplingParams) -> Lap:
     stats = llm.generate([prompt], params)[0].stats
-    return {"ms": 1000 * stats.overhead_seconds / stats.rounds, "rounds": stats.rounds, "tau": stats.tau}
+    figures = {"ms": 1000 * stats.overhead_seconds / stats.rounds, "rounds": stats.rounds, "tau": stats.tau}
+    return Lap(stats.seconds, stats.tokens, figures=figures)
 
 
-def _theirs(peer: Transformers, prompt: list[int], params: SamplingParams) -> dict[str, float]:
+def _theirs(peer: Transformers, prompt: list[int], params: SamplingParams) -> Lap:
     """Wall clock without the forwards, by target passes; the set-up of a call is spread over its rounds."""
     models = [peer.model] if peer.assistant is peer.model else [peer.model, peer.assistant]
-    began = time.perf_counter()
     with ForwardClock(models) as clock:
-        tokens = peer.generate(prompt, params)
-    seconds = time.perf_counter() - began - clock.seconds
+        lap = timed(lambda: [peer.generate(prompt, params)])
     # Where a model drafts for itself, gamma of gamma + 1 calls are drafts.
     rounds = clock.calls[0] / (params.gamma + 1) if len(models) == 1 else clock.calls[0]  # type: ignore[operator]
-    return {"ms": 1000 * seconds / rounds, "rounds": rounds, "tau": len(tokens) / rounds}
+    return lap.more(ms=1000 * (lap.seconds - clock.seconds) / rounds, rounds=rounds, tau=lap.tokens / rounds)

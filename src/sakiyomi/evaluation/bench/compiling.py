@@ -1,4 +1,4 @@
-"""What compiles anew after the warm-up (nothing should), and how fast a new process has its graphs from the disk."""
+"""Counts graphs that are compiled after the warm-up (none should be), and times a new process that has them on disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.compiled import CompiledPasses
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -33,16 +34,15 @@ def graph_count() -> int:
 
 def compiling(config: BenchConfig, note: Note) -> Row:
     """New graphs and eager passes after the warm-up; seconds a graph in a new process with a warm disk cache."""
-    pair = Pair(config)
-    note("compiling: all graphs")
-    llm = pair.llm(max_batch=8, device="cpu", compile=True)
+    row = PairRow("compiling", config, note)
+    pair, llm = row.pair, row.llm(max_batch=8, device="cpu", compile=True)
     if not llm.compiled():
         raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
     llm.generate(pair.prompts[:1], SamplingParams(max_new_tokens=16, gamma=config.gamma))
     before = graph_count()
     runs, eager = 0, _count_eager(llm)
     for size in range(1, 9):
-        note(f"compiling: batch of {size}")
+        row.note(f"batch of {size}")
         for length, gamma in ((5, 1), (23, 2), (70, 4)):
             prompts = [(prompt * 8)[: length + 3 * i] for i, prompt in enumerate((pair.prompts * 8)[:size])]
             params = SamplingParams(max_new_tokens=8 + length, gamma=gamma, ignore_eos=True)
@@ -50,9 +50,9 @@ def compiling(config: BenchConfig, note: Note) -> Row:
             runs += 1
     recompiles = graph_count() - before
     del llm
-    note("compiling: a new process, to fill the disk cache")
+    row.note("a new process, to fill the disk cache")
     start_seconds(config)
-    note("compiling: a new process with a warm disk cache")
+    row.note("a new process with a warm disk cache")
     found = start_seconds(config)
     lines = [
         {"rows": int(size), "start_seconds": seconds, "new_graphs": None, "passes_without_graph": None}
@@ -119,7 +119,7 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     loaded = load_model(target, dtype=dtype, device="cpu")
     load_seconds = time.perf_counter() - began
     model = build_runner(loaded.model, compile=False)
-    model.compile = True
+    recorder = CompiledPasses(model.forward, model.device, model.sizes)
     began = time.perf_counter()
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
@@ -128,8 +128,8 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     found: dict[int, float] = {}
     for size in dict.fromkeys((*TARGET_SIZES, *model.sizes)):
         began = time.perf_counter()
-        model.record((size,))
-        if not model.recorded(size):
+        recorder.record(model.backend, size)
+        if not recorder.has(size):
             raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
         found[size] = time.perf_counter() - began
     return {"load_seconds": load_seconds, "import_seconds": import_seconds, "graphs": found}

@@ -1,10 +1,11 @@
-"""What a benchmark runs on; the only home of these defaults. Imports no torch: the command line reads them."""
+"""What a benchmark runs on: the only home of these defaults. Imports no torch, because the command line reads them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.embedded import DEFAULT, DRAFTS, MEDUSA_HEADS
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
@@ -27,22 +28,22 @@ class BenchConfig:
         cross: for row cross, a draft of another tokenizer beside that one: model:FOLDER.
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
-        quantize: int8 or int4 rounds the weights of our own target to so many bits; rows bookkeeping and dropin do not
-            use it, rows passes and peers measure all. Our text then is compared with our own plain text, not with
-            others'.
+        quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
+            text, not with that of other programs. Rows bookkeeping and dropin ignore it, rows passes and peers measure
+            every kind.
         gamma: draft tokens a round, the same for every contender.
-        repeats: laps that count; one more is run before them.
+        repeats: measured laps; one lap before them warms up.
         max_new_tokens: new tokens of each text.
         prompt_tokens: prompts are cut to this many tokens.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
-        count: prompts that are used at most.
-        contexts: tokens of the contexts in row evicted (again for each), of the prompts joined.
-        batch_sizes: requests at once in the row sweep (again for each), up to what memory takes.
-        quality: held-out text; of rows about a pair the perplexity of each contender's weights on its beginning is
-            shown. Where prompts carry a reference or an answer, so is the share of texts that begin with it.
-        peers: measure others beside it: transformers, and in row peers llama.cpp.
-        compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
+        count: most prompts that are used.
+        contexts: context lengths of row evicted, in tokens of the joined prompts (again for each).
+        batch_sizes: concurrent requests of row sweep (again for each), as far as memory suffices.
+        quality: file of held-out text. Rows about a pair then show the perplexity of each contender's weights on its
+            beginning and, where prompts carry a reference or an answer, the share of texts that begin with it.
+        peers: measure other programs too: transformers, and in row peers llama.cpp.
+        compile: wait for compiled graphs and use them; otherwise everything runs eagerly.
     """
 
     rows: tuple[str, ...] = ()
@@ -66,9 +67,7 @@ class BenchConfig:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "repeats", "max_new_tokens", "prompt_tokens", "count"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        at_least(self, gamma=1, repeats=1, max_new_tokens=1, prompt_tokens=1, count=1)
         if self.quantize not in (None, *QUANTIZATIONS):
             raise InputError(f"quantize is {self.quantize!r}; expected {' or '.join(QUANTIZATIONS)}, or nothing")
         for name in ("batch_sizes", "contexts"):
@@ -84,7 +83,7 @@ class BenchConfig:
         return list(STORIES[: self.count]) if self.prompts is None else read_prompts(self.prompts, self.count)
 
     def references(self) -> list[str | None]:
-        """The right answers to the prompts, None where nobody gave one.
+        """The right answers to the prompts; None for a prompt without one.
 
         Raises:
             LoadError: the file cannot be read.
@@ -99,7 +98,7 @@ class BenchConfig:
 
         Raises:
             InputError, LoadError: the draft is no model, the dtype is not known, or a file cannot be read.
-            UnsupportedError: a packed copy, which nobody else could run beside us.
+            UnsupportedError: a packed copy, which no other program can run.
         """
         from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
         from sakiyomi.model_executor.loading.packed import is_packed
@@ -162,7 +161,7 @@ class InflateConfig:
 
 
 class Note:
-    """Is told what is going on; this one keeps it to itself."""
+    """Receives lines of progress; this one ignores them."""
 
     def __call__(self, text: str) -> None:
         """Take one line of progress."""

@@ -1,4 +1,4 @@
-"""Everybody on one pair: transformers, llama.cpp and ourselves, in the pair's dtype and with rounded weights."""
+"""transformers, llama.cpp and sakiyomi on the same pair, in the pair's dtype and with quantized weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench import llamacpp
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.llamacpp import KINDS, LlamaCpp, gguf_file
 from sakiyomi.evaluation.bench.models import WAYS, Pair
 from sakiyomi.evaluation.bench.quality import CHUNK, Logits
-from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Lap, race, timed
-from sakiyomi.evaluation.bench.speed import everybody, pair_conditions
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender, Lap, timed
+from sakiyomi.evaluation.bench.speed import everybody
 from sakiyomi.kernels.quantization import QUANTIZATIONS
 
 __all__ = ["peers"]
@@ -26,36 +27,34 @@ ROUNDED = ("Q8_0", "Q4_0")
 
 
 def peers(config: BenchConfig, note: Note) -> Row:
-    """Greedy text, one prompt at a time: whoever can run the pair, plain and with drafts.
+    """Greedy text, one prompt at a time: every program that can run the pair, plain and with drafts.
 
-    What cannot run here, for a package or for memory, is left out with a note.
+    A program that cannot run here, for lack of a package or of memory, is left out with a note.
     """
-    pair = Pair(config)
-    note("peers: compiling")
-    llm = pair.llm(quantize=None)
-    contenders = everybody(pair, llm, peers=WAYS if config.peers else ())
-    more: dict[str, Callable[[Pair, Note], list[Contender]]] = {}
+    row = PairRow("peers", config, note)
+    llm = row.llm(quantize=None)
+    contenders = everybody(row, llm, peers=WAYS if config.peers else ())
+    more: dict[str, Callable[[PairRow], list[Contender]]] = {}
     left_out = []
     if config.peers:
-        absent = llamacpp.missing(gpu=_on_gpu(pair))
-        kinds = () if absent else (KINDS[pair.dtypes["dtype"]], *ROUNDED)
+        absent = llamacpp.missing(gpu=_on_gpu(row.pair))
+        kinds = () if absent else (KINDS[row.pair.dtypes["dtype"]], *ROUNDED)
         left_out += [f"llama.cpp is left out: {absent}"] if absent else []
         more |= {f"llama.cpp {kind.lower()}": partial(_llamacpp, kind) for kind in kinds}
     more |= {kind: partial(_rounded, kind) for kind in QUANTIZATIONS}
     for name, make in more.items():
         try:
-            contenders += make(pair, note)
+            row.note(name)
+            contenders += make(row)
         except (UnsupportedError, MemoryLimitError) as error:
             left_out.append(f"{name} is left out: {error}")
-    standings = race(contenders, repeats=config.repeats, note=note)
-    found = of_race("peers", "greedy, one prompt at a time, tokens/s", standings, **pair_conditions(pair, llm))
-    return replace(found, notes=[*found.notes, *left_out])
+    standings = row.race(contenders)
+    return row.row("greedy, one prompt at a time, tokens/s", standings, notes=left_out, **row.conditions(llm))
 
 
-def _llamacpp(kind: str, pair: Pair, note: Note) -> list[Contender]:
+def _llamacpp(kind: str, row: PairRow) -> list[Contender]:
     """llama.cpp with weights of one kind, in 8 bits also with its own draft model."""
-    note(f"peers: llama.cpp {kind}")
-    config, params = pair.config, SamplingParams(max_new_tokens=pair.config.max_new_tokens)
+    pair, config, params = row.pair, row.config, row.params()
     judge = None if kind in ROUNDED else pair.judge()
     file = gguf_file(pair.target, kind)
     llamacpp.check(file)
@@ -98,13 +97,12 @@ def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams
     lap = timed(lambda: [run.generate(prompt, params) for prompt in prompts])
     rounds = run.rounds - before
     # The first token of each text is the prompt's.
-    return replace(lap, figures={"tau": (lap.tokens - len(prompts)) / rounds}) if rounds else lap
+    return lap.more(tau=(lap.tokens - len(prompts)) / rounds) if rounds else lap
 
 
-def _rounded(kind: str, pair: Pair, note: Note) -> list[Contender]:
-    """Ourselves with rounded weights: the drafted text has to be the plain one of the same weights."""
-    note(f"peers: {kind}")
-    ours = everybody(pair, pair.llm(quantize=kind))
+def _rounded(kind: str, row: PairRow) -> list[Contender]:
+    """Our engine with quantized weights: the drafted text has to be the plain text of the same weights."""
+    ours = everybody(row, row.llm(quantize=kind))
     return [
         replace(contender, name=f"{contender.name}, {kind}", against=f"{ours[0].name}, {kind}") for contender in ours
     ]

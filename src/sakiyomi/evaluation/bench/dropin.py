@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 
-from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.hf_generate import custom_generate
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.frame import PairRow, Run, peer_lap
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, race, timed
-from sakiyomi.evaluation.bench.speed import peer_lap
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import timed
 
 __all__ = ["dropin"]
 
 
 def dropin(config: BenchConfig, note: Note) -> Row:
     """Greedy, with the same draft model: assisted generation by our gamma and by its own settings, plain, our loop."""
-    from sakiyomi.engine.hf_generate import custom_generate
-
-    pair = Pair(config)
+    row = PairRow("dropin", config, note)
+    pair = row.pair
     model, draft = pair.target.model, pair.draft.model
     loop = custom_generate.using(compile="auto" if config.compile else False)
-    note("dropin: compiling")
+    row.note("compiling")
     loop.prepare(model, draft)
-    params, judge = SamplingParams(max_new_tokens=config.max_new_tokens), pair.judge()
+    params = row.params()
     peer = partial(Transformers, model, stop=pair.stop)
     ours = peer(draft, None, loop=loop)
     ways = {f"transformers assisted, {config.gamma} tokens": peer(draft, config.gamma)}
@@ -33,10 +31,10 @@ def dropin(config: BenchConfig, note: Note) -> Row:
         f"custom_generate, gamma {config.gamma}": peer(draft, None, loop=loop.using(gamma=config.gamma)),
         "custom_generate": ours,
     }
-    contenders = [Contender(name, partial(peer_lap, way, pair.prompts, params), judge) for name, way in ways.items()]
+    runs: dict[str, Run] = {name: partial(peer_lap, way, pair.prompts, params) for name, way in ways.items()}
     together = f"custom_generate, batch of {len(pair.prompts)}"
-    contenders.append(Contender(together, lambda: timed(lambda: ours.generate_batch(pair.prompts, params)), judge))
-    standings = race(contenders, repeats=config.repeats, note=note)
+    runs[together] = lambda: timed(lambda: ours.generate_batch(pair.prompts, params))
+    standings = row.race(runs, pair.judge())
     conditions = {
         **pair.names,
         **pair.dtypes,
@@ -45,4 +43,4 @@ def dropin(config: BenchConfig, note: Note) -> Row:
         "prompts": len(pair.prompts),
         "max_new_tokens": config.max_new_tokens,
     }
-    return of_race("dropin", "greedy, model.generate with one loop and another, tokens/s", standings, **conditions)
+    return row.row("greedy, model.generate with one loop and another, tokens/s", standings, **conditions)

@@ -13,10 +13,11 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import NearTies, Pair
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread, Standing, race
+from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 
 __all__ = ["evicted"]
 
@@ -24,38 +25,37 @@ __all__ = ["evicted"]
 def evicted(config: BenchConfig, note: Note) -> Row:
     """Greedy, behind so much of the prompts' text: what a token costs where keys and values are what a pass reads.
 
-    The text is read once, and seconds are those behind the prompt. With gamma "auto" the engine stops reading ahead
+    The text is read once, and seconds are those behind the prompt. With gamma "auto" the engine stops speculating
     where that does not pay.
 
     Raises:
         InputError: the prompts are shorter than the longest context, or the target has fewer positions.
     """
-    pair = Pair(config)
-    note("evicted: compiling")
+    row = PairRow("evicted", config, note)
+    pair = row.pair
     draft = config.draft if config.draft.startswith("self-evicted:") else "self-evicted"
-    llm = pair.llm(draft)
+    llm = row.llm(draft)
     text = _text(pair, max(config.contexts))
-    fixed = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
+    fixed = row.params(ignore_eos=True)
     lines, notes = [], []
     for length in sorted(set(config.contexts)):
         prompt = text[:length]
         with ExitStack() as open_ones:
-            ways = [
-                ("plain", open_ones.enter_context(Conversation(EngineView(llm).engine)), fixed),
-                ("self-evicted", open_ones.enter_context(llm.conversation()), fixed),
-                ("self-evicted, gamma auto", open_ones.enter_context(llm.conversation()), replace(fixed, gamma="auto")),
-            ]
+            ways = {
+                "plain": (Conversation(EngineView(llm).engine), fixed),
+                "self-evicted": (llm.conversation(), fixed),
+                "self-evicted, gamma auto": (llm.conversation(), replace(fixed, gamma="auto")),
+            }
+            runs = {
+                name: partial(_lap, open_ones.enter_context(talk), prompt, params)
+                for name, (talk, params) in ways.items()
+            }
             judge = NearTies(llm.target if llm.target.weights.quantization is not None else pair.target.model, [prompt])
-            contenders = [Contender(name, partial(_lap, talk, prompt, params), judge) for name, talk, params in ways]
-            standings = race(contenders, repeats=config.repeats, note=partial(_at, note, length))
+            standings = row.race(runs, judge, where=f"{length} tokens")
         lines.append(_line(length, standings))
         notes += [f"{length} tokens: {found.agreement.note}" for found in standings if found.agreement.note]
     conditions = pair.settings(llm) | {"draft": draft, "laps": config.repeats}
     return Row("evicted", "tokens/s behind the prompt, by its tokens", lines, conditions, notes)
-
-
-def _at(note: Note, length: int, what: str) -> None:
-    note(f"{length} tokens, {what}")
 
 
 def _text(pair: Pair, tokens: int) -> list[int]:
@@ -84,6 +84,7 @@ def _lap(talk: Conversation, prompt: Sequence[int], params: SamplingParams) -> L
 
 def _line(length: int, standings: Sequence[Standing]) -> dict[str, Any]:
     plain, fixed, auto = (standing.to_dict() for standing in standings)
+    figures = ("acceptance_rate", "alpha", "tau", "draft_ms", "score_ms", "overhead_ms")
     return {
         "context": length,
         "plain_tokens_per_second": plain["tokens_per_second"],
@@ -91,11 +92,6 @@ def _line(length: int, standings: Sequence[Standing]) -> dict[str, Any]:
         "ratio": fixed["ratio"],
         "auto": auto["ratio"],
         "A/A": str(Spread.of(standings)),
-        "acceptance_rate": fixed["acceptance_rate"],
-        "alpha": fixed["alpha"],
-        "tau": fixed["tau"],
-        "draft_ms": fixed["draft_ms"],
-        "score_ms": fixed["score_ms"],
-        "overhead_ms": fixed["overhead_ms"],
+        **{name: fixed[name] for name in figures},
         "equal": fixed["equal"] and auto["equal"],
     }

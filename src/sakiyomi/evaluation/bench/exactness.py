@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.random_trees import RandomTrees
 from sakiyomi.evaluation.bench.report import Row, unclaimed
-from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing, race
-from sakiyomi.evaluation.bench.speed import our_lap
+from sakiyomi.evaluation.bench.runner import Spread, Standing
 
 __all__ = ["exact"]
 
@@ -40,9 +39,9 @@ class Way:
 
 
 def ways(config: BenchConfig) -> list[Way]:
-    """Plain, with a draft model, with weights of fewer bits, within a budget and with packed keys and values.
+    """Plain, with a draft model, with quantized weights, with an evicting cache and with quantized keys and values.
 
-    The budget is what a policy keeps of the longest texts: half of them, so that much of each is dropped.
+    The budget is half of the longest texts, so that much of each text is evicted.
     """
     longest = config.prompt_tokens + config.max_new_tokens
     half = {"cache": "h2o", "kv_budget": max(32, longest // 2), "chunk_size": max(16, config.prompt_tokens // 2)}
@@ -60,23 +59,17 @@ def exact(config: BenchConfig, note: Note) -> Row:
     """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
     lines, notes = [], []
     for way in ways(config):
-        pair = Pair(dataclasses.replace(config, dtype=way.dtype))
-        params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
-        note(f"exact: compiling {way.name} in {way.dtype}")
+        row = PairRow(f"exact, {way.name} in {way.dtype}", dataclasses.replace(config, dtype=way.dtype), note)
         draft = None if way.drafted else "none"
-        free, bound = pair.llm(draft, **way.options), pair.llm(draft, exact=True, **way.options)
-        contenders = [
-            Contender(name, partial(our_lap, llm, pair.prompts, params))
-            for name, llm in (("free", free), ("exact", bound))
-        ]
-        standings = race(contenders, repeats=config.repeats, note=note)
-        note(f"exact: comparing texts of {way.name} in {way.dtype}")
-        equal, different = _word_kept(pair, bound, way)
+        free, bound = row.llm(draft, **way.options), row.llm(draft, exact=True, **way.options)
+        standings = row.race({"free": row.run(free), "exact": row.run(bound)})
+        row.note("comparing texts")
+        equal, different = _word_kept(row.pair, bound, way)
         lines.append(_line(way, standings, bound.target.sizes, equal, different))
         notes += [f"{way.name}, {way.dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
         del free, bound
     conditions = {
-        **pair.names,
+        **row.pair.names,
         "quantize": config.quantize,
         "gamma": config.gamma,
         "prompts": config.count,

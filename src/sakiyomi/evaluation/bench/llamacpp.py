@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.files import whole_file
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.model_executor.loading import Loaded
@@ -96,7 +96,7 @@ class LlamaCpp:
 
     def generate(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """New tokens of one prompt; of ``params`` the length and ignore_eos are read."""
-        # Or the beginning of the last text would be taken from the cache, which nobody else here does.
+        # Otherwise llama.cpp would reuse the beginning of the last text from its cache, which no other contender does.
         self._llama.reset()
         if self._drafter is not None:
             self._drafter.llama.reset()
@@ -162,7 +162,7 @@ def _open(
 def check(file: Path) -> None:
     """Have another process compute a few rows with a file: a build that dies there would take this one along.
 
-    (Seen with rounded weights on a processor with AMX.)
+    (Seen with quantized weights on a processor with AMX.)
 
     Raises:
         UnsupportedError: it died.
@@ -200,15 +200,8 @@ def gguf_file(loaded: Loaded, kind: str) -> Path:
     if path.exists():
         return path
     _check_kind(loaded.model)
-    fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "make room there, or set SAKIYOMI_CACHE_DIR") as fresh:
         _write(fresh, loaded.model, kind)
-        fresh.replace(path)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error}; make room there, or set SAKIYOMI_CACHE_DIR") from error
-    finally:
-        fresh.unlink(missing_ok=True)
     return path
 
 

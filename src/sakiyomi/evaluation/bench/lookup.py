@@ -10,39 +10,35 @@ the file as it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from sakiyomi.core.errors import InputError
-from sakiyomi.core.outputs import Stats
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.drafters import DrafterContext, make_drafter
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.meter import round_figures
-from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
-from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, race, same_tokens, timed
+from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap, generated
+from sakiyomi.evaluation.bench.models import Pair, rounding
+from sakiyomi.evaluation.bench.report import Row, joined
+from sakiyomi.evaluation.bench.runner import Contender, Judge, same_tokens
 
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
-
-__all__ = ["Given", "Task", "given", "given_tasks", "lookup", "our_lap_of", "own_tasks", "task_conditions"]
+__all__ = ["Given", "Task", "by_part", "given", "given_tasks", "lookup", "own_tasks", "task_conditions", "task_run"]
 
 DRAFTERS = ("prompt-lookup", "suffix", "ngram")
 EDITS = (
     ("theory/chains.py", "gamma", "length"),
-    ("tree.py", "parents", "above"),
-    ("gamma.py", "costs", "prices"),
-    ("noise.py", "position", "place"),
-    ("numerics.py", "weights", "masses"),
-    ("clock.py", "seconds", "time"),
+    ("core/tree.py", "parents", "above"),
+    ("drafters/draft_length.py", "costs", "prices"),
+    ("sampling/rng.py", "position", "place"),
+    ("sampling/rows.py", "weights", "masses"),
+    ("core/running_mean.py", "seconds", "time"),
 )
 """Files of this package, and which name is changed into which."""
 
@@ -76,102 +72,61 @@ class Task:
 
 def lookup(config: BenchConfig, note: Note) -> Row:
     """Own plain, prompt-lookup, suffix and ngram against prompt lookup of transformers, for each kind of text."""
-    pair = Pair(config)
-    note("lookup: compiling")
-    llm = pair.llm("none")
-    kinds: dict[str, tuple[list[Task], Judge]] = {"stories": (own_tasks(pair), pair.judge(llm))}
-    for kind in ("summary", "edit"):
-        kinds[kind] = (given_tasks(pair, llm, kind), same_tokens)
-    rows: list[Row] = []
-    for kind, (tasks, judge) in kinds.items():
+    row = PairRow("lookup", config, note)
+    pair, llm = row.pair, row.llm("none")
+    kinds: dict[str, tuple[list[Task], Judge]] = {"stories": (own_tasks(row), pair.judge(llm))}
+    kinds |= {kind: (given_tasks(row, llm, kind), same_tokens) for kind in ("summary", "edit")}
+    title = "greedy, one prompt at a time, tokens/s"
+    parts = {
+        kind: row.row(title, row.race(_contenders(pair, llm, tasks, judge), where=kind), **task_conditions(tasks))
+        for kind, (tasks, judge) in kinds.items()
+    }
+    conditions = {"target": config.target, "dtype": dtype_name(llm.target.dtype), "gamma": config.gamma}
+    conditions |= {"rounding": rounding(llm), "graphs": "compiled" if llm.compiled() else "eager"}
+    return joined("lookup", title, parts, **conditions, laps=config.repeats, **by_part(parts))
 
-        def tell(text: str, kind: str = kind) -> None:
-            note(f"{kind}: {text}")
 
-        contenders = _contenders(pair, llm, tasks, judge)
-        title = "greedy, one prompt at a time, tokens/s"
-        row = of_race("lookup", title, race(contenders, repeats=config.repeats, note=tell), **task_conditions(tasks))
-        rows.append(row)
-    named = list(zip(kinds, rows, strict=True))
-    lines = [dict(line) | {"name": f"{kind}: {line['name']}"} for kind, row in named for line in row.lines]
-    notes = [f"{kind}: {text}" for kind, row in named for text in row.notes]
-    conditions = {"target": config.target, "dtype": str(llm.target.dtype).removeprefix("torch."), "gamma": config.gamma}
-    conditions |= {"rounding": llm.target.weights.quantization and str(llm.target.weights.quantization)}
-    conditions |= {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
-    for kind, row in named:
-        conditions[kind] = ", ".join(f"{name} {value}" for name, value in row.conditions.items() if name != "laps")
-    return Row("lookup", rows[0].title, lines, conditions, notes)
+def by_part(parts: Mapping[str, Row]) -> dict[str, str]:
+    """The conditions of each part in words."""
+    return {
+        part: ", ".join(f"{name} {value}" for name, value in row.conditions.items() if name != "laps")
+        for part, row in parts.items()
+    }
 
 
 def _contenders(pair: Pair, llm: LLM, tasks: Sequence[Task], judge: Judge) -> list[Contender]:
-    contenders = []
+    runs: dict[str, Run] = {}
     if pair.config.peers:
-        contenders.append(Contender("transformers prompt lookup", _theirs(pair.peer("prompt lookup"), tasks), judge))
-    contenders.append(Contender("sakiyomi plain", our_lap_of(EngineView(llm), tasks), judge))
-    around = DrafterContext(llm, llm.vocab_size, _nothing, _nothing, llm.target, _nothing, _nothing)
-    for spec in DRAFTERS:
-        run = EngineView(llm, make_drafter([spec], around))
-        contenders.append(Contender(f"sakiyomi {spec}", our_lap_of(run, tasks), judge))
+        calls = [(task.prompt, task.params) for task in tasks]
+        runs["transformers prompt lookup"] = partial(counted_lap, pair.peer("prompt lookup"), calls)
+    runs["sakiyomi plain"] = task_run(EngineView(llm), tasks)
+    runs |= {f"sakiyomi {spec}": task_run(EngineView(llm, llm.drafter(spec)), tasks) for spec in DRAFTERS}
+    contenders = [Contender(name, run, judge) for name, run in runs.items()]
     if llm.target.weights.quantization is not None and pair.config.peers:
         contenders = [replace(c, against=contenders[min(i, 1)].name) for i, c in enumerate(contenders)]
     return contenders
 
 
-def _nothing(name: Any) -> Any:
-    raise InputError("a draft from text alone loads no model")
-
-
-def our_lap_of(run: EngineView, tasks: Sequence[Task]) -> Callable[[], Lap]:
+def task_run(way: EngineView, tasks: Sequence[Task]) -> Run:
     """A lap of our engine over these tasks, one after the other."""
-
-    def lap() -> Lap:
-        done: list[Any] = []
-
-        def work() -> list[list[int]]:
-            for task in tasks:
-                done.extend(run.generate([task.prompt], task.params))
-            return [result.token_ids for result in done]
-
-        found = timed(work)
-        return replace(found, figures=round_figures(Stats.total(result.stats for result in done)))
-
-    return lap
+    return lambda: generated(way, [([task.prompt], task.params) for task in tasks])[0]
 
 
-def _theirs(peer: Transformers, tasks: Sequence[Task]) -> Callable[[], Lap]:
-    def lap() -> Lap:
-        with ForwardClock([peer.model]) as clock:
-            found = timed(lambda: [peer.generate(task.prompt, task.params) for task in tasks])
-        # As with ours, the first pass and the first token of a text are the prompt's.
-        rounds = clock.calls[0] - len(tasks)
-        return replace(found, figures={"tau": (found.tokens - len(tasks)) / max(rounds, 1)})
-
-    return lap
-
-
-def own_tasks(pair: Pair) -> list[Task]:
+def own_tasks(row: PairRow) -> list[Task]:
     """The pair's prompts, and what the target writes behind them by itself."""
-    config = pair.config
-    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
-    return [Task(prompt, params) for prompt in pair.prompts]
+    return [Task(prompt, row.params(ignore_eos=True)) for prompt in row.pair.prompts]
 
 
-def given(prompt: list[int], text: list[int], config: BenchConfig) -> Task:
+def given(row: PairRow, prompt: list[int], text: list[int]) -> Task:
     """This text behind this prompt."""
-    processor = Given(len(prompt), text)
-    params = SamplingParams(
-        max_new_tokens=len(text),
-        gamma=config.gamma,
-        ignore_eos=True,
-        logits_processors=[processor],  # type: ignore[list-item]
-    )
-    return Task(prompt, params)
+    processors = [Given(len(prompt), text)]
+    return Task(prompt, row.params(max_new_tokens=len(text), ignore_eos=True, logits_processors=processors))
 
 
-def given_tasks(pair: Pair, llm: LLM, kind: str) -> list[Task]:
+def given_tasks(row: PairRow, llm: LLM, kind: str) -> list[Task]:
     """Prompts of kind "summary" or "edit" and their texts, cut so that both fit in the context and the length."""
     texts = _summaries() if kind == "summary" else _edits()
-    tokenizer, config = pair.target.tokenizer, pair.config
+    tokenizer, config = row.pair.target.tokenizer, row.config
     most = min(config.max_new_tokens, (llm.max_context - 2) // 2)
     tasks = []
     for before, after in texts[: config.count]:
@@ -179,7 +134,7 @@ def given_tasks(pair: Pair, llm: LLM, kind: str) -> list[Task]:
             list(tokenizer(part, add_special_tokens=False)["input_ids"]) for part in (before + "\n\n", after)
         )
         prompt, text = prompt[: llm.max_context - most - 1], text[:most]
-        tasks.append(given(prompt, text, config))
+        tasks.append(given(row, prompt, text))
     return tasks
 
 

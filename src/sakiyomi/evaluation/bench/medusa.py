@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
@@ -15,18 +15,16 @@ from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Lap, race
-from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
+from sakiyomi.evaluation.bench.frame import PairRow, Run, our_lap
+from sakiyomi.evaluation.bench.report import Row, joined
+from sakiyomi.evaluation.bench.runner import Lap
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers.typical import threshold
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["medusa", "typical"]
 
@@ -37,46 +35,48 @@ WARM = 0.7  # temperature of the row typical, as in the paper's figures
 
 def medusa(config: BenchConfig, note: Note) -> Row:
     """Plain, the draft model, heads, and heads merged with drafts from the text, at three temperatures."""
-    pair = Pair(config)
-    note("medusa: compiling")
-    llm = pair.llm()
+    row = PairRow("medusa", config, note)
+    llm = row.llm()
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
     assert llm.draft is not None and llm.draft.model is not None
     model = llm.draft.model
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
-    ways = {
-        "plain": (EngineView(llm), 0),
-        "draft model": (llm, model.weights.bytes or 0),
-        "medusa": (EngineView(llm, drafter), drafter.guesser.bytes),
-        "medusa+suffix+ngram": (EngineView(llm, merged), drafter.guesser.bytes),
+    heads = drafter.guesser.bytes
+    ways: dict[str, tuple[Any, Callable[[], int]]] = {
+        "plain": (EngineView(llm), lambda: 0),
+        "draft model": (llm, lambda: (model.weights.bytes or 0) + _kv_bytes(model)),
+        "medusa": (EngineView(llm, drafter), lambda: heads),
+        "medusa+suffix+ngram": (EngineView(llm, merged), lambda: heads),
     }
-    lines: list[dict[str, Any]] = []
-    notes: list[str] = []
+    title = "heads against a draft model, one prompt at a time, tokens/s"
+    parts = {}
     for temperature in TEMPERATURES:
-        params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=temperature, seed=7)
-        judge = None if temperature else pair.judge(llm)  # near-ties of sampled text part it too
-        contenders = [
-            Contender(name, partial(_lap, way, pair.prompts, params, model if way is llm else None, size), judge)
+        judge = None if temperature else row.pair.judge(llm)  # near-ties of sampled text part it too
+        runs = {
+            name: partial(_lap, row.run(way, temperature=temperature, seed=7, gamma="auto"), size)
             for name, (way, size) in ways.items()
-        ]
-        for contender in contenders:  # graphs of all sizes that they meet
-            note(f"medusa: warming up, {contender.name}")
-            contender.run()
-            llm.wait()
-        standings = race(contenders, repeats=config.repeats, note=note)
-        row = of_race("medusa", "", standings)
-        lines += [{**line, "name": f"T={temperature:g}: {line['name']}"} for line in row.lines]
-        notes += [f"T={temperature:g}: {text}" for text in row.notes]
-    conditions = pair_conditions(pair, llm) | _conditions(config, drafter) | {"sizes": "auto", "laps": config.repeats}
+        }
+        row.warm(runs, llm)
+        parts[f"T={temperature:g}"] = row.row(title, row.race(runs, judge))
+    conditions = row.conditions(llm) | _conditions(config, drafter) | {"sizes": "auto", "laps": config.repeats}
     del conditions["gamma"]
-    return Row("medusa", "heads against a draft model, one prompt at a time, tokens/s", lines, conditions, notes)
+    return joined("medusa", title, parts, **conditions)
+
+
+def _lap(run: Run, size: Callable[[], int]) -> Lap:
+    """With what the draft takes beside the target: its weights, and keys and values of its own."""
+    lap = run()
+    return lap.more(draft_mb=size() / 1e6)
+
+
+def _kv_bytes(model: ModelRunner) -> int:
+    return sum(tensor.nbytes for tensor in (*model.cache.keys, *model.cache.values))
 
 
 def typical(config: BenchConfig, note: Note) -> Row:
     """Lossless and typical acceptance of the same heads: tau, distance to the exact distribution and tokens/s."""
-    pair = Pair(config)
-    note("typical: compiling")
-    llm = pair.llm("none")
+    row = PairRow("typical", config, note)
+    llm = row.llm("none")
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
     way = EngineView(llm, drafter)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=WARM, seed=7)
@@ -85,21 +85,16 @@ def typical(config: BenchConfig, note: Note) -> Row:
         # The paper ties the two: delta is the root of epsilon.
         lossy = replace(params, acceptance="typical", epsilon=epsilon, delta=math.sqrt(epsilon))
         ways[f"typical, epsilon {epsilon:g}"] = (way, lossy)
-    contenders = [Contender(name, partial(_typical_lap, *how, llm, pair.prompts)) for name, how in ways.items()]
-    for contender in contenders:
-        note(f"typical: warming up, {contender.name}")
-        contender.run()
-        llm.wait()
-    standings = race(contenders, repeats=config.repeats, note=note)
+    runs = {name: partial(_typical_lap, *how, llm, row.pair.prompts) for name, how in ways.items()}
+    row.warm(runs, llm)
     conditions = {"target": config.target, "temperature": WARM, "delta": "root of epsilon", "sizes": "auto"}
-    row = of_race(
-        "typical",
+    return row.row(
         f"what typical acceptance costs, temperature {WARM:g}; TV: mean distance of a token's distribution, given the "
         "text before it, from the target's",
-        standings,
+        row.race(runs),
+        notes=["typical is lossy: tau and speed are those of another text"],
         **conditions | _conditions(config, drafter),
     )
-    return replace(row, notes=[*row.notes, "typical is lossy: tau and speed are those of another text"])
 
 
 def _conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:
@@ -108,31 +103,13 @@ def _conditions(config: BenchConfig, drafter: MedusaDrafter) -> dict[str, Any]:
     return {"heads": config.medusa_heads, "heads_mb": drafter.guesser.bytes / 1e6, "tuned": size}
 
 
-def _lap(way: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, model: Any, size: int) -> Lap:
-    """With what the draft takes beside the target: its weights, and keys and values of its own."""
-    lap = our_lap(way, prompts, params)
-    if model is not None:
-        size += sum(tensor.nbytes for tensor in (*model.cache.keys, *model.cache.values))
-    return replace(lap, figures=lap.figures | {"draft_mb": size / 1e6})
-
-
 def _typical_lap(way: Any, params: SamplingParams, llm: LLM, prompts: Sequence[Sequence[int]]) -> Lap:
     """With the distance of what was written; measured behind the clock."""
     done: list[Generation] = []
-
-    class _Kept:
-        engine = way.engine
-
-        @staticmethod
-        def generate(some: Any, params: SamplingParams) -> list[Generation]:
-            found: list[Generation] = way.generate(some, params)
-            done.extend(found)
-            return found
-
-    lap = our_lap(_Kept, prompts, params)
+    lap = our_lap(way, prompts, params, kept=done)
     lossy = params.acceptance == "typical"
     far = [_distance(llm, prompt, text, params) for prompt, text in zip(prompts, done, strict=True)] if lossy else [0.0]
-    return replace(lap, figures=lap.figures | {"TV": statistics.fmean(far)})
+    return lap.more(TV=statistics.fmean(far))
 
 
 def _distance(llm: LLM, prompt: Sequence[int], done: Generation, params: SamplingParams) -> float:

@@ -20,10 +20,10 @@ from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.lookup import Task, given, given_tasks, our_lap_of, own_tasks, task_conditions
-from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Standing, race, same_tokens
+from sakiyomi.evaluation.bench.frame import PairRow
+from sakiyomi.evaluation.bench.lookup import Task, by_part, given, given_tasks, own_tasks, task_conditions, task_run
+from sakiyomi.evaluation.bench.report import Row, joined
+from sakiyomi.evaluation.bench.runner import Standing, same_tokens
 from sakiyomi.sampling.sampler import Sampler
 
 __all__ = ["merged"]
@@ -44,17 +44,15 @@ class Unaided(ModelDrafter):
 
 def merged(config: BenchConfig, note: Note) -> Row:
     """Plain, the draft model, suffix, and both merged, on the texts of row lookup; sizes are chosen by "auto"."""
-    pair = Pair(config)
-    note("merged: compiling")
-    llm = pair.llm()
-    kinds: dict[str, Any] = {"stories": (own_tasks(pair), pair.judge(llm))}
-    kinds |= {kind: (given_tasks(pair, llm, kind), same_tokens) for kind in ("summary", "edit")}
+    row = PairRow("merged", config, note)
+    llm = row.llm()
+    kinds: dict[str, Any] = {"stories": (own_tasks(row), row.pair.judge(llm))}
+    kinds |= {kind: (given_tasks(row, llm, kind), same_tokens) for kind in ("summary", "edit")}
     for kind, taken in MIXED.items():
-        note(f"merged: writing the texts of {kind}")
-        kinds[kind] = (_mixed(pair, EngineView(llm), taken), same_tokens)
-    lines: list[dict[str, Any]] = []
-    notes: list[str] = []
-    conditions: dict[str, Any] = {"target": config.target, "draft": config.draft_model, "sizes": "auto"}
+        row.note(f"writing the texts of {kind}")
+        kinds[kind] = (_mixed(row, EngineView(llm), taken), same_tokens)
+    title = "greedy, one prompt at a time, tokens/s"
+    parts = {}
     for kind, (tasks, judge) in kinds.items():
         free = [Task(task.prompt, replace(task.params, gamma="auto")) for task in tasks]
         assert llm.draft is not None and llm.draft.model is not None
@@ -65,19 +63,16 @@ def merged(config: BenchConfig, note: Note) -> Row:
             "suffix": EngineView(llm, SuffixDrafter()),
             "suffix+model": EngineView(llm, MergedDrafter([SuffixDrafter(), model])),
         }
-        contenders = [Contender(name, our_lap_of(way, free), judge) for name, way in ways.items()]
-        standings = race(contenders, repeats=config.repeats, note=lambda text, kind=kind: note(f"{kind}: {text}"))  # type: ignore[misc]
-        row = of_race("merged", "", standings, **task_conditions(free))
-        lines += [{**line, "name": f"{kind}: {line['name']}"} for line in row.lines]
-        notes += [f"{kind}: {text}" for text in (*row.notes, _verdict(standings))]
-        conditions[kind] = ", ".join(f"{name} {value}" for name, value in row.conditions.items())
-    conditions |= {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
-    return Row("merged", "greedy, one prompt at a time, tokens/s", lines, conditions, notes)
+        standings = row.race({name: task_run(way, free) for name, way in ways.items()}, judge, where=kind)
+        parts[kind] = row.row(title, standings, notes=[_verdict(standings)], **task_conditions(free))
+    conditions: dict[str, Any] = {"target": config.target, "draft": config.draft_model, "sizes": "auto"}
+    conditions |= by_part(parts) | {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
+    return joined("merged", title, parts, **conditions)
 
 
-def _mixed(pair: Pair, target: EngineView, taken: int) -> list[Task]:
+def _mixed(row: PairRow, target: EngineView, taken: int) -> list[Task]:
     """Passages, each told again with sentences that the target writes in their place in the text."""
-    config, tokenizer = pair.config, pair.target.tokenizer
+    config, tokenizer = row.config, row.pair.target.tokenizer
     ends = SamplingParams(max_new_tokens=OWN, stop=[".", "!", "?"], ignore_eos=True)
     tasks = []
     for story in range(config.count):
@@ -94,7 +89,7 @@ def _mixed(pair: Pair, target: EngineView, taken: int) -> list[Task]:
             if number % taken == 0:
                 text += target.generate([prompt + text], ends)[0].token_ids
         text = text[: config.max_new_tokens]
-        tasks.append(given(prompt, text, config))
+        tasks.append(given(row, prompt, text))
     return tasks
 
 
@@ -102,5 +97,5 @@ def _verdict(standings: list[Standing]) -> str:
     """How the merged draft stands beside the better of the two, lap by lap."""
     found = {standing.name: standing for standing in standings}
     better = max((found["model"], found["suffix"]), key=lambda standing: statistics.median(standing.speeds))
-    pairs = zip(found["suffix+model"].speeds, better.speeds, strict=True)
-    return f"merged against {better.name}, the better of the two: {statistics.median(a / b for a, b in pairs):.2f}"
+    ratio = found["suffix+model"].ratio_to(better)
+    return f"merged against {better.name}, the better of the two: {ratio:.2f}"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.outputs import Stats
+from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.machine import bandwidth
-
-if TYPE_CHECKING:
-    from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.engine.engine import Engine
-    from sakiyomi.kernels.batch import BatchPlan
+from sakiyomi.kernels.batch import BatchPlan
 
 __all__ = ["Meter", "round_figures"]
 
@@ -58,7 +55,7 @@ class Meter:
 
         The share is what the target's decoding passes read, weights and keys and values, by their seconds, as a share
         of what a plain read of a large block reaches (``machine.bandwidth``). It passes 1 where weights stay in a
-        processor's own caches, and is missing where nobody knows which weights a pass reads.
+        processor's own caches, and is missing where it is not known which weights a pass reads.
         """
         held: dict[int, int] = {}  # by cache: the target's first layers have none of their own
         for model, seen in self._counts.items():
@@ -81,7 +78,7 @@ class _Passes:
         self.seconds = 0.0
 
     def add(self, plan: BatchPlan, seconds: float) -> None:
-        # What a budget has dropped is not there, and what is packed is small: the cache knows.
+        # The cache knows what was evicted, and how small quantized keys and values are.
         held = sum(self._cache.held_bytes(part.slot, part.length + len(part.tokens)) for part in plan.parts)
         self.most = max(self.most, held)
         # A prompt's pass computes more than it reads, and an empty one was only timed.

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sakiyomi.evaluation.audit.engine_reference import OwnReferee
-from sakiyomi.evaluation.audit.hf_reference import Referee
+from sakiyomi.core.dtypes import dtype_name
+from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.audit.engine_reference import EngineReference
+from sakiyomi.evaluation.audit.hf_reference import HFReference
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.inflate import inflated
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
 from sakiyomi.evaluation.bench.quality import Quality
 from sakiyomi.evaluation.bench.runner import Agreement
+from sakiyomi.evaluation.loading import load
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.model_executor.runner import ModelRunner
 
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
-
-__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts"]
+__all__ = ["WAYS", "NearTies", "Numbers", "Pair", "random_llama", "random_prompts", "rounding"]
 
 MEDIUM = (768, 12, 12, 2048, 32000)  # of random_llama: 134M parameters
 MEASURED = 4  # texts on which a judge measures what rounding does
@@ -100,6 +100,12 @@ def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return table
 
 
+def rounding(llm: LLM) -> str | None:
+    """What the quantization of the target changed, in words."""
+    report = llm.target.weights.quantization
+    return None if report is None else str(report)
+
+
 @dataclass
 class Pair:
     """Target and draft of a benchmark, and what is made from them."""
@@ -124,16 +130,8 @@ class Pair:
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the same pair; ``draft`` None: that of the pair."""
-        from sakiyomi.engine.llm import LLM
-
-        own = {
-            "dtype": self.config.dtype,
-            "device": self.config.device,
-            "quantize": self.config.quantize,
-            "compile": self.config.compile,
-        }
-        options = own | options
-        return LLM(self.config.target, draft=f"model:{self.config.draft_model}" if draft is None else draft, **options)
+        draft = f"model:{self.config.draft_model}" if draft is None else draft
+        return load(self.config, draft, **{"compile": self.config.compile} | options)
 
     def peer(self, way: str) -> Transformers:
         """The generation of transformers on the same pair; ``way`` is one of ``WAYS``."""
@@ -164,7 +162,7 @@ class Pair:
 
     @property
     def names(self) -> dict[str, str | None]:
-        """For the conditions: who it is, and whether somebody is larger than it was trained."""
+        """For the conditions: the names of both, and whether one was inflated."""
         note = inflated(self.target.model.config, self.draft.model.config)
         return {"target": self.config.target, "draft": self.config.draft_model, "inflated": note}
 
@@ -172,29 +170,30 @@ class Pair:
     def dtypes(self) -> dict[str, str]:
         """For the conditions."""
         models = {"dtype": self.target.model, "draft_dtype": self.draft.model}
-        return {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()}
+        return {name: dtype_name(model.dtype) for name, model in models.items()}
 
     def settings(self, llm: LLM) -> dict[str, Any]:
         """For the conditions of a target that drafts for itself: how an engine holds it, and what it is asked for."""
         return {
             "target": self.config.target,
-            "dtype": str(llm.target.dtype).removeprefix("torch."),
-            "rounding": llm.target.weights.quantization and str(llm.target.weights.quantization),
+            "dtype": dtype_name(llm.target.dtype),
+            "rounding": rounding(llm),
             "gamma": self.config.gamma,
             "max_new_tokens": self.config.max_new_tokens,
         }
 
 
 class NearTies:
-    """Accepts outputs that are equal, or that part only where rounding decides (see ``referee``).
+    """Accepts outputs that are equal, or that part only where rounding decides (see ``hf_reference``).
 
     Args:
-        model: a transformers model of the same weights, or a packed one where transformers has none.
+        model: a transformers model of the same weights, or a ``ModelRunner`` of quantized weights, which transformers
+            does not have.
         prompts: of the texts, in order; those behind the last text are not looked at.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
-        self._referee = OwnReferee(model) if isinstance(model, ModelRunner) else Referee(model)
+        self._reference = EngineReference(model) if isinstance(model, ModelRunner) else HFReference(model)
         self._prompts = prompts
         self._measured = 0
 
@@ -206,10 +205,10 @@ class NearTies:
             zip(self._prompts, expected, strict=False)
         )  # of a smaller batch there are fewer texts than prompts
         for prompt, text in texts[self._measured : MEASURED]:
-            self._referee.measure(prompt, text)
+            self._reference.measure(prompt, text)
         self._measured = max(self._measured, min(MEASURED, len(texts)))
         found = [
-            self._referee.compare(i, prompt, right, text)
+            self._reference.compare(i, prompt, right, text)
             for i, (prompt, right, text) in enumerate(zip(self._prompts[: len(expected)], expected, got, strict=True))
         ]
         apart = [divergence for divergence in found if divergence is not None]

@@ -1,4 +1,4 @@
-"""A target that is read from the disk at every pass: how much of its tau a large tree turns into speed."""
+"""A target whose weights are read from the disk at every pass: how much of tau becomes speed with large trees."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import statistics
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.frame import PairRow, Run, peer_lap
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
-from sakiyomi.evaluation.bench.report import Row, unclaimed
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread, Standing, race
-from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions, peer_lap
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Lap, Standing
 
 __all__ = ["offload"]
 
@@ -41,40 +39,33 @@ def offload(config: BenchConfig, note: Note) -> Row:
         raise UnsupportedError(
             "row offload drops files from the page cache, which this system does not offer; use Linux"
         )
-    pair = Pair(config)
-    note("offload: loading")
-    drafted = pair.llm(offload="disk")
-    known = pair.llm(f"oracle:{RATE:g}", offload="disk")
+    row = PairRow("offload", config, note)
+    drafted = row.llm(offload="disk")
+    known = row.llm(f"oracle:{RATE:g}", offload="disk")
     for llm in (drafted, known):
         _stream(llm).cold = True
     drafted.wait()
     speed = _disk_speed(_stream(drafted).files)
-    params = partial(SamplingParams, max_new_tokens=config.max_new_tokens, ignore_eos=True)
-    judge, prompts = pair.judge(drafted), pair.prompts
-    ways: dict[str, tuple[Any, LLM, SamplingParams]] = {"plain": (EngineView(drafted), drafted, params(gamma=1))}
-    for depth, nodes in TREES:
-        ways[f"{nodes} nodes, {depth} levels"] = (drafted, drafted, params(gamma=depth, nodes=nodes))
-    ways["auto"] = (drafted, drafted, params(gamma="auto"))
-    ways |= {f"oracle:{RATE:g}, gamma {gamma}": (known, known, params(gamma=gamma)) for gamma in GAMMAS}
-    contenders = [
-        Contender(name, partial(_lap, engine, llm, prompts, chosen), judge)
-        for name, (engine, llm, chosen) in ways.items()
-    ]
+
+    def run(llm: LLM, way: Any = None, **params: Any) -> Run:
+        return partial(_lap, _stream(llm), row.run(llm if way is None else way, ignore_eos=True, **params))
+
+    runs = {"plain": run(drafted, EngineView(drafted), gamma=1)}
+    runs |= {f"{nodes} nodes, {depth} levels": run(drafted, gamma=depth, nodes=nodes) for depth, nodes in TREES}
+    runs["auto"] = run(drafted, gamma="auto")
+    runs |= {f"oracle:{RATE:g}, gamma {gamma}": run(known, gamma=gamma) for gamma in GAMMAS}
     if config.peers:
-        contenders.append(Contender("transformers plain", _peer(pair, params(gamma=1)), judge))
-    standings = race(contenders, repeats=config.repeats, note=note)
-    spread = Spread.of(standings)
-    conditions = pair_conditions(pair, drafted) | {
-        "gamma": "by line",
-        "laps": config.repeats,
-        "A/A": spread and str(spread),
-        "read_bytes": sum(extent.nbytes for extent in _stream(drafted).extents.values()),
-        "disk_gb_per_second": speed / 1e9,
-        "page_cache": "dropped behind every read (posix_fadvise)",
-    }
-    notes = [f"{s.name}: {s.agreement.note}" for s in standings if s.agreement.note] + unclaimed(standings, spread)
+        runs["transformers plain"] = _peer(row.pair, row.params(gamma=1, ignore_eos=True))
+    standings = row.race(runs, row.pair.judge(drafted))
+    conditions = row.conditions(
+        drafted,
+        gamma="by line",
+        read_bytes=sum(extent.nbytes for extent in _stream(drafted).extents.values()),
+        disk_gb_per_second=speed / 1e9,
+        page_cache="dropped behind every read (posix_fadvise)",
+    )
     title = "target read from the disk at every pass: speed-up against tau"
-    return Row("offload", title, [_line(standing) for standing in standings], conditions, notes)
+    return row.row(title, standings, lines=[_line(standing) for standing in standings], **conditions)
 
 
 def _stream(llm: LLM) -> Any:
@@ -83,13 +74,11 @@ def _stream(llm: LLM) -> Any:
     return stream
 
 
-def _lap(engine: Any, llm: LLM, prompts: list[list[int]], params: SamplingParams) -> Lap:
-    stream = _stream(llm)
+def _lap(stream: Any, run: Run) -> Lap:
     _drop(stream.files)
     before = stream.bytes_read
-    lap = our_lap(engine, prompts, params)
-    lap.figures["read_gb_per_second"] = (stream.bytes_read - before) / lap.seconds / 1e9
-    return lap
+    lap = run()
+    return lap.more(read_gb_per_second=(stream.bytes_read - before) / lap.seconds / 1e9)
 
 
 def _line(standing: Standing) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a draft could bring that costs nothing: tokens a pass and speed-up by acceptance rate, beside the theory."""
+"""Tokens per pass and speed-up of a draft that costs nothing, by its acceptance rate, beside the theory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import statistics
 from functools import partial
 from typing import Any
 
-from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.oracle import Oracle
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.frame import PairRow, Run
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread, Standing, race
-from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
+from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 from sakiyomi.theory import expected_tokens
 
 __all__ = ["oracle"]
@@ -31,35 +29,27 @@ def oracle(config: BenchConfig, note: Note) -> Row:
     would be the speed-up too if a pass over more rows cost no more; ``predicted``: the speed-up with what the passes
     and the bookkeeping took here. ``passes``: of the target, of all texts; ``least``: as few as theory allows.
     """
-    pair = Pair(config)
-    note("oracle: compiling")
-    llm = pair.llm(draft="oracle")
-    assert isinstance(llm.draft, Oracle)
+    row = PairRow("oracle", config, note)
+    llm = row.llm(draft="oracle")
+    drafter = llm.draft
+    assert isinstance(drafter, Oracle)
     points = [(rate, config.gamma) for rate in RATES]
     points += [(1.0, gamma) for gamma in GAMMAS if gamma != config.gamma]
 
-    def lap(rate: float, gamma: int) -> Lap:
-        llm.draft.rate = rate  # type: ignore[union-attr]
-        return our_lap(llm, pair.prompts, _params(config, gamma))
+    def lap(rate: float, run: Run) -> Lap:
+        drafter.rate = rate
+        return run()
 
-    judge = pair.judge(llm)
-    plain = Contender("plain", partial(our_lap, EngineView(llm), pair.prompts, _params(config, config.gamma)), judge)
-    drafted = [Contender(f"{rate:g}, gamma {gamma}", partial(lap, rate, gamma), judge) for rate, gamma in points]
-    standings = race([plain, *drafted], repeats=config.repeats, note=note)
-    texts = len(pair.prompts)
-    lines = [
-        _line(rate, gamma, standing, standings[0], texts)
-        for (rate, gamma), standing in zip(points, standings[1:], strict=True)
-    ]
-    spread = Spread.of(standings)
-    conditions = pair_conditions(pair, llm) | {"laps": config.repeats, "A/A": spread and str(spread), "draft": "oracle"}
-    conditions["plain_tokens_per_second"] = statistics.median(standings[0].speeds)
-    notes = dict.fromkeys(found.agreement.note for found in standings if found.agreement.note)
+    runs = {"plain": row.run(EngineView(llm), ignore_eos=True)}
+    runs |= {f"{r:g}, gamma {n}": partial(lap, r, row.run(llm, gamma=n, ignore_eos=True)) for r, n in points}
+    plain, *drafted = row.race(runs, row.pair.judge(llm))
+    texts = len(row.pair.prompts)
+    lines = [_line(*point, standing, plain, texts) for point, standing in zip(points, drafted, strict=True)]
+    spread = Spread.of([plain, *drafted])
+    conditions = row.conditions(llm, laps=config.repeats, draft="oracle") | {"A/A": spread and str(spread)}
+    conditions["plain_tokens_per_second"] = statistics.median(plain.speeds)
+    notes = dict.fromkeys(found.agreement.note for found in (plain, *drafted) if found.agreement.note)
     return Row("oracle", "a draft of known rate at no cost: tokens a pass and speed-up", lines, conditions, list(notes))
-
-
-def _params(config: BenchConfig, gamma: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=config.max_new_tokens, gamma=gamma, ignore_eos=True)
 
 
 def _line(rate: float, gamma: int, standing: Standing, plain: Standing, texts: int) -> dict[str, Any]:

@@ -1,36 +1,31 @@
-"""What one pass of the target costs, by its rows and the tokens in the cache, beside what its reading alone takes."""
+"""Time of one pass of the target by its rows and the tokens in the cache, beside the time that reading them takes."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.engine.machine import bandwidth
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import MEDIUM, Numbers, described, random_llama
+from sakiyomi.evaluation.bench.models import MEDIUM, described, random_llama
+from sakiyomi.evaluation.bench.pass_times import IN_A_LAP, ROOM, pass_times, random_target
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.kernels.batch import SequenceRows
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["passes"]
 
 WEIGHTS = {"bf16": None, "int8": "int8", "int4": "int4"}
 CACHED = (128, 1024, 4096)
 ROWS = (1, 4, 8, 16)
-ROOM = 4200
-IN_A_LAP = 3
-"""Passes of a shape one after the other, as in use, before the next one has its turn."""
 
 
 def passes(config: BenchConfig, note: Note) -> Row:
-    """Milliseconds of passes over 1 to 16 rows of one request, of a random model with rounded weights and without.
+    """Milliseconds of passes over 1 to 16 rows of one request, of a random model with quantized weights and without.
 
     All weights, lengths and row counts take turns, and so does the measurement of what the memory gives.
     """
@@ -41,24 +36,26 @@ def passes(config: BenchConfig, note: Note) -> Row:
     for name, quantize in WEIGHTS.items():
         note(f"passes: {name}, packing and compiling")
         try:
-            targets[name] = _target(model, quantize, config.compile)
+            targets[name] = random_target(model, ROWS, compile=config.compile, quantize=quantize)
         except UnsupportedError as error:
             notes.append(f"{name}: {error}")
     slots = {name: target.cache.take() for name, target in targets.items()}
     for name, target in targets.items():
         target.cache.reserve(slots[name], ROOM)
-    seconds: dict[tuple[str, int, int], list[float]] = {
-        (name, cached, rows): [] for name in targets for cached in CACHED for rows in ROWS
+    shapes = {
+        (name, cached, rows): (target, [SequenceRows(slots[name], cached, [5] * rows)])
+        for name, target in targets.items()
+        for cached in CACHED
+        for rows in ROWS
     }
-    speed = 0.0
-    for lap in range(config.repeats + 1):
+    speeds: list[float] = []
+
+    def begin(lap: int) -> None:
         note(f"passes: lap {lap} of {config.repeats}")
-        speed = max(speed, bandwidth(device=str(model.device)))
-        for (name, cached, rows), found in seconds.items():
-            segment = SequenceRows(slots[name], cached, [5] * rows)
-            times = [_seconds(targets[name], segment) for _ in range(IN_A_LAP)]
-            if lap:
-                found += times
+        speeds.append(bandwidth(device=str(model.device)))
+
+    seconds = pass_times(shapes, config.repeats, begin)
+    speed = max(speeds)
     lines = [
         _line(name, slots[name], cached, {rows: seconds[name, cached, rows] for rows in ROWS}, target, speed)
         for name, target in targets.items()
@@ -75,22 +72,6 @@ def passes(config: BenchConfig, note: Note) -> Row:
         "milliseconds of a pass over so many rows, median and low; read_ms: what its reading takes at full bandwidth"
     )
     return Row("passes", title, lines, conditions, notes)
-
-
-def _target(model: Any, quantize: str | None, compile: bool) -> ModelRunner:
-    from sakiyomi.engine.llm import LLM
-
-    llm = LLM((model, Numbers()), draft="none", quantize=quantize, compile="auto" if compile else False)
-    if compile:
-        llm.wait()  # for the kernels too
-        llm.target.record(ROWS)
-    return llm.target
-
-
-def _seconds(target: ModelRunner, segment: SequenceRows) -> float:
-    began = time.perf_counter()
-    target.score([segment])
-    return time.perf_counter() - began
 
 
 def _line(

@@ -58,7 +58,7 @@ class Transformers:
         return self.generate_batch([prompt], params)[0]
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[list[int]]:
-        """The same of several prompts at once, padded on the left; alone transformers reads ahead for one only."""
+        """Generate for several prompts at once, padded on the left; transformers speculates for a single one only."""
         longest = max(map(len, prompts))
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

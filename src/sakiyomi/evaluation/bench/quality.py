@@ -1,4 +1,4 @@
-"""What contenders are worth beside their speed: perplexity of their weights on a held-out text, right answers."""
+"""The quality of contenders beside their speed: perplexity of their weights on a held-out text, right answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,7 @@ from sakiyomi.core.prompts import read_text
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.runner import Contender
 from sakiyomi.kernels.batch import SequenceRows
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Logits", "Quality", "own_logits", "perplexity", "their_logits"]
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-
-if TYPE_CHECKING:
-    from sakiyomi.drafters import Context
+from sakiyomi.drafters import Context
 
 __all__ = ["RandomTrees"]
 

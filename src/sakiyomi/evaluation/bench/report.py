@@ -9,7 +9,7 @@ from typing import Any
 from sakiyomi.core.memory import readable
 from sakiyomi.evaluation.bench.runner import Spread, Standing
 
-__all__ = ["Row", "condition_line", "of_race", "unclaimed"]
+__all__ = ["Row", "condition_line", "joined", "of_race", "race_notes", "unclaimed"]
 
 HEADS = {
     "tokens_per_second": ("tok/s", 1),
@@ -109,20 +109,45 @@ class Row:
         }
 
 
-def of_race(name: str, title: str, standings: Sequence[Standing], **conditions: Any) -> Row:
-    """A row from contenders that ran side by side, the baseline first; notes move from the table to below it."""
-    lines = [standing.to_dict() for standing in standings]
-    notes = [f"{line['name']}: {line['note']}" for line in lines if line["note"]]
-    for line in lines:
-        del line["note"]
-    notes += _of_other_weights(standings)
+def of_race(
+    name: str,
+    title: str,
+    standings: Sequence[Standing],
+    *,
+    lines: Sequence[Mapping[str, Any]] | None = None,
+    notes: Sequence[str] = (),
+    **conditions: Any,
+) -> Row:
+    """A row from contenders that ran side by side, the baseline first.
+
+    Args:
+        name, title: of the row.
+        standings: what came of them; what is to be said of one stands below the table.
+        lines: of the table, in the place of the contenders' own.
+        notes: more of them.
+        conditions: what has to be known beside the laps and how far two equal things are apart.
+    """
+    if lines is None:
+        lines = [{key: value for key, value in s.to_dict().items() if key != "note"} for s in standings]
     spread = Spread.of(standings)
-    notes += unclaimed(standings, spread)
-    return Row(name, title, lines, conditions | {"laps": len(standings[0].laps), "A/A": spread and str(spread)}, notes)
+    conditions |= {"laps": len(standings[0].laps), "A/A": spread and str(spread)}
+    return Row(name, title, lines, conditions, [*race_notes(standings), *notes])
+
+
+def race_notes(standings: Sequence[Standing]) -> list[str]:
+    """Notes on a race: texts that differ, contenders with other weights, and ratios within the noise."""
+    apart = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
+    return [*apart, *_of_other_weights(standings), *unclaimed(standings, Spread.of(standings))]
+
+
+def joined(name: str, title: str, parts: Mapping[str, Row], **conditions: Any) -> Row:
+    """Rows of the same contenders as one, in the order of ``parts``: what each is about stands before its names."""
+    lines = [{**line, "name": f"{part}: {line['name']}"} for part, row in parts.items() for line in row.lines]
+    return Row(name, title, lines, conditions, [f"{part}: {text}" for part, row in parts.items() for text in row.notes])
 
 
 def _of_other_weights(standings: Sequence[Standing]) -> list[str]:
-    """Who has other weights than the baseline, and with whose texts theirs were compared."""
+    """Contenders with other weights than the baseline, and whose texts theirs were compared with."""
     groups: dict[str | None, list[str]] = {}
     for standing in standings:
         if standing.against is not None:
@@ -136,7 +161,7 @@ def _of_other_weights(standings: Sequence[Standing]) -> list[str]:
 
 
 def unclaimed(standings: Sequence[Standing], spread: Spread | None) -> list[str]:
-    """Who is not known to be faster or slower than the baseline; at most one sentence."""
+    """Contenders that are not known to be faster or slower than the baseline, in at most one sentence."""
     if spread is None:
         return ["one lap: how far apart two equal things are here is not known"]
     names = [standing.name for standing in standings[1:] if standing.agreement.accepted and standing.ratio in spread]

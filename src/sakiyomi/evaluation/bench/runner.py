@@ -1,7 +1,7 @@
 """Contenders side by side in one process: A B C A B C ..., the first lap a warm-up, outputs compared in the same run.
 
-Knows no model: a contender is a name and a function that does one lap. Whoever has other outputs than the first one
-gets no speed.
+Knows no model: a contender is a name and a function that does one lap. A contender whose outputs differ from those of
+the first one gets no speed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sakiyomi.core.errors import InputError
@@ -27,7 +27,7 @@ class Lap:
 
     Attributes:
         seconds: wall clock.
-        tokens: new tokens, counted by whoever made them.
+        tokens: new tokens, as the contender counts them.
         outputs: token ids of each text.
         figures: other figures of the lap, for instance tau; medians over the laps are reported.
     """
@@ -41,6 +41,10 @@ class Lap:
     def speed(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    def more(self, **figures: float) -> Lap:
+        """The same lap with further figures."""
+        return replace(self, figures=self.figures | figures)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Standing:
-    """What came of one contender.
+    """The result of one contender.
 
     Attributes:
         name: of the contender.
@@ -103,6 +107,14 @@ class Standing:
         """Tokens per second of each lap."""
         return [lap.speed for lap in self.laps]
 
+    def median(self, figure: str) -> float:
+        """Of a figure over the laps."""
+        return statistics.median(lap.figures[figure] for lap in self.laps)
+
+    def ratio_to(self, other: Standing) -> float:
+        """Median over laps of its speed / another's in the same lap."""
+        return _ratio(self.laps, other.laps)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON values; no speed where the outputs are not accepted."""
         shown: dict[str, Any] = {
@@ -115,7 +127,7 @@ class Standing:
         if not self.agreement.accepted:
             shown = dict.fromkeys(shown, None) | {"name": self.name}
         for name in self.laps[0].figures:
-            shown[name] = statistics.median(lap.figures[name] for lap in self.laps)
+            shown[name] = self.median(name)
         if self.against is not None:
             shown["weights"] = "other"
         return shown | {"tokens": self.laps[0].tokens, "equal": self.agreement.equal, "note": self.agreement.note}
@@ -139,7 +151,7 @@ class Spread:
 
     @classmethod
     def of(cls, standings: Sequence[Standing]) -> Spread | None:
-        """Of one race. None where there is one lap: nobody knows then."""
+        """Of one race; None where there is one lap only, which tells nothing."""
         pairs = [pair for standing in standings for pair in itertools.pairwise(standing.speeds)]
         ratios = [max(a / b, b / a) for a, b in pairs if a and b]
         return cls(1 / max(ratios), max(ratios)) if ratios else None

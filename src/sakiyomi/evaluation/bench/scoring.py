@@ -1,22 +1,19 @@
-"""What a tree costs to score: beside a chain of as many tokens, and beside a batch of its continuations."""
+"""What a pass over a tree costs, compared with a chain of as many tokens and with a batch of the tree's paths."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import MEDIUM, Numbers, described, random_llama
+from sakiyomi.evaluation.bench.models import MEDIUM, described, random_llama
+from sakiyomi.evaluation.bench.pass_times import IN_A_LAP, ROOM, pass_times, random_target
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.theory import best_tree
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["scoring"]
 
@@ -24,8 +21,6 @@ PREFIXES = (32, 512, 4096)
 NODES = (8, 16)
 RANKS = (0.7, 0.15, 0.08, 0.04)  # of the tree's shape
 DEPTH = 5
-ROOM = 4200
-IN_A_LAP = 3
 
 
 def scoring(config: BenchConfig, note: Note) -> Row:
@@ -37,24 +32,21 @@ def scoring(config: BenchConfig, note: Note) -> Row:
     model = random_llama(*MEDIUM, torch.bfloat16, positions=ROOM, device=config.device)
     shapes = {count: best_tree(RANKS, count, DEPTH) for count in NODES}
     most = max(len(_leaves(shape)) for shape in shapes.values())
-    target = _target(model, config, most)
+    target = random_target(model, (8, 16, 32, 64), compile=config.compile, max_batch=most)
     slots = [target.cache.take() for _ in range(most)]
     target.cache.reserve(slots[-1], ROOM)
-    passes: dict[tuple[int, int, str], Sequence[SequenceRows]] = {}
+    passes: dict[tuple[int, int, str], tuple[ModelRunner, Sequence[SequenceRows]]] = {}
     for prefix in PREFIXES:
         for count, shape in shapes.items():
             parents = tuple(shape.index(path[:-1]) if len(path) > 1 else -1 for path in shape)
-            passes[prefix, count, "chain"] = [SequenceRows(slots[0], prefix, [5] * count)]
-            passes[prefix, count, "tree"] = [SequenceRows(slots[0], prefix, [5] * count, parents)]
             leaves = zip(slots, _leaves(shape), strict=False)
-            passes[prefix, count, "batch"] = [SequenceRows(slot, prefix, [5] * len(leaf)) for slot, leaf in leaves]
-    seconds: dict[tuple[int, int, str], list[float]] = {key: [] for key in passes}
-    for lap in range(config.repeats + 1):
-        note(f"scoring: lap {lap} of {config.repeats}")
-        for key, segments in passes.items():
-            times = [_seconds(target, segments) for _ in range(IN_A_LAP)]
-            if lap:
-                seconds[key] += times
+            ways = {
+                "chain": [SequenceRows(slots[0], prefix, [5] * count)],
+                "tree": [SequenceRows(slots[0], prefix, [5] * count, parents)],
+                "batch": [SequenceRows(slot, prefix, [5] * len(leaf)) for slot, leaf in leaves],
+            }
+            passes |= {(prefix, count, way): (target, rows) for way, rows in ways.items()}
+    seconds = pass_times(passes, config.repeats, lambda lap: note(f"scoring: lap {lap} of {config.repeats}"))
     pair_bytes = target.cache.pair_bytes
     lines = []
     for prefix in PREFIXES:
@@ -87,19 +79,3 @@ def _leaves(shape: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Nodes that nothing hangs from."""
     inner = {path[:-1] for path in shape}
     return [path for path in shape if path not in inner]
-
-
-def _target(model: Any, config: BenchConfig, slots: int) -> ModelRunner:
-    from sakiyomi.engine.llm import LLM
-
-    llm = LLM((model, Numbers()), draft="none", compile="auto" if config.compile else False, max_batch=slots)
-    if config.compile:
-        llm.wait()
-        llm.target.record((8, 16, 32, 64))
-    return llm.target
-
-
-def _seconds(target: ModelRunner, segments: Sequence[SequenceRows]) -> float:
-    began = time.perf_counter()
-    target.score(segments)
-    return time.perf_counter() - began

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, Lap, race
-from sakiyomi.evaluation.bench.speed import our_lap
+from sakiyomi.evaluation.bench.frame import PairRow, Run
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Lap
 from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["selfdraft"]
@@ -23,25 +20,21 @@ SHARES = (0.25, 0.5, 0.75)
 
 
 def selfdraft(config: BenchConfig, note: Note) -> Row:
-    """Greedy: plain, self-int8 where the target's own weights are not rounded, and exits after some of the layers."""
-    pair = Pair(config)
-    note("selfdraft: rounding and compiling")
+    """Greedy: plain, self-int8 unless the target's own weights are quantized, and exits after some of the layers."""
+    row = PairRow("selfdraft", config, note)
     rounded = config.quantize is not None
-    llm = pair.llm("none" if rounded else "self-int8")
-    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma)
+    llm = row.llm("none" if rounded else "self-int8")
     layers = int(llm.target.config.num_hidden_layers)
     ways: dict[str, Any] = {"plain": EngineView(llm)} | ({} if rounded else {"self-int8": llm})
     for count in sorted({min(max(1, round(share * layers)), layers - 1) for share in SHARES} - {0}):
         ways[f"early-exit:{count}"] = EngineView(llm, EarlyExit(FirstLayers(llm.target, count)))
-    judge = pair.judge(llm)
-    contenders = [Contender(name, partial(_lap, way, pair, params), judge) for name, way in ways.items()]
-    standings = race(contenders, repeats=config.repeats, note=note)
-    conditions = pair.settings(llm) | {"layers": layers, "prompts": len(pair.prompts)}
-    return of_race("selfdraft", "greedy, a target that drafts for itself, tokens/s", standings, **conditions)
+    standings = row.race({name: partial(_lap, row.run(way)) for name, way in ways.items()}, row.pair.judge(llm))
+    conditions = row.pair.settings(llm) | {"layers": layers, "prompts": len(row.pair.prompts)}
+    return row.row("greedy, a target that drafts for itself, tokens/s", standings, **conditions)
 
 
-def _lap(way: Any, pair: Pair, params: SamplingParams) -> Lap:
+def _lap(run: Run) -> Lap:
     """With the share of a round that goes into drafting."""
-    lap = our_lap(way, pair.prompts, params)
+    lap = run()
     parts = [lap.figures[name] for name in ("draft_ms", "score_ms", "overhead_ms")]
-    return replace(lap, figures=lap.figures | {"draft_share": parts[0] / max(sum(parts), 1e-9)})
+    return lap.more(draft_share=parts[0] / max(sum(parts), 1e-9))

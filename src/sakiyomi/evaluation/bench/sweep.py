@@ -1,22 +1,19 @@
-"""Throughput and latency against the number of requests at once, plain and speculative: where does reading ahead stop
-to pay?
+"""Throughput and latency against the number of requests at once, plain and speculative: when does speculation no longer
+pay?
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
 from sakiyomi.core.errors import MemoryLimitError
-from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.models import Pair
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing, race
-from sakiyomi.evaluation.bench.speed import our_lap, pair_conditions
+from sakiyomi.evaluation.bench.runner import Spread, Standing
 
 __all__ = ["sweep"]
 
@@ -27,21 +24,11 @@ def sweep(config: BenchConfig, note: Note) -> Row:
     A size pays if speculation has more total tokens/s than plain generation, by more than two equal things differ.
     Latency is the median over requests of the time from a request's start to its last token.
     """
-    pair, sizes = Pair(config), sorted(set(config.batch_sizes))
-    note("sweep: compiling")
-    llm = pair.llm(max_batch=sizes[-1])
+    row, sizes = PairRow("sweep", config, note), sorted(set(config.batch_sizes))
+    llm = row.llm(max_batch=sizes[-1])
     ways = {"plain": EngineView(llm), "speculative": llm}
-    params = SamplingParams(max_new_tokens=config.max_new_tokens, gamma=config.gamma, ignore_eos=True)
-    everyone = list(islice(cycle(pair.prompts), sizes[-1]))
-    judge = pair.judge(llm, everyone)
-
-    def run(size: int) -> list[Standing]:
-        contenders = [
-            Contender(name, partial(our_lap, way, everyone[:size], params, together=True), judge)
-            for name, way in ways.items()
-        ]
-        return race(contenders, repeats=config.repeats, note=lambda text: note(f"batch of {size}, {text}"))
-
+    everyone = list(islice(cycle(row.pair.prompts), sizes[-1]))
+    judge = row.pair.judge(llm, everyone)
     lines: list[dict[str, Any]] = []
     notes = []
     for size in sizes:
@@ -50,11 +37,14 @@ def sweep(config: BenchConfig, note: Note) -> Row:
         except MemoryLimitError as error:
             notes.append(f"batch of {size} and above: {error}")
             break
-        standings = run(size)
+        runs = {
+            name: row.run(way, prompts=everyone[:size], together=True, ignore_eos=True) for name, way in ways.items()
+        }
+        standings = row.race(runs, judge, where=f"batch of {size}")
         lines.append(_line(size, standings))
         notes += [f"batch of {size}: {found.agreement.note}" for found in standings if found.agreement.note]
     notes.append(_mark(lines))
-    conditions = pair_conditions(pair, llm) | {"graphs_up_to_rows": llm.target.sizes[-1], "laps": config.repeats}
+    conditions = row.conditions(llm, graphs_up_to_rows=llm.target.sizes[-1], laps=config.repeats)
     conditions.pop("perplexity_of", None)  # the same at every size: not measured here
     return Row("sweep", "total tokens/s and seconds a request, by requests at once", lines, conditions, notes)
 

@@ -1,1 +1,1 @@
-"""Which drafter is fastest here, and how far it should read ahead: measured, predicted, tried, kept."""
+"""Finds the fastest drafter and draft length on this machine: measures, predicts, tries, and keeps the result."""

@@ -1,4 +1,4 @@
-"""What there is to learn about drafters: how often they are right, on many texts; what they cost, on a few."""
+"""Measures drafters: how often they are right, on many texts, and what they cost, on a few."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import functools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.errors import DraftError, InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.tuning.predict import (
     Chains,
@@ -22,10 +24,6 @@ from sakiyomi.evaluation.tuning.predict import (
     weighed,
 )
 from sakiyomi.evaluation.tuning.watch import Heard, Round, watched
-
-if TYPE_CHECKING:
-    from sakiyomi.core.params import SamplingParams
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ALONE", "BATCH", "DEEP", "GAMMAS", "OVER", "Calibration", "Candidate", "Gamma", "Note", "Prompts"]
 
@@ -105,7 +103,7 @@ class Calibration:
         llm: the target, without a drafter.
         params: of all texts.
         candidates: drafters.
-        refused: who cannot be used, and why; who fails here is added.
+        refused: drafters that cannot be used, and why; those that fail here are added.
 
     Attributes:
         texts: how many were written in batches.

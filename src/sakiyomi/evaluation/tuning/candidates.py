@@ -1,20 +1,20 @@
-"""Which drafters a target could have here."""
+"""Lists the drafters that a target could use on this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS, folder_of
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters import parse_drafters
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.tuning.config import PairConfig
 
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
+__all__ = ["available", "made", "named"]
 
-__all__ = ["available", "named"]
-
+Made = TypeVar("Made")
 TEXT = ("prompt-lookup", "suffix", "ngram")
 
 
@@ -43,6 +43,36 @@ def available(llm: LLM, config: PairConfig) -> list[str]:
     if llm.target.weights.quantization is None and llm.target.device.type == "cpu" and not llm.target.offloaded:
         found.append("self-int8")
     return found
+
+
+def made(
+    specs: Iterable[str], make: Callable[[str], Made], needed: Sequence[str], note: Callable[[str], None]
+) -> tuple[dict[str, Made], dict[str, str]]:
+    """Make something of every spec once.
+
+    Args:
+        specs: of drafters.
+        make: is called with each.
+        needed: specs that have to work.
+        note: is told what is going on.
+
+    Returns:
+        What was made, and messages of the others, both by spec.
+
+    Raises:
+        SakiyomiError: a needed one cannot be made.
+    """
+    found: dict[str, Made] = {}
+    refused: dict[str, str] = {}
+    for spec in dict.fromkeys(specs):
+        note(f"making {spec} ready")
+        try:
+            found[spec] = make(spec)
+        except SakiyomiError as error:
+            if spec in needed:
+                raise
+            refused[spec] = error.message
+    return found, refused
 
 
 def _folder(name: str | None) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.embedded import DEFAULT
-from sakiyomi.core.errors import InputError
 
 __all__ = ["PairConfig", "TuneConfig"]
 
@@ -18,17 +18,17 @@ class PairConfig:
         target: embedded name (tales), folder in Hugging Face format, or hub id.
         draft: drafter to consider (again for each), beside those that need nothing but the target: none,
             prompt-lookup, suffix, ngram, its own first layers, itself in 8 bits, the draft and heads that belong to it.
-        drafts: folder of candidates, each a folder with a small model; those that do not fit are listed with why.
+        drafts: folder of candidates, each a folder with a small model; unusable ones are listed with the reason.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default beginnings of stories.
-            Every other one calibrates, the others are kept for the comparison.
-        count: prompts that are used at most.
+            Every second prompt calibrates, the others are kept for the comparison.
+        count: most prompts that are used.
         prompt_tokens: prompts are cut to this many tokens.
         max_new_tokens: new tokens of each text.
         temperature: of the texts; 0: greedy.
-        finalists: configurations that are run beside plain decoding, those with the best predictions.
-        seconds: how long it takes, about: so many prompts are used as there is time for.
-        all: run every configuration on all prompts that are kept, however it was predicted and however long it takes,
-            and say how far predictions were off.
+        finalists: how many of the configurations with the best predictions are measured beside plain decoding.
+        seconds: about how long it may take; the number of prompts follows from it.
+        all: measure every configuration on all prompts of the comparison, however long that takes, and report how far
+            predictions were off.
         dtype: auto (as the checkpoint says), float32, bfloat16 or float16.
         device: auto, cpu, cuda or cuda:N.
         quantize: int8 or int4: as the target will run.
@@ -52,10 +52,7 @@ class PairConfig:
     save: bool = True
 
     def __post_init__(self) -> None:
-        least = {"count": 2, "prompt_tokens": 1, "max_new_tokens": 8, "temperature": 0, "finalists": 1, "seconds": 1}
-        for name, number in least.items():
-            if not getattr(self, name) >= number:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least {number}")
+        at_least(self, count=2, prompt_tokens=1, max_new_tokens=8, temperature=0, finalists=1, seconds=1)
 
 
 @dataclass(frozen=True)

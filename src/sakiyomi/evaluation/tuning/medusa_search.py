@@ -10,12 +10,15 @@ import dataclasses
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sakiyomi.core.checks import at_least
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Stats
@@ -25,18 +28,15 @@ from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.drafters.medusa_heads.tuned import FILE, Tuned, read_tuned, write_tuned
 from sakiyomi.engine import machine
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
+from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.config import TuneConfig
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.theory import expected_tree_tokens
 from sakiyomi.train.counted import read_counted
 from sakiyomi.train.samples import prompt_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ranks_of", "search", "tune"]
 
@@ -59,11 +59,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    from sakiyomi.engine.llm import LLM
-
-    for name, least in (("prompts", 1), ("new_tokens", 2), ("max_nodes", 1)):
-        if getattr(config, name) < least:
-            raise InputError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    at_least(config, prompts=1, new_tokens=2, max_nodes=1)
     if config.max_nodes > MOST_NODES:
         raise InputError(f"max_nodes is {config.max_nodes}; by default no tree has more than {MOST_NODES} nodes")
     if not config.valid:
@@ -71,16 +67,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     folder = folder_of(config.heads)
     _check_folder(folder)
     note(f"loading {config.target}")
-    llm = LLM(
-        config.target,
-        f"medusa:{config.heads}",
-        dtype=config.dtype,
-        device=config.device,
-        quantize=config.quantize,
-        compile=True,
-        max_batch=8,
-        strict=True,
-    )
+    llm = load(config, f"medusa:{config.heads}", compile=True, max_batch=8, strict=True)
     llm.wait()
     drafter = llm.draft
     assert isinstance(drafter, MedusaDrafter)
@@ -93,9 +80,7 @@ def tune(config: TuneConfig, note: Callable[[str], None] = lambda text: None) ->
     rounds = _rounds(llm, drafter, prompts, ranks, config.max_nodes)
     table = search(ranks, rounds)
     best = max(table, key=lambda row: row["tokens_per_second"])
-    conditions = machine.conditions(
-        target=llm.name, dtype=str(llm.target.dtype).removeprefix("torch."), quantize=config.quantize
-    )
+    conditions = machine.conditions(target=llm.name, dtype=dtype_name(llm.target.dtype), quantize=config.quantize)
     conditions |= {"round_ms": {nodes: 1000 * spent for nodes, spent in rounds.items()}}
     conditions |= {"heads_ms": 1000 * _heads_seconds(llm, drafter)}
     conditions |= {"texts": len(ranks.texts), "places": ranks.places}

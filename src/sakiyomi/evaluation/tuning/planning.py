@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from sakiyomi import theory
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.theory.checks import cost
 
 __all__ = ["PlanConfig", "draw", "plan"]
@@ -73,9 +74,7 @@ class PlanConfig:
         for value in self.alpha:
             if not 0.0 <= value <= 1.0:
                 raise InputError(f"alpha is {value:g}; it is a probability, between 0 and 1")
-        for name, least in (("batch", 1), ("max_gamma", 1), ("context", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        at_least(self, batch=1, max_gamma=1, context=0)
         if self.max_gamma > LONGEST:
             raise InputError(f"max_gamma is {self.max_gamma}; expected at most {LONGEST}: every gamma is a line")
         if self.c_hat is not None:
@@ -251,16 +250,8 @@ def _curve(entries: tuple[str, ...]) -> Callable[[int], float]:
         if int(found[1]) == 1 and float(found[2]) != 1:
             raise InputError(f"v is {entry!r}; v counts in passes over one row, so that 1=1 by definition")
         points[int(found[1])] = float(found[2])
-    rows = sorted(points)
-    if len(rows) < 2:
-        return lambda count: points[rows[0]]
-
-    def at(count: int) -> float:
-        place = min(max(bisect_left(rows, count), 1), len(rows) - 1)
-        low, high = rows[place - 1], rows[place]
-        return max(points[low] + (points[high] - points[low]) * (count - low) / (high - low), FLOOR)
-
-    return at
+    measured = sorted(points.items())
+    return lambda count: max(between(measured, count), FLOOR)
 
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
@@ -285,33 +276,26 @@ def draw(found: dict[str, Any], path: str) -> None:
     Raises:
         LoadError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    from sakiyomi.evaluation.bench.plot import BAR, BASELINE, save
+    from sakiyomi.evaluation.bench.draw import BAR, BASELINE, MARK, curve, panels, save
 
     lines = found["lines"]
-    gammas = [line["gamma"] for line in lines]
-    panels: list[tuple[str, list[tuple[str, str, str]]]] = [
+    parts: list[tuple[str, list[tuple[str, str, str]]]] = [
         ("tokens a pass", [("tokens", "", BAR)]),
         ("speed-up over plain", [("flat", "all passes alike", BASELINE), ("speedup", "with what passes cost", BAR)]),
     ]
     if found["c_hat"] is not None:
-        panels.append(("operations a token, plain is 1", [("operations", "", BAR)]))
+        parts.append(("operations a token, plain is 1", [("operations", "", BAR)]))
     if "traffic_bytes" in lines[0]:
-        panels.append(("GB read a token", [("traffic_bytes", "", BAR)]))
-    figure = Figure(figsize=(3.4 * len(panels), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (label, curves) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        parts.append(("GB read a token", [("traffic_bytes", "", BAR)]))
+    figure, found_axes = panels(1, len(parts), 3.4 * len(parts), 3.4)
+    for axes, (label, curves) in zip(found_axes, parts, strict=True):
         for name, legend, colour in curves:
-            unit = 1e9 if name == "traffic_bytes" else 1.0
+            scale = 1e-9 if name == "traffic_bytes" else 1.0
             style = "--" if name == "flat" else "-"
-            axes.plot(gammas, [line[name] / unit for line in lines], style, color=colour, label=legend or None)
-        axes.axvline(found["gamma"], color="#c2452d", linestyle="--", linewidth=1)
+            curve(axes, lines, "gamma", name, style, scale, color=colour, label=legend or None)
+        axes.axvline(found["gamma"], color=MARK, linestyle="--", linewidth=1)
         axes.set(xlabel="gamma", ylabel=label)
         axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         if len(curves) > 1:
             axes.legend(frameon=False, fontsize=8)
     alpha = ", ".join(f"{value:g}" for value in found["given"]["alpha"])

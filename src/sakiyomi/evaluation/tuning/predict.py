@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sakiyomi.evaluation.tuning.lines import between
 from sakiyomi.evaluation.tuning.watch import Round
 from sakiyomi.theory import positional_acceptance, round_speedup
 
@@ -80,11 +80,7 @@ class Curve:
 
     def __call__(self, count: int) -> float:
         """Seconds at a count."""
-        if len(self.points) == 1:
-            return self.points[0][1]
-        at = min(max(bisect_left(self.points, (count,)), 1), len(self.points) - 1)
-        (low, a), (high, b) = self.points[at - 1], self.points[at]
-        return max(0.0, a + (b - a) * (count - low) / (high - low))
+        return max(0.0, between(self.points, count))
 
 
 @dataclass(frozen=True)
@@ -190,7 +186,7 @@ class Chains:
 
 
 def weighed(texts: Texts, few: Texts, many: Texts, plain: float) -> Expected:
-    """Of rounds that weighed for themselves how far to read ahead, on few texts.
+    """What to expect of gamma "auto", which chooses the draft length in every round; from few texts.
 
     Args:
         texts: their rounds.

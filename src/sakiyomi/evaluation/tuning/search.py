@@ -11,21 +11,22 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.dtypes import dtype_name
+from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_prompts
 from sakiyomi.engine import machine
+from sakiyomi.engine.plain import EngineView
 from sakiyomi.engine.tuned_profile import Profile, lasting, profile_path, write_profile
+from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.beginnings import beginnings
 from sakiyomi.evaluation.tuning.calibrate import ALONE, BATCH, OVER, Calibration, Candidate, Gamma, Note, Prompts
-from sakiyomi.evaluation.tuning.candidates import available, named
+from sakiyomi.evaluation.tuning.candidates import available, made, named
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.evaluation.tuning.predict import Expected, ratio_error
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.plain import EngineView
 
 __all__ = ["tune"]
 
@@ -48,8 +49,6 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
     Raises:
         InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
     """
-    from sakiyomi.engine.llm import LLM
-
     began = time.monotonic()
     specs = named(config)
     texts = beginnings(config.count) if config.prompts is None else read_prompts(config.prompts, config.count)
@@ -57,45 +56,26 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
         raise InputError("there is one prompt; give two or more: half of them are kept for the comparison")
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     note(f"loading {config.target}")
-    llm = LLM(
-        config.target,
-        PLAIN,
-        dtype=config.dtype,
-        device=config.device,
-        quantize=config.quantize,
-        compile=True,
-        max_batch=BATCH,
-        strict=True,
-    )
+    llm = load(config, PLAIN, compile=True, max_batch=BATCH, strict=True)
     prompts = [llm.tokenizer(text).input_ids[: config.prompt_tokens] for text in texts]
     if max(map(len, prompts)) + config.max_new_tokens > llm.max_context:
         raise InputError(
             f"a prompt of {max(map(len, prompts))} tokens and {config.max_new_tokens} new ones do not fit into "
             f"{llm.max_context}; lower --prompt-tokens or --max-new-tokens"
         )
-    candidates: list[Candidate] = []
-    refused: list[dict[str, str]] = []
-    for spec in dict.fromkeys([*specs, *available(llm, config)]):
-        note(f"making {spec} ready")
-        try:
-            candidate = Candidate.on(llm, spec)
-        except SakiyomiError as error:
-            if spec in config.draft:
-                raise
-            refused.append({"draft": spec, "refused": error.message})
-            continue
-        if candidate is not None:
-            candidates.append(candidate)
+    found, why = made([*specs, *available(llm, config)], partial(Candidate.on, llm), config.draft, note)
+    candidates = [candidate for candidate in found.values() if candidate is not None]
+    refused = [{"draft": spec, "refused": message} for spec, message in why.items()]
     note("compiling")
     llm.wait()
     calibration = Calibration(llm, params, candidates, refused)
     comparison = Comparison(calibration, params)
     _learn_and_compare(config, calibration, comparison, prompts, began, note)
-    found = _result(calibration, comparison, config.finalists)
-    best = found["best"]
-    found["conditions"] = machine.conditions(
+    result = _result(calibration, comparison, config.finalists)
+    best = result["best"]
+    result["conditions"] = machine.conditions(
         target=llm.name,
-        dtype=str(llm.target.dtype).removeprefix("torch."),
+        dtype=dtype_name(llm.target.dtype),
         quantize=config.quantize,
         graphs="compiled" if llm.compiled() else "eager",
         prompts=config.prompts or "beginnings of stories",
@@ -105,15 +85,15 @@ def tune(config: PairConfig, note: Note = lambda text: None) -> dict[str, Any]:
         temperature=config.temperature,
         seconds=time.monotonic() - began,
     )
-    found["file"] = None
+    result["file"] = None
     if config.save:
         path = profile_path(llm.target, llm.tokenizer)
         profile = Profile(
-            lasting(best["draft"]), best["gamma"], best["measured_speedup"], found["conditions"], found["table"]
+            lasting(best["draft"]), best["gamma"], best["measured_speedup"], result["conditions"], result["table"]
         )
         write_profile(path, profile)
-        found["file"] = str(path)
-    return found
+        result["file"] = str(path)
+    return result
 
 
 def _learn_and_compare(
@@ -209,7 +189,7 @@ class Comparison:
         return next(row for row in self.rows if row["draft"] == PLAIN)
 
     def choose(self, finalists: int | None) -> None:
-        """Say who is compared.
+        """Choose the configurations that are compared.
 
         Args:
             finalists: how many, the best by what is known now; None: all.

@@ -1,18 +1,16 @@
-"""Rounds as they happen: what was drafted, what came of it, and what each part took."""
+"""Observes the rounds of an engine: the draft, how much of it was accepted, and the seconds of each part."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft
-
-if TYPE_CHECKING:
-    from sakiyomi.core.params import SamplingParams
-    from sakiyomi.drafters import Context
-    from sakiyomi.engine.engine import Engine
+from sakiyomi.drafters import Context
+from sakiyomi.engine.engine import Engine
 
 __all__ = ["Heard", "Judged", "Round", "Written", "judged", "watched"]
 
@@ -75,10 +73,10 @@ class Written:
 
 
 class Heard:
-    """A drafter whose last drafts can be looked at; in all else it is the drafter.
+    """A drafter that keeps its last drafts; everything else is the drafter's own.
 
     Args:
-        drafter: who proposes.
+        drafter: makes the drafts.
 
     Attributes:
         last: drafts of the last round, by request.

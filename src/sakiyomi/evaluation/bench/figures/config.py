@@ -38,8 +38,8 @@ class ReportConfig:
         sections: sections to make (again for each), all if none is given: sizes, temperature, ranks, drafts, medusa,
             tree, rounds, expected, operations, heads, memory, predicted.
         redraw: measure nothing: draw all pictures and the page again from the numbers in the folder.
-        again: measure anew what the folder has already; otherwise a section that was measured with these settings is
-            kept, so that a run that was broken off goes on where it was.
+        again: measure again what the folder has already. Otherwise sections that were measured with these settings are
+            kept, so that an interrupted run continues.
         target: embedded name, folder or hub id.
         draft: auto (tales-draft, for tales alone), or model:FOLDER.
         heads: Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
@@ -53,13 +53,13 @@ class ReportConfig:
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
         gamma: draft tokens a round, where it is not "auto" or what the section varies.
-        repeats: laps that count; one more is run before them.
+        repeats: measured laps; one lap before them warms up.
         max_new_tokens: new tokens of each text.
         prompt_tokens: prompts are cut to this many tokens.
         prompts: file of prompts: one a line, or .jsonl with text, prompt or turns; by default a few beginnings of
             stories.
-        count: prompts that are used at most.
-        compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
+        count: most prompts that are used.
+        compile: wait for compiled graphs and use them; otherwise everything runs eagerly.
     """
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})

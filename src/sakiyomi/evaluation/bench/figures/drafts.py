@@ -7,22 +7,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
-from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, median, notes_of, spread_of
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender
+from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.candidates import made
+from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train.ngram import count_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["DRAFTS"]
 
@@ -49,26 +51,13 @@ def drafts(work: Work, note: Note) -> Row:
     else:
         models = _family(config.models)
         target, others = models[0], models[1:]
-        llm = _llm(work, target)
-        found: dict[str, Any] = {}
-        for folder in others:
-            try:
-                found[folder.name] = llm.drafter(f"model:{folder}")
-            except SakiyomiError as error:
-                notes.append(f"{folder.name} is left out: {error.message}")
-        from sakiyomi.model_executor.loading import load_model
-
+        llm = load(config.bench(target=str(target)), "none", compile=config.compile)
+        found, why = made([f"model:{folder}" for folder in others], llm.drafter, (), note)
+        notes += [f"{Path(spec).name} is left out: {message}" for spec, message in why.items()]
         loaded = load_model(str(target), dtype=config.dtype, device=config.device)
-        lines += _compared(work, llm, loaded, target.name, found, note, notes)
+        lines += _compared(work, llm, loaded, target.name, {Path(k).name: d for k, d in found.items()}, note, notes)
     conditions = {"gamma": config.gamma, "acceptance": "ratio", "n-grams": f"of {COUNTED} sampled texts a prompt"}
     return Row("drafts", "alpha and speed-up by draft", lines, work.laps() | conditions, notes)
-
-
-def _llm(work: Work, folder: Path) -> LLM:
-    from sakiyomi.engine.llm import LLM
-
-    config = work.config
-    return LLM(str(folder), draft="none", dtype=config.dtype, device=config.device, compile=config.compile)
 
 
 def _family(name: str) -> list[Path]:
@@ -89,7 +78,7 @@ def _compared(
 ) -> list[dict[str, Any]]:
     """A line each drafter, n-grams of the target's own text among them; ``notes`` takes what has to be said of it."""
     prompts = [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.bench().texts()]
-    sizes = {name: _size(drafter) for name, drafter in drafters.items()}
+    sizes = {name: drafter.model.weights.bytes for name, drafter in drafters.items()}
     note(f"drafts: {target} writes texts to count")
     drafters = drafters | _counted(work, llm, prompts)
     llm.wait()
@@ -98,31 +87,23 @@ def _compared(
     found: dict[float, Any] = {}
     for temperature in TEMPERATURES:
         params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
-        contenders = [
-            Contender(name, partial(lap, engine, prompts, params), None if temperature else judge)
-            for name, engine in engines.items()
-        ]
-        found[temperature] = work.race(contenders, note, f"drafts of {target}, T={temperature:g}")
+        runs = {name: partial(lap, engine, prompts, params) for name, engine in engines.items()}
+        what = f"drafts of {target}, T={temperature:g}"
+        found[temperature] = work.race(runs, note, what, None if temperature else judge)
         notes += notes_of(f"{target}, T={temperature:g}", found[temperature])
     lines = []
     for at, name in enumerate(drafters, start=1):
         line: dict[str, Any] = {"name": name, "target": target, "weight_bytes": sizes.get(name)}
         for temperature, standings in found.items():
             plain, own = standings[0], standings[at]
-            step = median(plain, "score_ms") + median(plain, "overhead_ms")
+            step = plain.median("score_ms") + plain.median("overhead_ms")
             t = f"{temperature:g}"
-            line |= {f"alpha, T={t}": median(own, "alpha"), f"tau, T={t}": median(own, "tau")}
+            line |= {f"alpha, T={t}": own.median("alpha"), f"tau, T={t}": own.median("tau")}
             line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": spread_of(standings)}
             if not temperature:
-                line["c"] = median(own, "draft_ms") / work.config.gamma / step
+                line["c"] = own.median("draft_ms") / work.config.gamma / step
         lines.append(line)
     return lines
-
-
-def _size(drafter: Any) -> int | None:
-    """Bytes of weights that a pass of a draft model reads; None where nobody knows."""
-    found: int | None = getattr(drafter.model, "weight_bytes", None)
-    return found
 
 
 def _counted(work: Work, llm: LLM, prompts: Sequence[list[int]]) -> dict[str, NgramDrafter]:
@@ -152,7 +133,7 @@ def _paint_drafts(row: Row, theme: Theme) -> Figure:
             heads[line["target"]] = below
             below += 0.8
         places.append(below)
-    figure, (upper, lower) = panels(2, 0.9 + 0.3 * places[-1])
+    figure, (upper, lower) = stacked(2, 0.9 + 0.3 * places[-1])
     for axes, key, label in ((upper, "alpha", "alpha"), (lower, "speed-up", "speed-up over plain")):
         for at, temperature in enumerate(TEMPERATURES):
             values = [line[f"{key}, T={temperature:g}"] or 0.0 for line in row.lines]
@@ -167,7 +148,7 @@ def _paint_drafts(row: Row, theme: Theme) -> Figure:
         axes.margins(x=0.12)
         axes.grid(visible=False, axis="y")
     lower.axvline(1.0, color=theme.faint, linewidth=1)
-    figure.legend(*upper.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    legend_below(figure, upper)
     return figure
 
 

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.evaluation.bench.config import Note
-from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, median, spread_of
-from sakiyomi.evaluation.bench.report import Row, unclaimed
-from sakiyomi.evaluation.bench.runner import Contender, Spread
+from sakiyomi.evaluation.bench.draw import curve
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, spread_of
+from sakiyomi.evaluation.bench.report import Row, race_notes
 from sakiyomi.theory import expected_tokens, speedup
 
 if TYPE_CHECKING:
@@ -45,23 +45,15 @@ def expected(work: Work, note: Note) -> Row:
 
 
 def _paint_expected(row: Row, theme: Theme) -> Figure:
-    figure, (axes,) = panels(height=4.4)
+    figure, (axes,) = stacked(height=4.4)
     grid = [at / 100 for at in range(100)]
     marks = {"known rate": "o", "draft model": "*"}
     for gamma, colour in zip(GAMMAS, theme.colours, strict=False):
         axes.plot(grid, [expected_tokens(alpha, gamma) for alpha in grid], color=colour, label=f"gamma {gamma}")
         for name, mark in marks.items():
             points = [line for line in row.lines if (line["gamma"], line["name"]) == (gamma, name)]
-            size = 13 if mark == "*" else 6
-            edge = theme.ink if mark == "*" else colour
-            axes.plot(
-                [line["alpha"] for line in points],
-                [line["tau"] for line in points],
-                mark,
-                color=colour,
-                markersize=size,
-                markeredgecolor=edge,
-            )
+            size, edge = (13, theme.ink) if mark == "*" else (6, colour)
+            curve(axes, points, "alpha", "tau", mark, color=colour, markersize=size, markeredgecolor=edge)
     for name, mark in marks.items():
         axes.plot([], [], mark, color=theme.faint, markersize=9, label=f"measured, {name}")
     axes.set(xlabel="alpha: share of judged tokens that were accepted", ylabel="tokens a target pass", ylim=(1, None))
@@ -95,45 +87,31 @@ def operations(work: Work, note: Note) -> Row:
     engine = work.engine(work.draft)
     judge = work.pair.judge(work.llm)
     params = work.params(tree="chain")
-    contenders = [Contender("plain", partial(lap, work.engine(), work.prompts, params), judge)]
-    contenders += [
-        Contender(f"gamma {gamma}", partial(lap, engine, work.prompts, replace(params, gamma=gamma)), judge)
-        for gamma in LENGTHS
-    ]
-    standings = work.race(contenders, note, "operations")
+    runs = {"plain": partial(lap, work.engine(), work.prompts, params)}
+    runs |= {f"gamma {n}": partial(lap, engine, work.prompts, replace(params, gamma=n)) for n in LENGTHS}
+    standings = work.race(runs, note, "operations", judge)
     sizes = [model.num_parameters() for model in (work.pair.target.model, work.pair.draft.model)]
     c_hat = sizes[1] / sizes[0]
     plain = standings[0]
     step = 1000 / line_of(plain)["tokens_per_second"]
     lines: list[dict[str, Any]] = [line_of(plain, gamma=0, operations=1.0)]
     for gamma, standing in zip(LENGTHS, standings[1:], strict=True):
-        alpha, tau = median(standing, "alpha"), median(standing, "tau")
-        c = median(standing, "draft_ms") / gamma / step
+        alpha, tau = standing.median("alpha"), standing.median("tau")
+        c = standing.median("draft_ms") / gamma / step
         found = line_of(standing, gamma=gamma, operations=(gamma * c_hat + gamma + 1) / tau)
         lines.append(found | {"c": c, "passes alike": speedup(alpha, gamma, c)})
-    spread = Spread.of(standings)
-    notes = [*filter(None, (standing.agreement.note for standing in standings)), *unclaimed(standings, spread)]
     conditions = work.conditions(c_hat=c_hat, **{"A/A": spread_of(standings)})
-    return Row("operations", "speed-up and operations a token, by gamma", lines, conditions, notes)
+    return Row("operations", "speed-up and operations a token, by gamma", lines, conditions, race_notes(standings))
 
 
 def _paint_operations(row: Row, theme: Theme) -> Figure:
-    figure, (upper, lower) = panels(2, 2.7)
-    seen = [line for line in row.lines if line["ratio"] is not None]
-    upper.plot([line["gamma"] for line in seen], [line["ratio"] for line in seen], "o-", label="measured")
-    drafted = row.lines[1:]
-    upper.plot(
-        [line["gamma"] for line in drafted],
-        [line["passes alike"] for line in drafted],
-        "--",
-        label="if a pass cost the same for all rows",
-    )
+    figure, (upper, lower) = stacked(2, 2.7)
+    curve(upper, row.lines, "gamma", "ratio", label="measured")
+    curve(upper, row.lines[1:], "gamma", "passes alike", "--", label="if a pass cost the same for all rows")
     upper.axhline(1.0, color=theme.faint, linewidth=1)
     upper.set(ylabel="speed-up over plain", xlabel="gamma", ylim=(0, None))
     upper.legend(loc="lower right")
-    lower.plot(
-        [line["gamma"] for line in row.lines], [line["operations"] for line in row.lines], "o-", color=theme.colours[1]
-    )
+    curve(lower, row.lines, "gamma", "operations", color=theme.colours[1])
     lower.axhline(1.0, color=theme.faint, linewidth=1)
     lower.set(ylabel="operations a token, plain is 1", xlabel="gamma", ylim=(0, None))
     return figure
@@ -152,7 +130,7 @@ def _alt_operations(row: Row) -> str:
 
 OPERATIONS = Section(
     "Wall time and operations",
-    "Reading ahead buys time with arithmetic: refused tokens were computed for nothing. Above: measured speed-up of "
+    "Speculation buys time with arithmetic: rejected tokens were computed for nothing. Above: measured speed-up of "
     "greedy chains by their length, with what it would be if passes over more rows cost no more (theorem 3.8 of arXiv "
     "2211.17192, with the measured alpha and c). Below: operations a committed token, (gamma c_hat + gamma + 1) / "
     "tau, with the measured tau and c_hat the ratio of the models' parameters.",

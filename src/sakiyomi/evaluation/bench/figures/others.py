@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.evaluation.bench.config import Note
-from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
+from sakiyomi.evaluation.bench.draw import curve
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.plot import accuracy
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEMORY", "PREDICTED"]
 
+MARKS = "osD^vPX"
 TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than laps
 
 
@@ -127,19 +129,18 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _paint_predicted(row: Row, theme: Theme) -> Figure:
-    figure, (axes,) = panels(height=5.2)
+    figure, (axes,) = stacked(height=5.2)
     drafts = list(dict.fromkeys(line["draft"] for line in row.lines))
     for at, draft in enumerate(drafts):
         own = [line for line in row.lines if line["draft"] == draft]
-        xs, ys = [line["measured_speedup"] for line in own], [line["predicted_speedup"] for line in own]
-        marks, colours = "osD^vPX", theme.colours
-        axes.plot(xs, ys, marks[at % len(marks)], color=colours[at % len(colours)], markersize=6, label=draft)
+        look = {"color": theme.colours[at % len(theme.colours)], "markersize": 6, "label": draft}
+        curve(axes, own, "measured_speedup", "predicted_speedup", MARKS[at % len(MARKS)], **look)
     ends = [line[key] for line in row.lines for key in ("measured_speedup", "predicted_speedup")]
     low, high = 0.95 * min(ends), 1.05 * max(ends)
     axes.plot([low, high], [low, high], color=theme.faint, linewidth=1)
     axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high], color=theme.faint, alpha=0.25)
     axes.set(xlabel="measured speed-up", ylabel="predicted speed-up; band: 5 % off", xlim=(low, high), ylim=(low, high))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    legend_below(figure, axes)
     return figure
 
 

@@ -1,8 +1,8 @@
-"""Who is how fast: by the size of the target, with Medusa heads, and by temperature."""
+"""Speeds by the size of the target, with Medusa heads, and by temperature."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,15 @@ from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
-from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
 from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
+from sakiyomi.evaluation.bench.frame import PairRow, peer_lap
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread
-from sakiyomi.evaluation.bench.speed import everybody, peer_lap
+from sakiyomi.evaluation.bench.speed import everybody
+from sakiyomi.evaluation.loading import load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,21 +27,39 @@ if TYPE_CHECKING:
 __all__ = ["MEDUSA", "SIZES", "TEMPERATURE"]
 
 
-def sizes(work: Work, note: Note) -> Row:
-    """Greedy; transformers and ours, plain and with the draft model, on the target as it is and inflated."""
+def _by_size(
+    what: str, work: Work, note: Note, contenders: Callable[[PairRow, str | None], Sequence[Contender]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Lines and notes of a race at each size: the target as it is, and inflated.
+
+    Args:
+        what: names the section.
+        work: the report's.
+        note: is told what is going on.
+        contenders: are made from the row of a size and the heads that go with it.
+    """
     lines: list[dict[str, Any]] = []
     notes: list[str] = []
     for size in ("", *work.config.sizes):
-        pair, _ = work.sized(size, note)
-        llm = pair.llm()
-        note(f"sizes: compiling {size or 'the target'}")
-        llm.wait()
-        parameters = pair.target.model.num_parameters() / 1e6
+        row, heads = work.sized(what, size, note)
+        parameters = row.pair.target.model.num_parameters() / 1e6
         name = f"{parameters:.3g}M"
-        found = work.race(everybody(pair, llm, peers=("plain", "assisted")), note, f"sizes, {name}")
+        found = row.race(contenders(row, heads), where=name)
         notes += notes_of(name, found)
         spread = spread_of(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
+    return lines, notes
+
+
+def sizes(work: Work, note: Note) -> Row:
+    """Greedy; transformers and ours, plain and with the draft model, on the target as it is and inflated."""
+
+    def contenders(row: PairRow, heads: str | None) -> list[Contender]:
+        llm = row.llm()
+        llm.wait()
+        return everybody(row, llm, peers=("plain", "assisted"))
+
+    lines, notes = _by_size("sizes", work, note, contenders)
     conditions = {**work.pair.names, **work.pair.dtypes, "gamma": work.config.gamma, **work.laps()}
     return Row("sizes", "milliseconds a token, greedy, by size of the target", lines, conditions, notes)
 
@@ -48,7 +69,7 @@ def _ways(row: Row) -> list[str]:
 
 
 def _paint_sizes(row: Row, theme: Theme) -> Figure:
-    figure, (axes,) = panels(height=3.8)
+    figure, (axes,) = stacked(height=3.8)
     highest = 0.0
     for at, (way, colour) in enumerate(zip(_ways(row), theme.colours, strict=False)):
         own = [line for line in row.lines if line["name"] == way and line["ms_per_token"]]
@@ -66,7 +87,7 @@ def _paint_sizes(row: Row, theme: Theme) -> Figure:
     axes.set_xticks([at for at, _ in ticks], [name for _, name in ticks])
     axes.minorticks_off()
     axes.set(xlabel="parameters of the target", ylabel="ms a token; bars: all laps", ylim=(0, 1.05 * highest or None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    legend_below(figure, axes)
     return figure
 
 
@@ -94,33 +115,29 @@ SIZES = Section(
 
 def medusa(work: Work, note: Note) -> Row:
     """Greedy; plain against heads, on the target as it is and inflated, with gamma auto."""
-    lines: list[dict[str, Any]] = []
-    notes: list[str] = []
     work.medusa  # noqa: B018 - refuse before anything is inflated
-    for size in ("", *work.config.sizes):
-        pair, heads = work.sized(size, note)
-        llm = pair.llm(f"medusa:{heads}")
-        note(f"medusa: compiling {size or 'the target'}")
+    params = work.params(gamma="auto")
+
+    def contenders(row: PairRow, heads: str | None) -> list[Contender]:
+        llm = row.llm(f"medusa:{heads}")
         llm.wait()
-        parameters = pair.target.model.num_parameters() / 1e6
-        params, judge = work.params(gamma="auto"), pair.judge(llm)
-        ways = {"plain": EngineView(llm), "Medusa": llm}
-        contenders = [Contender(name, partial(lap, way, pair.prompts, params), judge) for name, way in ways.items()]
-        contenders[1].run()  # graphs of all sizes that it meets
+        runs = {
+            name: partial(lap, way, row.pair.prompts, params)
+            for name, way in (("plain", EngineView(llm)), ("Medusa", llm))
+        }
+        runs["Medusa"]()  # graphs of all sizes that it meets
         llm.wait()
-        name = f"{parameters:.3g}M"
-        found = work.race(contenders, note, f"medusa, {name}")
-        notes += notes_of(name, found)
-        spread = spread_of(found)
-        lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
+        judge = row.pair.judge(llm)
+        return [Contender(name, run, judge) for name, run in runs.items()]
+
+    lines, notes = _by_size("medusa", work, note, contenders)
     conditions = work.pair.names | {"draft": work.medusa, "gamma": "auto", **work.laps()}
-    return Row(
-        "medusa", "tokens/s, greedy, plain and with Medusa heads, by size of the target", lines, conditions, notes
-    )
+    title = "tokens/s, greedy, plain and with Medusa heads, by size of the target"
+    return Row("medusa", title, lines, conditions, notes)
 
 
 def _paint_medusa(row: Row, theme: Theme) -> Figure:
-    figure, (axes,) = panels()
+    figure, (axes,) = stacked()
     groups = list(dict.fromkeys(line["size"] for line in row.lines))
     most = max(line["high"] or 0 for line in row.lines)
     for at, (way, colour) in enumerate(zip(_ways(row), (theme.faint, theme.colours[0]), strict=False)):
@@ -137,7 +154,7 @@ def _paint_medusa(row: Row, theme: Theme) -> Figure:
     axes.set_xticks(range(len(groups)), groups)
     axes.set(xlabel="parameters of the target", ylabel="tokens/s; whiskers: all laps", ylim=(0, 1.2 * most))
     axes.grid(visible=False, axis="x")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    legend_below(figure, axes)
     return figure
 
 
@@ -162,9 +179,7 @@ MEDUSA = Section(
 
 
 def temperature(work: Work, note: Note) -> Row:
-    """Everybody at each temperature; the draft alone shows how fast text could be that nobody checks."""
-    from sakiyomi.engine.llm import LLM
-
+    """All ways of generating at each temperature; the draft alone shows how fast unverified text could be."""
     config = work.config
     engines: dict[str, Any] = {"plain": work.engine(), "sakiyomi": work.engine(work.draft)}
     engines["sample and compare"] = EngineView(work.llm, GreedyDraft(work.llm.drafter(work.draft)), strict=True)
@@ -174,7 +189,7 @@ def temperature(work: Work, note: Note) -> Row:
     except SakiyomiError as error:
         notes.append(f"Medusa is left out: {error.message}")
     draft = work.pair.config.draft_model
-    alone = LLM(draft, draft="none", dtype=config.dtype, device=config.device, compile=config.compile)
+    alone = load(config.bench(target=draft), "none", compile=config.compile)
     alone.wait()
     engines["draft alone"] = alone
     peer, judge = work.pair.peer("assisted"), work.pair.judge(work.llm)
@@ -223,17 +238,15 @@ def _asking(name: str, auto: SamplingParams, gamma: int) -> SamplingParams:
 
 
 def _paint_temperature(row: Row, theme: Theme) -> Figure:
-    figure, (axes,) = panels(height=4.2)
+    figure, (axes,) = stacked(height=4.2)
     colours = {"plain": theme.faint, "draft alone": theme.ink}
     rest = iter(theme.colours)
     for way in _ways(row):
-        own = [line for line in row.lines if line["name"] == way and line["ms_per_token"]]
-        colour = colours.get(way) or next(rest)
-        style = ":" if way in colours else "-"
-        xs, ys = [line["temperature"] for line in own], [line["ms_per_token"] for line in own]
-        axes.plot(xs, ys, style, marker="o", markersize=4, color=colour, label=way, linewidth=2)
+        own = [line for line in row.lines if line["name"] == way]
+        look: dict[str, Any] = {"color": colours.get(way) or next(rest), "markersize": 4, "label": way, "linewidth": 2}
+        curve(axes, own, "temperature", "ms_per_token", "o:" if way in colours else "o-", **look)
     axes.set(xlabel="temperature", ylabel="ms a token", ylim=(0, None))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    legend_below(figure, axes)
     return figure
 
 
@@ -252,7 +265,7 @@ def _alt_temperature(row: Row) -> str:
 TEMPERATURE = Section(
     "Time against temperature",
     "The hotter the text, the less a draft knows of it. Ours drafts with the same temperature and noise as the target "
-    "(coupled sampling), and reads ahead only as far as that pays. Sample and compare: the draft is greedy, the "
+    "(coupled sampling), and drafts only as far as that pays. Sample and compare: the draft is greedy, the "
     "target samples, and equal tokens stay. All give the target's own distribution, the draft alone apart. Each "
     "temperature is a race of its own: what all lines do together from one to the next is the machine's.",
     temperature,

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
 from sakiyomi.evaluation.bench.config import Note
-from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
+from sakiyomi.evaluation.bench.draw import curve
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch import Tensor
-
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["HEADS", "RANKS"]
 
@@ -67,7 +68,7 @@ def ranks(work: Work, note: Note) -> Row:
 
 
 def _paint_ranks(row: Row, theme: Theme) -> Figure:
-    figure, (axes,) = panels()
+    figure, (axes,) = stacked()
     for at, temperature in enumerate(TEMPERATURES):
         name = f"T={temperature:g}"
         xs = [line["rank"] + 0.4 * (at - 0.5) for line in row.lines]
@@ -75,15 +76,8 @@ def _paint_ranks(row: Row, theme: Theme) -> Figure:
         totals = [100 * line[f"{name}, up to here"] for line in row.lines]
         label = f"target's text at {name}: bars a rank, line up to it"
         axes.plot(xs, totals, "o-", markersize=4, color=theme.colours[at], label=label)
-    known = [line for line in row.lines if line["article, up to here"] is not None]
-    axes.plot(
-        [line["rank"] for line in known],
-        [100 * line["article, up to here"] for line in known],
-        "D",
-        color=theme.ink,
-        markersize=6,
-        label="an article's pair, up to rank",
-    )
+    look = {"color": theme.ink, "markersize": 6, "label": "an article's pair, up to rank"}
+    curve(axes, row.lines, "rank", "article, up to here", "D", 100, **look)
     axes.set(xlabel="rank in the draft's list", ylabel="places, percent", ylim=(0, 102))
     axes.set_xticks([line["rank"] for line in row.lines])
     axes.legend(loc="center right")
@@ -131,14 +125,14 @@ def heads(work: Work, note: Note) -> Row:
 
 
 def _paint_heads(row: Row, theme: Theme) -> Figure:
-    figure, (upper, lower) = panels(2, 2.9)
+    figure, (upper, lower) = stacked(2, 2.9)
     for line in (line for line in row.lines if "nodes" not in line):
         upper.plot(range(len(TOPS)), [100 * line[f"top {top}"] for top in TOPS], "o-", markersize=4, label=line["name"])
     upper.set_xticks(range(len(TOPS)), [f"top {top}" for top in TOPS])
     upper.set(ylabel="places, percent", ylim=(0, 102))
     upper.legend(ncols=2, loc="lower right")
     trees = [line for line in row.lines if "nodes" in line]
-    lower.plot([line["nodes"] for line in trees], [line["tau"] for line in trees], "o-", color=theme.colours[0])
+    curve(lower, trees, "nodes", "tau", color=theme.colours[0])
     for line in trees:
         lower.annotate(
             f"{line['tau']:.2f}", (line["nodes"], line["tau"]), (0, 6), textcoords="offset points", ha="center"

@@ -22,7 +22,7 @@ class GreedyDraft:
     is just this.
 
     Args:
-        drafter: a draft model (``ModelDrafter``), used by nobody else at the same time.
+        drafter: a draft model (``ModelDrafter``), not used by another engine at the same time.
     """
 
     name = "greedy-draft"

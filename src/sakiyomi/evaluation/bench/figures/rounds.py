@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import RoundTrace
 from sakiyomi.evaluation.bench.config import Note
-from sakiyomi.evaluation.bench.figures.section import Section, Theme, panels
+from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import drawable
 from sakiyomi.evaluation.bench.report import Row
@@ -53,13 +53,12 @@ def rounds(work: Work, note: Note) -> Row:
 
 
 def _traced(engine: Any, prompt: list[int], params: Any) -> tuple[RoundTrace, ...]:
-    core = engine.engine
-    (done,) = core.complete([core.submit(prompt, params, key=(0,), live=False, rounds_trace=True)])
+    (done,) = engine.generate([prompt], params, rounds_trace=True)
     return tuple(done.rounds_trace)
 
 
 def _paint_rounds(row: Row, theme: Theme) -> Figure:
-    figure, (upper, *lower) = panels(3, 2.3)
+    figure, (upper, *lower) = stacked(3, 2.3)
     shares = row.lines
     for at, temperature in enumerate(TEMPERATURES):
         name = f"T={temperature:g}"
@@ -140,7 +139,7 @@ def _off_first(traced: RoundTrace) -> int:
 def _paint_tree(row: Row, theme: Theme) -> Figure:
     places = _laid_out(row.lines)
     most = max(y for _, y in places.values())
-    figure, (axes,) = panels(height=0.9 + 0.42 * (most + 1))
+    figure, (axes,) = stacked(height=0.9 + 0.42 * (most + 1))
     axes.set_axis_off()
     colours = {"accepted": theme.colours[2], "refused": theme.colours[1], "not reached": theme.faint}
     for line in row.lines:

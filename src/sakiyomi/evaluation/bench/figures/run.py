@@ -1,4 +1,4 @@
-"""``sakiyomi bench report``: the sections, measured one after the other, kept as JSON, drawn and put on one page.
+"""``sakiyomi bench report``: measures the sections, keeps their numbers as JSON, draws them and writes one page.
 
 A new section is a few functions in a file and one line in ``SECTIONS``.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
+from sakiyomi.core.files import whole_file
 from sakiyomi.engine import machine
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
@@ -161,21 +162,19 @@ def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
         alt = section.alt(row) if whole else ""
         shown.append(
             Shown(
-                *(name, section.title, section.text, alt, row),
-                *(record["command"], record["machine"], pictures if whole else {}),
+                name=name,
+                title=section.title,
+                text=section.text,
+                alt=alt,
+                row=row,
+                command=record["command"],
+                machine=record["machine"],
+                pictures=pictures if whole else {},
             )
         )
     return page("Reading ahead, measured here", shown)
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    fresh = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, "give another folder") as fresh:
         fresh.write_bytes(content)
-        fresh.replace(path)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}; give another folder") from None
-    finally:
-        fresh.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.draw import NARROW, panels
 from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
     from sakiyomi.evaluation.bench.figures.work import Work
 
-__all__ = ["DARK", "LIGHT", "THEMES", "Section", "Theme", "panels", "picture"]
+__all__ = ["DARK", "LIGHT", "THEMES", "Section", "Theme", "legend_below", "picture", "stacked"]
 
-WIDTH, DPI = 5.6, 180  # inches: on a phone a point of the picture is about a pixel
+DPI = 180
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Theme:
     Attributes:
         name: of the theme.
         paper, ink, faint: background, text and axes, grid and notes.
-        colours: of curves and bars, told apart in either theme and by who does not see red and green.
+        colours: of curves and bars, told apart in either theme, also without seeing red and green.
     """
 
     name: str
@@ -92,19 +93,14 @@ class Section:
     reads: tuple[str, ...] = ()
 
 
-def panels(count: int = 1, height: float = 3.2) -> tuple[Figure, list[Any]]:
+def stacked(count: int = 1, height: float = 3.2) -> tuple[Figure, list[Any]]:
     """A figure with so many axes, one below the other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    return panels(count, 1, NARROW, count * height)
 
-    figure = Figure(figsize=(WIDTH, count * height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(count, 1, squeeze=False)[:, 0])
-    for each in axes:
-        each.grid(alpha=0.3)
-        each.set_axisbelow(True)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+
+def legend_below(figure: Figure, axes: Any) -> None:
+    """The legend of these axes in two columns below the picture."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
 
 def picture(section: Section, row: Row, theme: Theme) -> bytes:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.embedded import MEDUSA_HEADS
-from sakiyomi.core.outputs import Generation, Stats
+from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
+from sakiyomi.evaluation.bench.frame import PairRow, Run, generated
 from sakiyomi.evaluation.bench.inflate import inflate
-from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.report import unclaimed
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread, Standing, race, timed
+from sakiyomi.evaluation.bench.report import race_notes
+from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Spread, Standing
 
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
-
-__all__ = ["Work", "lap", "line_of", "median", "notes_of", "spread_of"]
+__all__ = ["Work", "lap", "line_of", "notes_of", "spread_of"]
 
 
 class Work:
@@ -82,9 +79,15 @@ class Work:
         usual = {"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma, "ignore_eos": True}
         return SamplingParams(**usual | more)
 
-    def race(self, contenders: Sequence[Contender], note: Note, what: str) -> list[Standing]:
-        """Laps as configured; ``what`` names them in what is told."""
-        return race(contenders, repeats=self.config.repeats, note=lambda text: note(f"{what}: {text}"))
+    def race(
+        self, contenders: Mapping[str, Run] | Sequence[Contender], note: Note, what: str, judge: Judge | None = None
+    ) -> list[Standing]:
+        """Laps as configured, see ``PairRow.race``; ``what`` names them in what is told."""
+        return self.row(what, note).race(contenders, judge)
+
+    def row(self, what: str, note: Note, **changed: Any) -> PairRow:
+        """A row about the pair, or with some settings changed about another one."""
+        return PairRow(what, self.config.bench(**changed), note, None if changed else self.pair)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
         """What has to be known of a section about the pair, after its laps."""
@@ -96,7 +99,7 @@ class Work:
         config = self.config
         return {"prompts": len(self.prompts), "max_new_tokens": config.max_new_tokens, "laps": config.repeats}
 
-    def sized(self, size: str, note: Note) -> tuple[Pair, str | None]:
+    def sized(self, what: str, size: str, note: Note) -> tuple[PairRow, str | None]:
         """The pair with the target inflated to so many parameters, and the heads that go with it, if there are any.
 
         The model is written into the report's folder, and found there the next time.
@@ -104,39 +107,26 @@ class Work:
         config = self.config
         heads = config.heads or MEDUSA_HEADS.get(config.target)
         if not size:
-            return self.pair, heads
+            return self.row(what, note), heads
         # Of another target, or with other heads, it is another model.
         own = zlib.crc32(repr((config.target, heads)).encode())
         folder = Path(config.out) / "models" / f"{size}-{own:08x}"
         if not (folder / "config.json").is_file():
             inflate(InflateConfig(str(folder), size, config.target, heads), note)
-        pair = Pair(config.bench(target=str(folder), draft=self.draft))
-        return pair, str(folder / "medusa") if heads is not None else None
+        row = self.row(what, note, target=str(folder), draft=self.draft)
+        return row, str(folder / "medusa") if heads is not None else None
 
 
-def lap(
-    way: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, kept: list[Generation] | None = None
-) -> Lap:
+def lap(way: Any, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Lap:
     """All prompts, one after the other, with what the engine counted.
 
     Args:
         way: an ``LLM`` or an ``EngineView``.
         prompts: token ids.
         params: of all of them.
-        kept: takes the generations.
     """
-    done: list[Generation] = []
-
-    def work() -> list[list[int]]:
-        for prompt in prompts:
-            done.extend(way.generate([list(prompt)], params))
-        return [result.token_ids for result in done]
-
-    found = timed(work)
-    total = Stats.total(result.stats for result in done)
-    if kept is not None:
-        kept.extend(done)
-    return Lap(found.seconds, found.tokens, found.outputs, round_figures(total) | {"alpha": total.alpha})
+    found, done = generated(way, [([prompt], params) for prompt in prompts])
+    return found.more(alpha=Stats.total(result.stats for result in done).alpha)
 
 
 def line_of(standing: Standing, **more: Any) -> dict[str, Any]:
@@ -148,11 +138,6 @@ def line_of(standing: Standing, **more: Any) -> dict[str, Any]:
     return more | {"name": standing.name, "ms_per_token": 1000 / speed if speed else None} | found
 
 
-def median(standing: Standing, figure: str) -> float:
-    """Of a figure over the laps."""
-    return statistics.median(lap.figures[figure] for lap in standing.laps)
-
-
 def spread_of(standings: Sequence[Standing]) -> str | None:
     """A/A of a race, for its conditions."""
     spread = Spread.of(standings)
@@ -160,6 +145,5 @@ def spread_of(standings: Sequence[Standing]) -> str | None:
 
 
 def notes_of(name: str, standings: Sequence[Standing]) -> list[str]:
-    """What has to be said of one race: texts that part, and who is not known to be faster or slower."""
-    said = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
-    return [f"{name}: {text}" for text in (*said, *unclaimed(standings, Spread.of(standings)))]
+    """What has to be said of one race of several."""
+    return [f"{name}: {text}" for text in race_notes(standings)]

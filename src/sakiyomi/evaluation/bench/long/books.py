@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +23,12 @@ from transformers import LogitsProcessor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_text
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.failures import caught
 from sakiyomi.evaluation.bench.long.files import read_rows
+from sakiyomi.evaluation.bench.long.loader import Loader
 from sakiyomi.evaluation.bench.long.systems import System
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
-    from sakiyomi.evaluation.bench.long.work import Loader
 
 __all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
 

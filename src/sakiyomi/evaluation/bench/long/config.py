@@ -1,4 +1,4 @@
-"""What `sakiyomi bench long` measures; the only home of these defaults. Imports no torch: the command line reads it."""
+"""What `sakiyomi bench long` measures: the only home of these defaults. Imports no torch: the command line reads it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.memory import parse_bytes
 
@@ -28,9 +29,9 @@ class LongConfig:
         budgets: for systems that have one: KV pairs (512), or a share of the context (1/8).
         tasks: made tasks, with right answers.
         lengths: tokens of a prompt, question included.
-        count: prompts of each task, length and seed; of a file the questions a seed draws.
+        count: prompts of each task, length and seed; with a file, questions that each seed draws.
         seeds: each makes its own prompts; the spread is over them.
-        questions: file of one's own in the place of tasks; long ones are cut in the middle to each of the lengths.
+        questions: file of questions instead of made tasks; long ones are cut in the middle to each of the lengths.
         format: of that file: leval, longbench or infinitebench.
         templates: of longbench: folder with dataset2prompt.json and dataset2maxlen.json; that of the questions if not
             given.
@@ -40,13 +41,13 @@ class LongConfig:
         follow: tokens of that text.
         turns: turns of one conversation that grows; each is a prompt of a task of turn_tokens.
         turn_tokens: tokens of a turn.
-        chunk_size: tokens of a prompt that are read at once; LLM's own default if not given.
-        memory_limit: most bytes (2GiB) that a system's process may hold; a system over it shows OOM, and another line
-            the longest context that fits.
-        memory: each system runs in a process of its own, whose peak is measured; otherwise all share one model here.
+        chunk_size: tokens of a prompt that are processed at once; LLM's own default if not given.
+        memory_limit: most bytes (2GiB) that a system's process may hold. A system that needs more shows OOM, and a
+            further line shows the longest context that fits.
+        memory: run each system in a process of its own and measure its peak; otherwise all systems share one model.
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
-        compile: use compiled graphs, which are waited for; making them takes memory too.
+        compile: wait for compiled graphs and use them; making them takes memory too.
     """
 
     target: str = "retriever"
@@ -77,13 +78,9 @@ class LongConfig:
             if not words:
                 raise InputError(f"{name} is empty; give at least one")
             object.__setattr__(self, name, words)
-        for name in ("count", "follow", "turn_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        at_least(self, count=1, follow=1, turn_tokens=1, max_new_tokens=1)
         if self.turns < 0:
             raise InputError(f"turns is {self.turns}; expected 0 (none) or more")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; expected at least 1")
         if self.format not in (None, *FORMATS):
             raise InputError(f"format is {self.format!r}; expected {', '.join(FORMATS)}")
         if (self.questions is None) != (self.format is None):

@@ -1,4 +1,4 @@
-"""What goes wrong while a system is measured, as a record beside those of the others."""
+"""Turns errors of a measured system into a record beside those of the other systems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["caught"]
 
 
 class caught:
-    """What goes wrong inside, as a record, if a user could have caused it; all else goes on.
+    """Keeps an error inside the block as a record if a user could have caused it; other errors are raised.
 
     Args:
         length: of the context that was tried.

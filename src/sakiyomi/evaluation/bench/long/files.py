@@ -24,7 +24,7 @@ class Item:
 
     Attributes:
         task: that it belongs to.
-        prompt: text; long ones are cut in the middle by whoever knows the tokens.
+        prompt: text; long ones are cut in the middle later, when they are tokens.
         answer_tokens: most that an answer may have.
         score: of an answer, 0 to 1.
     """

@@ -6,25 +6,23 @@ One file a question: right answers against memory, memory against length, memory
 from __future__ import annotations
 
 import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
-from sakiyomi.evaluation.bench.report import Row, condition_line
+from sakiyomi.core.errors import InputError
+from sakiyomi.evaluation.bench.draw import COLOURS, MARK, NARROW, WIDTH, foot, need_matplotlib, panels, save
+from sakiyomi.evaluation.bench.report import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["accuracy", "check", "draw", "drawable", "kept_map"]
 
-COLOURS = ("#1f4e8c", "#9a5a1f", "#3c7a3c", "#7a3c6e", "#b0892a", "#2a8a8a", "#c2452d", "#555555")
 MARKS = "os^vDPX*"
-WIDTH, NARROW, HEIGHT, DPI = 9.0, 5.6, 4.6, 130
-FOOT = {"fontsize": 7, "color": "#555555"}
+HEIGHT = 4.6
 CELLS = 400
 """Columns of the map of kept tokens: of a longer text each is the mean over several tokens."""
 WORDS = 16  # of the text, below that map
@@ -55,10 +53,7 @@ def check(folder: str, name: str = "plot") -> None:
         raise InputError(f"{name} is {folder!r}, which cannot be a folder ({error.strerror}); name another") from None
     if not os.access(place, os.W_OK):
         raise InputError(f"{name} is {folder!r}, where nothing can be written; name another folder")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise UnsupportedError(f"{name} needs matplotlib, which is not installed: pip install matplotlib") from None
+    need_matplotlib(name)
 
 
 def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> list[Path]:
@@ -83,26 +78,12 @@ def draw(rows: Sequence[Row], folder: str, conditions: Mapping[str, Any]) -> lis
 
 
 def _figure(count: int = 1, height: float = HEIGHT, *, stacked: bool = False) -> tuple[Figure, list[Any]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    rows, columns, size = (count, 1, (NARROW, 0.75 * count * height)) if stacked else (1, count, (WIDTH, height))
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for each in axes:
-        each.grid(alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return panels(count, 1, NARROW, 0.75 * count * height) if stacked else panels(1, count, WIDTH, height)
 
 
 def _save(figure: Figure, path: Path, row: Row, conditions: Mapping[str, Any]) -> Path:
-    shown = condition_line({**row.conditions, **conditions})
-    figure.supxlabel(textwrap.fill(shown, 150), **FOOT)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error}; choose another --plot") from None
+    foot(figure, {**row.conditions, **conditions})
+    save(figure, path)
     return path
 
 
@@ -143,26 +124,18 @@ def accuracy(row: Row, colours: Sequence[str] = COLOURS, *, stacked: bool = Fals
     lengths = sorted({line["length"] for group in groups.values() for line in group if not line["starred"]})
     if not lengths:
         return None
-    figure, panels = _figure(len(lengths), stacked=stacked)
+    figure, parts = _figure(len(lengths), stacked=stacked)
     styles = _styles(groups, colours)
-    for axes, length in zip(panels, lengths, strict=True):
+    for axes, length in zip(parts, lengths, strict=True):
         shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == length]
         for name, line in shown:
             right, spread = 100 * line["accuracy"], 100 * (line["accuracy_spread"] or 0.0)
-            axes.errorbar(
-                _beside(line, [other for _, other in shown]),
-                right,
-                yerr=[[min(spread, right)], [min(spread, 100 - right)]],
-                linestyle="none",
-                capsize=3,
-                label=name,
-                **styles[name],
-            )
+            _point(axes, name, line, shown, right, [[min(spread, right)], [min(spread, 100 - right)]], styles)
         axes.set(xscale="log", ylim=(-4, 104), title=f"{length} tokens", xlabel=f"keys and values, MB {ASIDE}")
         _plain_ticks(axes.xaxis)
-    for axes in panels if stacked else panels[:1]:
+    for axes in parts if stacked else parts[:1]:
         axes.set_ylabel("right answers, percent")
-    _legend(figure, panels, below=stacked)
+    _legend(figure, parts, below=stacked)
     return figure
 
 
@@ -177,9 +150,9 @@ def _memory(table: Row, growth: Row) -> Figure:
     for fit in growth.lines:
         classes.setdefault((fit["class"], fit["on_paper"]), fit)
     measured = any(line["grown_bytes"] is not None for group in groups for line in group)
-    figure, panels = _figure(2 if measured else 1)
+    figure, parts = _figure(2 if measured else 1)
     kinds = [("kv_bytes", "kv_slope", "keys and values, MB"), ("grown_bytes", "process_slope", "process grown by, MB")]
-    for axes, (size, exponent, label) in zip(panels, kinds, strict=False):
+    for axes, (size, exponent, label) in zip(parts, kinds, strict=False):
         for place, fit in enumerate(classes.values()):
             lines = [line for line in table.lines if (line["name"].removesuffix(" *"), line["budget"]) == _key(fit)]
             points = sorted((line["length"], line[size] / 1e6) for line in lines if (line.get(size) or 0) > 0)
@@ -228,6 +201,20 @@ def _beside(line: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> floa
     return float(size / 1e6 * (1.0 + 0.02 * (place - (len(alike) - 1) / 2)))
 
 
+def _point(
+    axes: Any,
+    name: str,
+    line: Mapping[str, Any],
+    shown: Sequence[tuple[str, Mapping[str, Any]]],
+    value: float,
+    reach: Any,
+    styles: Mapping[str, dict[str, Any]],
+) -> None:
+    """Plot a system's figure against the bytes that it holds, beside systems that hold as many."""
+    place = _beside(line, [other for _, other in shown])
+    axes.errorbar(place, value, yerr=reach, linestyle="none", capsize=3, label=name, **styles[name])
+
+
 def _turns(row: Row) -> Figure | None:
     """Bytes of keys and values after each turn."""
     groups = _groups(row.lines, "series")
@@ -251,32 +238,24 @@ def _books(row: Row) -> Figure | None:
     if not groups:
         return None
     longest = max(line["length"] for group in groups.values() for line in group)
-    figure, panels = _figure(2)
+    figure, parts = _figure(2)
     styles = _styles(groups)
     kinds = [("perplexity", 1.0, "perplexity"), ("agreement", 100.0, "tokens that full expects too, percent")]
-    for axes, (key, scale, label) in zip(panels, kinds, strict=True):
+    for axes, (key, scale, label) in zip(parts, kinds, strict=True):
         shown = [(name, line) for name, group in groups.items() for line in group if line["length"] == longest]
         for name, line in shown:
             spread = line[f"{key}_spread"]
-            axes.errorbar(
-                _beside(line, [other for _, other in shown]),
-                scale * line[key],
-                yerr=scale * spread if spread else None,
-                linestyle="none",
-                capsize=3,
-                label=name,
-                **styles[name],
-            )
+            _point(axes, name, line, shown, scale * line[key], scale * spread if spread else None, styles)
         axes.set(xscale="log", xlabel=f"keys and values, MB {ASIDE}", ylabel=label, title=f"{longest} tokens")
         _plain_ticks(axes.xaxis)
-    _legend(figure, panels)
+    _legend(figure, parts)
     return figure
 
 
-def _legend(figure: Figure, panels: Sequence[Any], *, below: bool = False) -> None:
+def _legend(figure: Figure, parts: Sequence[Any], *, below: bool = False) -> None:
     """One for all panels, each name once."""
     found: dict[str, Any] = {}
-    for axes in panels:
+    for axes in parts:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     place = {"loc": "outside lower center", "ncols": 2} if below else {"loc": "outside right center"}
@@ -325,19 +304,16 @@ def kept_map(
         axes.text(-0.005 * len(tokens), row + heads / 2, f"layer {layer}", va="center", ha="right", fontsize=7)
         row += heads
     for begin, end in spans:
-        axes.axvspan(begin, max(end, begin + 1), color="#c2452d", alpha=0.25, linewidth=0)
+        axes.axvspan(begin, max(end, begin + 1), color=MARK, alpha=0.25, linewidth=0)
         # A few tokens of thousands are thinner than a line.
-        axes.plot((begin + end) / 2, 0, "v", color="#c2452d", markersize=6, clip_on=False)
+        axes.plot((begin + end) / 2, 0, "v", color=MARK, markersize=6, clip_on=False)
     places = np.unique(np.linspace(0, len(tokens) - 1, WORDS).astype(int))
     axes.set_xticks(
         places + 0.5, [_word(tokens[place], place) for place in places], rotation=60, ha="right", fontsize=7
     )
     axes.set_yticks([])
     axes.set_title(title or "pairs kept by layer and head; right: share of the text", fontsize=10)
-    try:
-        figure.savefig(path, dpi=DPI)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error}; choose another place") from None
+    save(figure, path, "place")
 
 
 def _shares(places: np.ndarray[Any, Any], length: int, layer: int) -> np.ndarray[Any, Any]:

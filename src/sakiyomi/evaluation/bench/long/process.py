@@ -1,4 +1,4 @@
-"""Jobs in a process of their own, so that the peak of its memory is theirs, and a system that is killed kills nobody.
+"""Runs jobs in a process of their own, so that its peak memory is theirs, and a killed system ends no other one.
 
 Jobs are a file, and so are the records, one a line: of a process that was killed what it had done is there.
 """
@@ -26,7 +26,7 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
 
     Args:
         jobs: see ``work``.
-        options: of ``work.Options``.
+        options: of ``loader.Options``.
 
     Yields:
         Records with ``job``, the place of the job in the list. A process that ends before its time gives a last one
@@ -63,7 +63,8 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
 
 
 def _main(folder: Path) -> None:
-    from sakiyomi.evaluation.bench.long.work import Loader, Options, work
+    from sakiyomi.evaluation.bench.long.loader import Loader, Options
+    from sakiyomi.evaluation.bench.long.work import work
 
     given = json.loads((folder / _JOBS).read_text())
     make = Loader(Options(**given["options"]), shared=False)

@@ -17,12 +17,13 @@ from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
 from sakiyomi.evaluation.bench.long.config import LongConfig
+from sakiyomi.evaluation.bench.long.loader import Loader, Options
 from sakiyomi.evaluation.bench.long.plot import kept_map
 from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import Question, check_tasks, made, source
 from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, System, systems
 from sakiyomi.evaluation.bench.long.table import Perform, growth, reasons, table
-from sakiyomi.evaluation.bench.long.work import Loader, Options, work
+from sakiyomi.evaluation.bench.long.work import work
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.loading.model import parse_device, parse_dtype
 from sakiyomi.train.long_tasks import TASKS
@@ -187,7 +188,7 @@ def _turns(config: LongConfig, found: Sequence[System], tokenizer: Any, perform:
         }
         for questions in given.values()
     ]
-    # What a turn to come will ask nobody knows, and one-shot keeps nothing between two prompts.
+    # The questions of later turns are not known, and one-shot keeps nothing between two prompts.
     wanted = [system for system in found if not system.query_first and system.cache != ONE_SHOT]
     jobs = [{"kind": "turns", "system": dataclasses.asdict(system), "batches": batches} for system in wanted]
     note(f"turns: {len(jobs)} systems")

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import budget_pairs
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["ONE_SHOT", "Answer", "OneShot", "Ours", "Running", "System", "systems"]
 
@@ -36,8 +34,8 @@ class Answer:
         tokens: new tokens.
         prefill_seconds: wall clock up to the first token; eviction between chunks is in it.
         decode_seconds: wall clock from there to the last token.
-        kept: by layer and key head the places of the prompt's tokens that stayed; None where none were dropped, or
-            nobody asked.
+        kept: positions of the prompt's tokens that were not evicted, by layer and key head; None where nothing was
+            evicted, or this was not asked for.
     """
 
     text: str
@@ -200,7 +198,7 @@ class OneShot:
         return int(2 * config.num_attention_heads * columns**2 * self._model.dtype.itemsize)
 
     def answer(self, tokens: Sequence[int], most: int, *, kept: bool = False) -> Answer:
-        """See ``Running``; nothing is dropped."""
+        """See ``Running``; nothing is evicted."""
         import torch
         from transformers import DynamicCache
 
@@ -221,7 +219,3 @@ class OneShot:
         self.kv_bytes = max(self.kv_bytes, held)
         text = self._tokenizer.decode(output, skip_special_tokens=True)
         return Answer(text, len(output), first - began, ended - first)
-
-
-Maker = Callable[[System, int], Running]
-"""Makes a system for contexts of so many tokens."""

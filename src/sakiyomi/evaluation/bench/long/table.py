@@ -73,7 +73,7 @@ def table(
         found: the systems, in order.
         perform: does the work.
         note: is told what is going on.
-        kept: is told what stayed of a prompt; None: nobody asks.
+        kept: is told what stayed of a prompt; None: not wanted.
     """
     bench = Bench(config, source, perform, note, kept)
     prompts = {}

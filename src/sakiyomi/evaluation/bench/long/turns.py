@@ -7,15 +7,13 @@ conversation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.memory import resident_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.long.failures import caught
+from sakiyomi.evaluation.bench.long.loader import Loader
 from sakiyomi.evaluation.bench.long.systems import System
-
-if TYPE_CHECKING:
-    from sakiyomi.evaluation.bench.long.work import Loader
 
 __all__ = ["turns"]
 

@@ -1,13 +1,11 @@
-"""What one process does for one system: answer questions, and say what that took. Jobs and records are JSON values.
+"""The work of one process for one system: answers questions and records their cost. Jobs and records are JSON values.
 
 Knows no file and no score: prompts come in as token ids, texts go out.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,91 +14,15 @@ from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import peak_bytes, readable, reset_peak, resident_bytes
 from sakiyomi.evaluation.bench.long.books import books
 from sakiyomi.evaluation.bench.long.failures import caught
-from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, OneShot, Ours, Running, System
+from sakiyomi.evaluation.bench.long.loader import Loader
+from sakiyomi.evaluation.bench.long.systems import System
 from sakiyomi.evaluation.bench.long.turns import turns
-from sakiyomi.model_executor.loading import load_model, stop_tokens
 
-__all__ = ["KINDS", "Loader", "Options", "Watch", "answers", "work"]
+__all__ = ["KINDS", "Watch", "answers", "work"]
 
 Job = Mapping[str, Any]
 Record = dict[str, Any]
 WARM = 64  # tokens of a first prompt, which no figure counts: kernels load, buffers are made
-
-
-@dataclass(frozen=True)
-class Options:
-    """How systems are loaded: fields of ``LongConfig``, in a form that goes into a job."""
-
-    target: Any
-    dtype: str = "auto"
-    device: str = "auto"
-    compile: bool = False
-    chunk_size: int | None = None
-
-
-class Loader:
-    """Makes systems, one at a time: the one before is freed first.
-
-    Args:
-        options: how.
-        shared: keep the transformers model between them; else each reads the files anew and packs them, as it would
-            alone.
-    """
-
-    def __init__(self, options: Options, *, shared: bool) -> None:
-        self._options, self._shared = options, shared
-        self._loaded: Any = None
-        self._key: tuple[str, int | None] | None = None
-        self._running: Running | None = None
-
-    def __call__(self, system: System, length: int) -> Running:
-        """The system for contexts of so many tokens; the same object as before where nothing differs.
-
-        Raises:
-            SakiyomiError: it cannot be.
-        """
-        key = (system.cache, system.pairs(length))
-        if key != self._key or self._running is None:
-            self.release()
-            self._running = self._one_shot() if system.cache == ONE_SHOT else self._ours(*key)
-            self._key = key
-        return self._running
-
-    def release(self) -> None:
-        """Free the system."""
-        self._running = self._key = None
-        gc.collect()
-
-    def _model(self) -> Any:
-        if self._loaded is None:
-            self._loaded = load_model(self._options.target, dtype=self._options.dtype, device=self._options.device)
-        return self._loaded
-
-    def _one_shot(self) -> Running:
-        loaded = self._model()
-        loaded.model.set_attn_implementation("eager")
-        return OneShot(loaded.model, loaded.tokenizer, stop_tokens(loaded.model, loaded.tokenizer))
-
-    def _ours(self, spec: str, budget: int | None) -> Running:
-        from sakiyomi.engine.llm import LLM
-
-        options = self._options
-        target = options.target
-        if self._shared:
-            target = (self._model().model, self._model().tokenizer)
-        return Ours(
-            LLM(
-                target,
-                draft="none",
-                cache=spec,
-                kv_budget=budget,
-                chunk_size=options.chunk_size,
-                dtype=options.dtype,
-                device=options.device,
-                compile=options.compile,
-                max_batch=1,
-            )
-        )
 
 
 class Watch:

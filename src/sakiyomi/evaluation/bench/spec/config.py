@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.embedded import DEFAULT
-from sakiyomi.core.errors import InputError
 
 __all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
 
@@ -16,27 +16,27 @@ class SpecConfig:
 
     Attributes:
         target: embedded name (tales), folder in Hugging Face format, or hub id.
-        draft: drafter that gets a row (again for each); all that the target has here if none is given: prompt-lookup,
-            suffix, ngram, its own first layers, itself in 8 bits, the draft and heads that belong to it, suffix and
-            draft merged.
+        draft: drafter to measure (again for each). By default all that the target can use here: prompt-lookup, suffix,
+            ngram, its own first layers, itself in 8 bits, the draft model and Medusa heads that belong to it, suffix
+            and draft model merged.
         questions: .jsonl with question_id, category and turns, as of Spec-Bench, MT-bench or SPEED-Bench; by default a
             few of our own in the categories of SPEED-Bench.
         categories: only these (again for each, or with commas).
-        count: questions of each category at most.
+        count: most questions of each category.
         max_new_tokens: of each answer; Spec-Bench has 1024.
-        prompt_tokens: longer prompts lose their middle; by default what the context leaves.
+        prompt_tokens: longest prompt; longer ones are cut in the middle. By default as long as the context allows.
         gamma: draft tokens a round, or auto.
-        repeats: laps over each question; medians count. Spec-Bench has 3.
+        repeats: laps over each question; medians are reported. Spec-Bench has 3.
         template: auto (the tokenizer's chat template, or plain text where it has none), none (plain text), or a Jinja
             file.
-        system: what the model is told before everything else.
-        out: file for the results, a line for each question and drafter as soon as it is known; what an existing one
-            has is not measured again.
+        system: system message, before everything else.
+        out: file for the results, a line for each question and drafter as soon as it is known. Results that an existing
+            file holds are not measured again.
         dtype: auto (as stored), float32, bfloat16 or float16.
         device: auto (a GPU if torch sees one), cpu, cuda or cuda:N.
-        quantize: int8 or int4 rounds the target's weights to so many bits.
+        quantize: int8 or int4: quantize the target's weights.
         exact: bit-equal answers for every drafter.
-        compile: use compiled graphs, which are waited for; otherwise everything runs eagerly.
+        compile: wait for compiled graphs and use them; otherwise everything runs eagerly.
     """
 
     target: str = DEFAULT
@@ -58,10 +58,7 @@ class SpecConfig:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("max_new_tokens", 2), ("repeats", 1), ("prompt_tokens", 2)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name} is {value}; expected at least {least}")
+        at_least(self, count=1, max_new_tokens=2, repeats=1, prompt_tokens=2)
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class CompareConfig:
     """Result files side by side.
 
     Attributes:
-        files: results of bench spec; the first one is what the others are compared with.
+        files: results of bench spec; the others are compared with the first one.
     """
 
     files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE..."})
@@ -80,7 +77,7 @@ class MergeConfig:
     """Result files as one.
 
     Attributes:
-        files: results of bench spec with the same settings; of what several have the last counts.
+        files: results of bench spec with the same settings; where several hold a result, the last one counts.
         out: file for all of them together.
     """
 

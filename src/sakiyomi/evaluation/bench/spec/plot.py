@@ -6,9 +6,8 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from sakiyomi.evaluation.bench.long.plot import COLOURS
-from sakiyomi.evaluation.bench.plot import FOOT, WIDTH, save
-from sakiyomi.evaluation.bench.report import Row, condition_line
+from sakiyomi.evaluation.bench.draw import COLOURS, WIDTH, foot, panels, save
+from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.spec.results import PLAIN
 from sakiyomi.evaluation.bench.spec.table import ALL
 
@@ -21,16 +20,11 @@ def draw(row: Row, path: str, conditions: Mapping[str, Any]) -> None:
     Raises:
         LoadError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     lines = [line for line in row.lines if line["name"] != PLAIN]
     categories = list(dict.fromkeys(name for line in lines for name in line["by_category"]))
     places, width = [*categories, ALL], 0.84 / max(len(lines), 1)
     # Wide enough that each bar is seen.
-    figure = Figure(figsize=(max(WIDTH, 0.13 * len(lines) * len(places) + 2), 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = panels(1, 1, max(WIDTH, 0.13 * len(lines) * len(places) + 2), 4.4)
     for number, line in enumerate(lines):
         found = {name: own["speedup"] for name, own in line["by_category"].items()} | {ALL: line[ALL]}
         heights = [found.get(name) or 0.0 for name in places]
@@ -44,9 +38,7 @@ def draw(row: Row, path: str, conditions: Mapping[str, Any]) -> None:
     tilt: dict[str, Any] = {"rotation": 20, "ha": "right"} if len(places) > 8 else {}
     axes.set_xticks(range(len(places)), places, **tilt)
     axes.set(ylabel="speed-up over plain decoding", title=textwrap.fill(row.title, 100))
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=False, axis="x")
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=8)
-    figure.supxlabel(textwrap.fill(condition_line({**row.conditions, **conditions}), 150), **FOOT)
+    foot(figure, {**row.conditions, **conditions})
     save(figure, path)

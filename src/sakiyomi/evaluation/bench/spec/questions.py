@@ -14,7 +14,6 @@ from pathlib import Path
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.evaluation.bench.long.config import split_list
 from sakiyomi.evaluation.bench.long.files import read_rows, require
-from sakiyomi.evaluation.bench.spec.own import OWN
 
 __all__ = ["Question", "chosen", "digest", "own_questions", "read_questions"]
 
@@ -66,12 +65,8 @@ def read_questions(path: str | Path) -> list[Question]:
 
 
 def own_questions() -> list[Question]:
-    """A few of our own, in the categories of SPEED-Bench."""
-    return [
-        Question(f"{category}-{place}", category, turns, category)
-        for category, several in OWN.items()
-        for place, turns in enumerate(several, start=1)
-    ]
+    """A few that travel with the package, in the categories of SPEED-Bench (arXiv 2604.09557); written for this."""
+    return read_questions(Path(__file__).with_name("own.jsonl"))
 
 
 def chosen(questions: Sequence[Question], categories: Sequence[str], count: int) -> list[Question]:

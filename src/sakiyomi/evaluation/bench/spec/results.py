@@ -7,12 +7,13 @@ same settings can be joined, and a run goes on where another has stopped.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.files import whole_file
 
 __all__ = ["PLAIN", "Record", "Results", "join"]
 
@@ -163,34 +164,29 @@ class Results:
             LoadError: they cannot be written.
         """
         self.records |= {(record.question, record.draft): record for record in records}
-        if self.path is not None:
-            self._write("a", records)
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_lines(records))
+        except OSError as error:
+            raise LoadError(f"cannot write {self.path}: {error.strerror}; choose another --out") from None
 
     def write(self) -> None:
-        """Write the whole file anew.
+        """Write the whole file anew: there may be hours of work in it.
 
         Raises:
             LoadError: it cannot be written.
         """
-        head = {"format": FORMAT, "settings": dict(self.settings), "conditions": dict(self.conditions)}
-        self._write("w", list(self.records.values()), head)
-
-    def _write(self, mode: str, records: Sequence[Record], *before: Mapping[str, Any]) -> None:
         assert self.path is not None
-        values = [*before, *(record.to_dict() for record in records)]
-        text = "".join(json.dumps(value, ensure_ascii=False, default=str) + "\n" for value in values)
-        fresh = self.path.with_name(f"{self.path.name}.partial")
-        try:
-            if mode == "a":
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(text)
-            else:  # whole or not at all: there may be hours of work in it
-                fresh.write_text(text, encoding="utf-8")
-                fresh.replace(self.path)
-        except OSError as error:
-            raise LoadError(f"cannot write {str(self.path)!r} ({error.strerror}); choose another --out") from None
-        finally:
-            fresh.unlink(missing_ok=True)
+        head = {"format": FORMAT, "settings": dict(self.settings), "conditions": dict(self.conditions)}
+        with whole_file(self.path, "choose another --out") as fresh:
+            fresh.write_text(_lines(self.records.values(), head), encoding="utf-8")
+
+
+def _lines(records: Iterable[Record], *before: Mapping[str, Any]) -> str:
+    values = [*before, *(record.to_dict() for record in records)]
+    return "".join(json.dumps(value, ensure_ascii=False, default=str) + "\n" for value in values)
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

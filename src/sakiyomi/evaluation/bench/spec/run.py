@@ -12,15 +12,16 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
+from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
+from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.models import NearTies
@@ -30,12 +31,10 @@ from sakiyomi.evaluation.bench.spec.config import SpecConfig
 from sakiyomi.evaluation.bench.spec.questions import Question, chosen, digest, own_questions, read_questions
 from sakiyomi.evaluation.bench.spec.results import PLAIN, Record, Results
 from sakiyomi.evaluation.bench.spec.table import rows
-from sakiyomi.evaluation.tuning.candidates import available
+from sakiyomi.evaluation.loading import load
+from sakiyomi.evaluation.tuning.candidates import available, made
 from sakiyomi.evaluation.tuning.config import PairConfig
 from sakiyomi.model_executor.loading import has_encoder
-
-if TYPE_CHECKING:
-    from sakiyomi.engine.llm import LLM
 
 __all__ = ["run"]
 
@@ -52,25 +51,14 @@ def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
     Raises:
         SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
     """
-    from sakiyomi.engine.llm import LLM
-
     note = note or Note()
     questions = own_questions() if config.questions is None else read_questions(config.questions)
     wanted = chosen(questions, config.categories, config.count)
     template = read_template(config.template)
     _check(config)
     note(f"loading {config.target}")
-    llm = LLM(
-        config.target,
-        "none",
-        dtype=config.dtype,
-        device=config.device,
-        quantize=config.quantize,
-        exact=config.exact,
-        compile=config.compile,
-        max_batch=2,  # one more than run at once: the judge and oracles need a place of their own
-        strict=True,
-    )
+    # One more slot than requests that run at once: the judge and oracles need one of their own.
+    llm = load(config, "none", exact=config.exact, compile=config.compile, max_batch=2, strict=True)
     if has_encoder(llm.target.config):
         raise UnsupportedError(f"{config.target!r} has an encoder, and questions are for models that go on with a text")
     room = llm.max_context - config.max_new_tokens
@@ -125,25 +113,19 @@ def _check(config: SpecConfig) -> None:
 
 def _drafted(llm: LLM, config: SpecConfig, note: Note) -> tuple[dict[str, EngineView], list[str]]:
     """An engine for each drafter, and why some are not there."""
-    specs, own = [*config.draft], not config.draft
-    if own:
+    specs = [*config.draft]
+    if not specs:
         specs = available(llm, PairConfig(target=config.target))
         specs += [f"suffix+{spec}" for spec in specs if spec.startswith("model:")]
-    found, notes = {}, []
-    for spec in dict.fromkeys(specs):
-        note(f"making {spec} ready")
-        try:
-            drafter = llm.drafter(spec)
-        except SakiyomiError as error:
-            if not own:
-                raise
-            notes.append(f"{spec} is left out: {error.message}")
-            continue
-        if drafter is not None:
-            found[spec] = EngineView(llm, drafter, strict=True)
-        elif spec != PLAIN:
-            notes.append(f"{spec}: no draft is known for {config.target}")
-    return found, notes
+    found, why = made(specs, llm.drafter, config.draft, note)
+    notes = [f"{spec} is left out: {message}" for spec, message in why.items()]
+    notes += [
+        f"{spec}: no draft is known for {config.target}"
+        for spec, drafter in found.items()
+        if drafter is None and spec != PLAIN
+    ]
+    views = {spec: EngineView(llm, drafter, strict=True) for spec, drafter in found.items() if drafter is not None}
+    return views, notes
 
 
 def _settings(config: SpecConfig, llm: LLM, template: str, questions: Sequence[Question]) -> dict[str, Any]:

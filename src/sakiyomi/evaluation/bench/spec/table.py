@@ -130,7 +130,7 @@ def _missing(groups: Mapping[str, Sequence[Record]]) -> list[str]:
 
 
 def _standing(draft: str, records: Sequence[Record]) -> Standing:
-    """All questions together, lap by lap, as those who run races are judged."""
+    """All questions together as one contender, lap by lap."""
     found = figures(records)
     laps = [
         Lap(sum(lap["seconds"] for lap in each), int(sum(lap["tokens"] for lap in each)))

@@ -1,0 +1,109 @@
+"""Begins and writes the pictures of all benchmarks. Needs matplotlib; imports no torch."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.evaluation.bench.report import condition_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BAR", "BASELINE", "COLOURS", "FOOT", "MARK", "NARROW", "WIDTH", "blank", "bordered", "curve", "foot"]
+__all__ += ["need_matplotlib", "panels", "save", "small"]
+
+WIDTH, NARROW = 9.0, 5.6
+"""Inches; narrow pictures are for phones, where a point of the picture is about a pixel."""
+# Dark enough to be read when the picture is shown small; the baseline steps back.
+BAR, BASELINE, MARK = "#1f4e8c", "#9aa7b8", "#c2452d"
+COLOURS = (BAR, "#9a5a1f", "#3c7a3c", "#7a3c6e", "#b0892a", "#2a8a8a", MARK, "#555555")
+FOOT: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
+
+
+def need_matplotlib(name: str) -> None:
+    """Refuse what could not be drawn.
+
+    Args:
+        name: of the parameter that asks for a picture.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UnsupportedError(f"{name} needs matplotlib, which is not installed: pip install matplotlib") from None
+
+
+def blank(width: float, height: float) -> Figure:
+    """An empty figure, in inches, that belongs to no window."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Any]]:
+    """A figure with so many axes, row by row."""
+    figure = blank(width, height)
+    return figure, bordered(figure.subplots(rows, columns, squeeze=False).flat)
+
+
+def bordered(some: Iterable[Any]) -> list[Any]:
+    """Axes with a faint grid behind what is drawn, and without the frame's upper and right side."""
+    found = list(some)
+    for axes in found:
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return found
+
+
+def curve(
+    axes: Any, lines: Iterable[Mapping[str, Any]], x: str, y: str, style: str = "o-", scale: float = 1.0, **look: Any
+) -> None:
+    """Plot one figure of a table's lines against another; lines that lack it are left out.
+
+    Args:
+        axes: takes the curve.
+        lines: of the table.
+        x, y: names of the figures.
+        style: matplotlib's short form of marks and strokes.
+        scale: y is multiplied by it.
+        look: colour, label and so on.
+    """
+    known = [line for line in lines if line[y] is not None]
+    axes.plot([line[x] for line in known], [scale * line[y] for line in known], style, **look)
+
+
+def small(conditions: Mapping[str, Any]) -> str:
+    """Conditions for the margin of a picture."""
+    return textwrap.fill(condition_line(conditions), 150)
+
+
+def foot(figure: Any, conditions: Mapping[str, Any]) -> None:
+    """Write conditions below a figure."""
+    figure.supxlabel(small(conditions), **FOOT)
+
+
+def save(figure: Any, path: str | Path, other: str = "--plot") -> None:
+    """Write a figure.
+
+    Args:
+        figure: to be written.
+        path: of the file.
+        other: what to choose anew where it cannot be written.
+
+    Raises:
+        LoadError: the file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error}; choose another {other}") from None

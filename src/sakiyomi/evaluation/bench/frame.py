@@ -1,0 +1,156 @@
+"""What the rows about a pair share: its models and prompts, laps over them, races between ways of running them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from sakiyomi.core.outputs import Generation, Stats
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.llm import LLM
+from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.meter import Meter, round_figures
+from sakiyomi.evaluation.bench.models import Pair, rounding
+from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
+from sakiyomi.evaluation.bench.report import Row, of_race
+from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Standing, race, timed
+
+__all__ = ["PairRow", "Run", "counted_lap", "generated", "lengths", "our_lap", "peer_lap"]
+
+Prompts = Sequence[Sequence[int]]
+Calls = Iterable[tuple[Prompts, SamplingParams]]
+"""Prompts that are given to an engine at once, and their parameters."""
+Run = Callable[[], Lap]
+
+
+def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
+    """A lap of an ``LLM`` or an ``EngineView`` over these calls, one after the other, and what it generated."""
+    done: list[Generation] = []
+
+    def work() -> list[list[int]]:
+        for prompts, params in calls:
+            done.extend(way.generate([list(prompt) for prompt in prompts], params))
+        return [result.token_ids for result in done]
+
+    lap = timed(work)
+    return lap.more(**round_figures(Stats.total(result.stats for result in done))), done
+
+
+def our_lap(
+    way: Any,
+    prompts: Prompts,
+    params: SamplingParams,
+    *,
+    together: bool = False,
+    kept: list[Generation] | None = None,
+) -> Lap:
+    """Our engine over all prompts, one after the other or all at once, with what it counted and what its passes read.
+
+    Args:
+        way: an ``LLM`` or an ``EngineView``.
+        prompts: token ids.
+        params: of all of them.
+        together: all at once.
+        kept: takes the generations.
+    """
+    with Meter(way.engine) as meter:
+        lap, done = generated(way, [(prompts, params)] if together else [([prompt], params) for prompt in prompts])
+    if kept is not None:
+        kept += done
+    return lap.more(**meter.figures(), latency_seconds=statistics.median(result.stats.seconds for result in done))
+
+
+def peer_lap(peer: Transformers, prompts: Prompts, params: SamplingParams) -> Lap:
+    """The same with transformers: all prompts, one after the other."""
+    return timed(lambda: [peer.generate(prompt, params) for prompt in prompts])
+
+
+def counted_lap(peer: Transformers, calls: Iterable[tuple[Sequence[int], SamplingParams]]) -> Lap:
+    """A lap of transformers over prompts with parameters of their own, with tau by a count of the target's forwards."""
+    calls = list(calls)
+    with ForwardClock([peer.model]) as clock:
+        lap = timed(lambda: [peer.generate(prompt, params) for prompt, params in calls])
+    # As with ours, the first pass and the first token of a text are the prompt's. But with a draft model the first
+    # forward over the prompt takes a draft along, so that no forward stands apart.
+    first = 0 if peer.assistant is not None else len(calls)
+    return lap.more(tau=(lap.tokens - first) / max(clock.calls[0] - first, 1))
+
+
+class PairRow:
+    """A row about a pair while it is measured.
+
+    Args:
+        name: of the row.
+        config: what is measured, and how often.
+        note: is told what is going on.
+        pair: target and draft of this configuration, if they are loaded already.
+
+    Attributes:
+        pair: target and draft.
+    """
+
+    def __init__(self, name: str, config: BenchConfig, note: Callable[[str], None], pair: Pair | None = None) -> None:
+        self.name, self.config, self._note = name, config, note
+        self.pair = pair or Pair(config)
+
+    def note(self, text: str) -> None:
+        """Tell what is going on."""
+        self._note(f"{self.name}: {text}")
+
+    def llm(self, draft: Any = None, **options: Any) -> LLM:
+        """Our engine on the pair, see ``Pair.llm``."""
+        self.note("compiling")
+        return self.pair.llm(draft, **options)
+
+    def params(self, **more: Any) -> SamplingParams:
+        """Parameters of the texts: the configured length and gamma if nothing else is said."""
+        return SamplingParams(**{"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma} | more)
+
+    def run(self, way: Any, *, prompts: Prompts | None = None, together: bool = False, **more: Any) -> Run:
+        """A lap of our engine, see ``our_lap``; the pair's prompts if no others are given, and ``params(**more)``."""
+        prompts = self.pair.prompts if prompts is None else prompts
+        return partial(our_lap, way, prompts, self.params(**more), together=together)
+
+    def race(
+        self, contenders: Mapping[str, Run] | Sequence[Contender], judge: Judge | None = None, where: str = ""
+    ) -> list[Standing]:
+        """Let contenders take turns.
+
+        Args:
+            contenders: the baseline first; or what does a lap, by name.
+            judge: of those that are given by name; None: their outputs are their own.
+            where: names one of several races in what is told.
+        """
+        if isinstance(contenders, Mapping):
+            contenders = [Contender(name, run, judge) for name, run in contenders.items()]
+        before = f"{where}, " if where else ""
+        return race(contenders, repeats=self.config.repeats, note=lambda text: self.note(before + text))
+
+    def warm(self, runs: Mapping[str, Run], llm: LLM) -> None:
+        """Run all of them once, and wait for the graphs of all sizes that they meet."""
+        for name, run in runs.items():
+            self.note(f"warming up, {name}")
+            run()
+            llm.wait()
+
+    def conditions(self, llm: LLM, prompts: Prompts | None = None, **more: Any) -> dict[str, Any]:
+        """What has to be known of the row, after its laps; ``prompts``: others than the pair's."""
+        config, pair = self.config, self.pair
+        found: dict[str, Any] = {**pair.names, **pair.dtypes, "gamma": config.gamma, "rounding": rounding(llm)}
+        found["graphs"] = "compiled" if llm.compiled() and llm.target.recorded(config.gamma + 1) else "eager"
+        return found | lengths(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions | more
+
+    def row(self, title: str, standings: Sequence[Standing], **conditions: Any) -> Row:
+        """The row of one race, see ``of_race``."""
+        return of_race(self.name, title, standings, **conditions)
+
+
+def lengths(config: BenchConfig, prompts: Prompts) -> dict[str, Any]:
+    """How many prompts and how long, for the conditions."""
+    return {
+        "prompts": len(prompts),
+        "prompt_tokens": "-".join(str(n) for n in sorted({min(map(len, prompts)), max(map(len, prompts))})),
+        "max_new_tokens": config.max_new_tokens,
+    }
