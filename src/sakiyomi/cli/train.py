@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from sakiyomi.cli.common import INTERRUPTED
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import (
     DistillDataConfig,
@@ -78,8 +79,6 @@ def _command(
             raise typer.Exit(error.exit_code) from None
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else _readable(summary))
         if not summary["finished"]:
-            from sakiyomi.cli.common import INTERRUPTED
-
             raise typer.Exit(INTERRUPTED)
 
     parameters = [_parameter(flag) for flag in config_class.flags()]
