@@ -18,10 +18,13 @@ from collections.abc import Callable
 
 import torch
 
+from sakiyomi import SamplingParams
 from sakiyomi.core.tree import Draft
 from sakiyomi.kernels.build import native
+from sakiyomi.sampling.probs import best_token
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.sampler import Sampler, SamplingParams, best_token, draw
+from sakiyomi.sampling.rows import draw
+from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 
 GOALS = {"greedy": 0.3, "temperature": 0.6, "top_k": 0.6, "top_p": 1.5, "coupled": 1.5, "coupled_top_p": 1.5}

@@ -29,10 +29,10 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import sakiyomi
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters import Context
-from sakiyomi.drafters.following import TextDrafter
 from sakiyomi.drafters.lookup import LookupReader, PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.drafters.text_base import TextDrafter
 from sakiyomi.sampling.rng import RequestNoise
 
 GAMMA = 8

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sakiyomi import LLM
-from sakiyomi.cache.eviction import EvictingCache
+from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.policies import read_cache
 from sakiyomi.cache.quantized import GROUP
 from sakiyomi.evaluation.bench.models import random_llama
@@ -44,7 +44,7 @@ def read(llm: LLM, tokens: list[int]) -> Tensor:
         logits = model.score([SequenceRows(slot, first, piece, prompt=True)]).logits
         if first >= FIRST:
             rows.append(logits.float().log_softmax(-1))
-        model.eviction.settle(slot, len(tokens), first + len(piece))
+        model.eviction.evict(slot, len(tokens), first + len(piece))
     model.eviction.end(slot)
     model.cache.release(slot)
     return torch.cat(rows)
@@ -123,7 +123,7 @@ def speed(lengths: list[int], dtype: torch.dtype, heads: int, laps: int) -> dict
             packed: dict[str, tuple[ModelRunner, int]] = {}
             for name in CACHES:
                 packing = read_cache(name).packing
-                eviction = None if packing is None else EvictingCache(None, None, 512, packing=packing)
+                eviction = None if packing is None else EvictionPlan(None, None, 512, packing=packing)
                 made = build_runner(model, max_slots=1, compile=False, eviction=eviction, text=range(256))
                 packed[name] = made, filled(made, tokens)
             spent: dict[tuple[str, int], list[float]] = {}

@@ -124,7 +124,7 @@ def answered(
 
 
 def trained(model: LlamaForCausalLM, labels: str, queries: str, seed: int, steps: int = 150) -> RetainingHeads:
-    config = RetainingConfig(target="-", out="-", data=("-",), labels=labels, queries=queries, precision="no")
+    config = RetainingConfig.of(target="-", out="-", data=("-",), labels=labels, queries=queries, precision="no")
     torch.manual_seed(seed)
     heads = RetainingHeads(RetainingShape(Raw(model).widths, kv_heads_of(model), 64))
     loss, rows = HeadsLoss(config, model, heads), questions(8 * steps, seed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.train.config import EditsConfig, TonesConfig
+from edits import EditsConfig
+from tones import TonesConfig
 from train_toys import story_file
 
 SIZES: dict[str, Any] = {
@@ -36,7 +37,7 @@ def edits_config(folder: Path, **changes: Any) -> EditsConfig:
         "tokens": 4 * 256,
         "draft_tokens": 3 * 256,
     }
-    return EditsConfig(**(settings | changes))
+    return EditsConfig.of(**(settings | changes))
 
 
 def tones_config(folder: Path, **changes: Any) -> TonesConfig:
@@ -51,4 +52,4 @@ def tones_config(folder: Path, **changes: Any) -> TonesConfig:
         "tokens": 4 * 32,
         "draft_tokens": 3 * 32,
     }
-    return TonesConfig(**(settings | changes))
+    return TonesConfig.of(**(settings | changes))

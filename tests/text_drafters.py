@@ -10,11 +10,11 @@ import numpy as np
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
-from sakiyomi.drafters.following import TextDrafter
 from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.drafters.text_base import TextDrafter
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.train.ngram import count_tables
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from architectures import widen
 from sakiyomi.train.checkpoint import load_checkpoint
-from sakiyomi.train.config import DraftConfig, TargetConfig
+from sakiyomi.train.config import DraftConfig, Settings, TargetConfig
 from sakiyomi.train.llama import new_llama, save_model
 from sakiyomi.train.loop import Loop
 from sakiyomi.train.tokenizer import train_tokenizer
@@ -62,15 +62,15 @@ def target_config(folder: Path, **changes: Any) -> TargetConfig:
         "compile": False,
         "threads": 1,
     }
-    return TargetConfig(**(settings | changes))
+    return TargetConfig.of(**(settings | changes))
 
 
 def tiny_target(folder: Path) -> Path:
     """An untrained target of 300 pieces in Hugging Face form."""
     torch.manual_seed(0)
     config = target_config(folder)
-    tokenizer = train_tokenizer(stories(60), config.vocab, config.max_positions)
-    model = new_llama(config, tokenizer, layers=2, vocab=len(tokenizer), max_positions=128)
+    tokenizer = train_tokenizer(stories(60), config.sizes.vocab, config.sizes.max_positions)
+    model = new_llama(config.sizes, tokenizer, vocab=len(tokenizer), max_positions=128)
     save_model(folder / "tiny", model, tokenizer)
     return folder / "tiny"
 
@@ -145,4 +145,20 @@ def draft_config(folder: Path, target: Path, **changes: Any) -> DraftConfig:
         "compile": False,
         "threads": 1,
     }
-    return DraftConfig(**(settings | changes))
+    return DraftConfig.of(**(settings | changes))
+
+
+def flags(config: Settings, *, leave_out: tuple[str, ...] = ()) -> list[str]:
+    """The command line that gives `config`."""
+    given: list[str] = []
+    values = config.flat()
+    for own in config.flags():
+        value, flag = values[own.name], "--" + own.name.replace("_", "-")
+        if own.name in leave_out or value == own.default:
+            continue
+        if isinstance(value, bool):
+            given.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            for item in value if isinstance(value, tuple) else (value,):
+                given += [flag, str(item)]
+    return given

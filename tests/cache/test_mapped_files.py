@@ -24,9 +24,10 @@ import seq2seq_toys
 from architectures import VOCAB, model_of, prompt
 from drafters import Branching, texts_of
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.policies import CacheSpec, read_cache, without_place
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.run import run
@@ -80,7 +81,7 @@ def test_the_text_of_a_full_cache(name: str, tmp_path: Path) -> None:
     llm = make(f"offload:{tmp_path}", drafter, name=name)
     done = llm.generate(PROMPTS, params(gamma=3))
     assert [out.token_ids for out in done] == wanted
-    assert not llm.engine._drafting.broken and sum(out.stats.accepted for out in done) > 20
+    assert not llm.engine._speculation.broken and sum(out.stats.accepted for out in done) > 20
 
 
 @pytest.mark.parametrize(

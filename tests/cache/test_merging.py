@@ -251,7 +251,7 @@ def test_wrong_specs(spec: str) -> None:
 
 def test_what_it_does_not_go_with(folder: str) -> None:
     model = model_of("llama")
-    with pytest.raises(InputError, match=r"lococo with packed keys: .*rounded at every border"):
+    with pytest.raises(InputError, match=r"lococo with quantized keys: .*rounded at every boundary"):
         make(model, f"h2o[local=4]+lococo:{folder}+quant-4", 200)
     with pytest.raises(InputError, match="lococo with infllm: nothing is dropped"):
         make(model, f"infllm[block=4,sinks=4,local=4]+lococo:{folder}", 60)

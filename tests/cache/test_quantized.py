@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.quantized import (
     BITS,
@@ -27,7 +28,7 @@ from sakiyomi.cache.quantized import (
     unpack_values,
 )
 from sakiyomi.cache.quantized_levels import KVQuantStore, LeveledPacking
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights

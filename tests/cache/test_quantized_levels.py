@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.quantized import Packing, pack_codes, unpack_codes
 from sakiyomi.cache.quantized_levels import KVQuantStore, LeveledPacking, aside_of, fit_levels
 from sakiyomi.cache.rotary import Rotation
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from turning import fit, turning
 

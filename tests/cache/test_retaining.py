@@ -403,7 +403,7 @@ def test_the_fingerprint_tells_models_apart_and_not_how_they_were_loaded() -> No
 def read_heads_of(model: Any) -> Any:
     from sakiyomi.cache.policies.retaining.formats import HeadsFile
 
-    return HeadsFile(heads_for(model), "some-heads", fingerprint=fingerprint(model, None))
+    return HeadsFile(heads=heads_for(model), name="some-heads", fingerprint=fingerprint(model, None))
 
 
 def test_heads_of_another_model_are_refused_with_both_numbers(tmp_path: Path) -> None:

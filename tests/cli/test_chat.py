@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, InputError, LoadError, SamplingParams
 from sakiyomi.cli import app
-from sakiyomi.cli.chat import Chat
+from sakiyomi.cli.commands import obey
 from sakiyomi.cli.lines import Lines
+from sakiyomi.cli.talk import Chat
 from sakiyomi.engine.chat_template import Dialogue
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -150,14 +151,14 @@ def test_seeds_make_the_whole_conversation_reproducible(say: Callable[..., Resul
         ("/set warmth 3", "there is no parameter 'warmth'; there are max_new_tokens"),
         ("/set ignore_eos maybe", "expected on or off"),
         ("/set stop 'a", "in quotes"),
-        ("/set n 2", "n cannot be set here; a conversation has one reply"),
+        ("/set n 2", "n cannot be set here; a message has one reply"),
         ("/set logprobs 3", "logprobs cannot be set here"),
         ("/set acceptance always", "available are"),
         ("/save", "name is missing"),
         ("/load /nowhere/chat.json", "/nowhere/chat.json"),
         ("/save /nowhere/chat.json", "/nowhere/chat.json"),
         ("/color green", "on or off"),
-        ("/exit now", "stands alone"),
+        ("/exit now", "takes no argument"),
         ("/nonesuch", "no command /nonesuch; /help"),
         ("/ help", "no command /"),
         ("/", "no command /"),
@@ -337,7 +338,7 @@ class Typed(Lines):
 def talk(engine: LLM) -> Chat:
     dialogue = Dialogue(engine.tokenizer)
     letter = engine.tokenizer("a")["input_ids"][0]  # a text of which each token can be seen
-    return Chat(engine, dialogue, Typed([]), SamplingParams(max_new_tokens=NEW, logit_bias={letter: 1000}), False)
+    return Chat(engine, dialogue, Typed([]), SamplingParams(max_new_tokens=NEW, logit_bias={letter: 1000}), False, obey)
 
 
 @pytest.fixture(scope="module")
@@ -382,7 +383,7 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(
         assert capsys.readouterr().out == "".join(reply + "\n" for _, reply in talk.dialogue.exchanges)
     else:
         assert [message for message, _ in talk.dialogue.exchanges] == ["The fox"]
-        assert "nothing of this exchange is kept" in capsys.readouterr().err
+        assert "this exchange was not kept" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 from sakiyomi import LLM, SamplingParams, __version__
 from sakiyomi.cli import app
-from sakiyomi.cli.common import ModelOptions, flag_help
+from sakiyomi.cli.common import flag_help, parsed
 from sakiyomi.cli.output import TokenPainter, legend
 from sakiyomi.core.outputs import TokenTrace
+from sakiyomi.engine.config import LLMConfig
 from sakiyomi.engine.llm import LLM as Engine
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -62,7 +63,7 @@ def flags_of(*command: str) -> str:
 @pytest.mark.parametrize(("command", "most"), [("generate", 128), ("chat", 512)])
 def test_each_field_is_a_flag_with_its_default(command: str, most: int) -> None:
     text = " ".join(flags_of(command).split())
-    for group in (ModelOptions, SamplingParams):
+    for group in (LLMConfig, SamplingParams):
         for field in dataclasses.fields(group):
             if field.name == "logits_processors":  # Python objects: no flag can say them
                 continue
@@ -72,9 +73,9 @@ def test_each_field_is_a_flag_with_its_default(command: str, most: int) -> None:
     assert f"--max-new-tokens <int> most tokens to generate. [default: {most}]" in text
 
 
-def test_model_options_are_the_parameters_of_llm() -> None:
+def test_the_signature_of_llm_agrees_with_its_config() -> None:
     parameters = list(inspect.signature(LLM.__init__).parameters.values())[1:]
-    fields = {field.name: field.default for field in dataclasses.fields(ModelOptions)}
+    fields = {field.name: field.default for field in dataclasses.fields(LLMConfig)}
     assert list(fields) == [parameter.name for parameter in parameters]
     for parameter in parameters:
         if parameter.name != "target":  # a default on the command line only
@@ -83,7 +84,7 @@ def test_model_options_are_the_parameters_of_llm() -> None:
 
 @pytest.mark.parametrize(("given", "value"), [("auto", "auto"), ("true", True), ("False", False)])
 def test_compile_is_a_word(given: str, value: object) -> None:
-    assert ModelOptions(compile=given).values()["compile"] == value
+    assert parsed(LLMConfig, "compile", given) == value
 
 
 def test_help_is_quick_and_light() -> None:
@@ -202,7 +203,7 @@ def test_tree_draws_a_round(pair: list[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--draft", "none"], "nothing to draw without a draft"),
+        (["--draft", "none"], "without a draft there is no tree"),
         (["--rounds", "0"], "rounds is 0"),
         (["--top", "-1"], "top is -1"),
         (["--n", "2"], "n is 2"),

@@ -70,4 +70,4 @@ def test_what_is_said_while_a_large_model_is_rounded(tmp_path: Path, monkeypatch
     monkeypatch.setattr(module, "_LONG", 1000)
     LLM(str(folder), "none", compile=False, quantize="int8")
     said = screen.getvalue()
-    assert "loading" in said and "rounding" in said
+    assert "loading" in said and "quantizing" in said

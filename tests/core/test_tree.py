@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sakiyomi.core.tree import Draft, Draw, TokenTree, Verdict
+from sakiyomi.core.tree import Draft, Draw, TokenTree, Verdict, best_nodes
 
 #        0       3
 #      1   2     4
@@ -141,3 +141,14 @@ def test_everything_is_frozen() -> None:
     ):
         with pytest.raises(FrozenInstanceError):
             setattr(thing, name, ())
+
+
+def test_the_best_nodes_are_a_tree_of_their_own() -> None:
+    """No node is worth more than its parent; of equal ones the earlier comes first, and so do parents."""
+    tree = TokenTree((5, 6, 7, 8, 9), (-1, -1, 0, 1, 2))
+    values = [0.5, 0.4, 0.5, 0.1, 0.5]
+    assert best_nodes(values) == [0, 2, 4, 1, 3] and best_nodes(values, 2) == [0, 2] and best_nodes([], 3) == []
+    kept = tree.keep(sorted(best_nodes(values, 4)))
+    assert kept == TokenTree((5, 6, 7, 9), (-1, -1, 0, 2)) and not kept.is_chain
+    assert tree.keep([0, 2, 4]) == TokenTree.chain([5, 7, 9]) and tree.keep([0, 2, 4]).is_chain
+    assert tree.keep([]) == TokenTree() and TokenTree().is_chain

@@ -14,14 +14,18 @@ from sakiyomi.drafters.draft_length import (
     MOST_NODES,
     PATIENCE,
     PROBE,
+    PROBE_AGAIN,
     PROBE_EVERY,
+    PROBE_LATEST,
     PROBE_ROUNDS,
     AutoSize,
     Costs,
     FixedSize,
+    Phase,
     Size,
     TokenValue,
     make_policy,
+    next_phase,
 )
 
 
@@ -34,7 +38,7 @@ def after(accepted: float, rounds: int = 60, gamma: int = 4, seconds: float = 1.
     """Having seen drafts of which every token is accepted, or none, in turn, so that the mean is right."""
     policy, level = AutoSize(trees), 0.0
     for _ in range(rounds):
-        policy._asked = True
+        policy.phase = Phase.TRYING
         kept = 0
         while kept < gamma:
             level += accepted
@@ -219,3 +223,50 @@ def test_who_finds_nothing_and_costs_nothing_may_go_on() -> None:
 def test_a_request_begins_with_what_others_lost() -> None:
     assert AutoSize(True).next(lambda: replace(costs(), rate=0.7)).depth == 0
     assert AutoSize(True).next(lambda: replace(costs(), rate=1.2)).depth > 0
+
+
+WEIGHING = (Phase.NEW, Phase.TRYING, Phase.DRAFTING, Phase.PROBING)
+
+
+@pytest.mark.parametrize(
+    ("phases", "left", "measured", "pays", "expected"),
+    [
+        (WEIGHING, 0, False, True, Phase.TRYING),
+        (WEIGHING, 0, True, True, Phase.DRAFTING),
+        (WEIGHING, 0, False, False, Phase.RESTING),
+        (WEIGHING, 0, True, False, Phase.RESTING),
+        *(((Phase.RESTING,), 0, measured, pays, Phase.PROBING) for measured in (0, 1) for pays in (0, 1)),
+        *(((Phase.RESTING,), 1, measured, pays, Phase.RESTING) for measured in (0, 1) for pays in (0, 1)),
+        *(((Phase.PROBING,), 1, measured, pays, Phase.PROBING) for measured in (0, 1) for pays in (0, 1)),
+    ],
+)
+def test_the_table_of_transitions(
+    phases: tuple[Phase, ...], left: int, measured: bool, pays: bool, expected: Phase
+) -> None:
+    assert {next_phase(phase, left, measured=measured, pays=pays) for phase in phases} == {expected}
+
+
+def test_the_life_of_a_request_that_loses_is_a_row_of_rests_and_probes() -> None:
+    """Tried for six rounds, then rests of 24, 48, ... rounds, each followed by a probe of three."""
+    policy = AutoSize(True)
+    seen: list[Phase] = []
+    for _ in range(2 * PROBE_LATEST + 600):
+        policy.next(costs)
+        seen.append(policy.phase)
+        policy.observe(0, 0, 1.3)
+    runs = [(phase, len(list(run))) for phase, run in itertools.groupby(seen)][:-1]
+    rests = [PROBE_EVERY << i for i in range(5)] + [PROBE_LATEST]
+    assert runs[0] == (Phase.TRYING, PATIENCE)
+    assert [count for phase, count in runs if phase is Phase.RESTING] == rests
+    assert set(runs[2::2]) == {(Phase.PROBING, PROBE_ROUNDS)}
+
+
+def test_a_request_that_begins_when_others_lose_rests_longer() -> None:
+    policy = AutoSize(True)
+    seen = []
+    for _ in range(PROBE_AGAIN + PROBE_ROUNDS + 1):
+        policy.next(lambda: replace(costs(), rate=0.7))
+        seen.append(policy.phase)
+        policy.observe(4, 4, 1.0)
+    assert seen[:PROBE_AGAIN] == [Phase.RESTING] * PROBE_AGAIN
+    assert seen[PROBE_AGAIN:] == [Phase.PROBING] * PROBE_ROUNDS + [Phase.TRYING]

@@ -31,7 +31,7 @@ def test_a_sure_oracle_needs_the_fewest_passes() -> None:
             assert out.token_ids == greedy(model_of("llama"), PROMPTS[i], NEW)
             assert out.stats.rounds == math.ceil((NEW - 1) / (gamma + 1))
             assert out.stats.acceptance_rate == 1.0
-    assert not llm.engine._drafting.broken
+    assert not llm.engine._speculation.broken
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
@@ -85,7 +85,7 @@ def test_a_full_house_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     llm = llm_of("oracle", max_batch=1)
     (out,) = llm.generate(PROMPTS[:1], params())
     assert out.token_ids == greedy(model_of("llama"), PROMPTS[0], NEW)
-    assert out.stats.drafted == 0 and not llm.engine._drafting.broken
+    assert out.stats.drafted == 0 and not llm.engine._speculation.broken
     assert caplog.text.count("raise max_batch") == 1
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import DRAFTERS, FORMS, DrafterContext, make_drafter, parse_drafters
-from sakiyomi.drafters.calibration import Calibration
-from sakiyomi.drafters.following import CHUNK
-from sakiyomi.drafters.growth import grow
+from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.guessed_tree import grow
 from sakiyomi.drafters.lookup import PromptLookup
 from sakiyomi.drafters.ngram import NgramDrafter, NgramReader, OnlineTables
 from sakiyomi.drafters.suffix import SuffixDrafter
+from sakiyomi.drafters.text_base import CHUNK
 from text_drafters import KINDS, context, text_drafter
 
 V = 50
@@ -221,14 +221,14 @@ def _paths(length: int) -> list[tuple[int, ...]]:
 
 
 def test_calibration_counts_until_the_first_wrong_token() -> None:
-    calibration = Calibration([0.5, 0.5], weight=2.0, memory=1.0)
+    calibration = GuessCalibration([0.5, 0.5], weight=2.0, memory=1.0)
     calibration.expect(3, [(0, 7), (1, 8), (1, 9)])
-    calibration.settle([0, 0, 0, 7])
+    calibration.learn([0, 0, 0, 7])
     assert calibration.chances == [2 / 3, 0.5]
-    calibration.settle([0, 0, 0, 7, 8])
+    calibration.learn([0, 0, 0, 7, 8])
     assert calibration.chances == [2 / 3, 0.5], "settled once"
     calibration.expect(0, [(1, 7), (0, 7)])
-    calibration.settle([6, 7])
+    calibration.learn([6, 7])
     assert calibration.chances == [2 / 3, 1 / 3]
 
 

@@ -13,27 +13,27 @@ from hypothesis import strategies as st
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import TREES, SamplingParams
-from sakiyomi.drafters.trees import BUILDERS, BestFirst, Builder, Dynamic, Growth, Static
+from sakiyomi.drafters.trees import BUILDERS, BestFirst, Builder, CandidateTree, Dynamic, Static
 from sakiyomi.theory import best_tree, expected_tree_tokens
 
 Chances = Callable[[tuple[int, ...]], Sequence[float]]
 
 
-def grow(builder: Builder, chances: Chances, nodes: int, depth: int) -> tuple[Growth, int]:
+def grow(builder: Builder, chances: Chances, nodes: int, depth: int) -> tuple[CandidateTree, int]:
     """Read a draft to the end that gives these chances behind each path of tokens; its tokens are ranks."""
-    growth, reads = Growth(depth, nodes), 0
+    growth, reads = CandidateTree(depth, nodes), 0
     places = [-1]
     while places and growth.levels < depth:
         reads += len(places)
         growth.begin_level()
         for place in places:
-            listed = list(chances(growth.rank_path(place)))[: builder.wanted(growth, place)]
+            listed = list(chances(growth.rank_path(place)))[: builder.candidate_count(growth, place)]
             growth.offer(place, range(len(listed)), listed)
         places = builder.expand(growth)
     return growth, reads
 
 
-def paths(growth: Growth, builder: Builder) -> list[tuple[int, ...]]:
+def paths(growth: CandidateTree, builder: Builder) -> list[tuple[int, ...]]:
     return [growth.rank_path(candidate) for candidate in builder.chosen(growth)]
 
 

@@ -187,7 +187,7 @@ def test_an_interruption_anywhere(place: str, monkeypatch: pytest.MonkeyPatch) -
     owner, name = {
         "draft": (llm.draft, "propose"),
         "score": (llm.target, "score"),
-        "keep": (llm.target.cache, "keep"),
+        "keep": (llm.target.cache, "commit"),
     }[place]
     work, calls = getattr(owner, name), [0]
 

@@ -138,7 +138,7 @@ def test_an_interruption_between_cache_and_tokens_ends_that_request(monkeypatch:
     llm = llm_with(scripted())
     ids = [llm.engine.add(tokens, params()) for tokens in PROMPTS]
     found: dict[int, list[int]] = {i: [] for i in ids}
-    keep, calls = llm.target.cache.keep, [0]
+    keep, calls = llm.target.cache.commit, [0]
 
     def interrupted(*args: Any) -> None:
         keep(*args)
@@ -146,7 +146,7 @@ def test_an_interruption_between_cache_and_tokens_ends_that_request(monkeypatch:
         if calls[0] == 5:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(llm.target.cache, "keep", interrupted)
+    monkeypatch.setattr(llm.target.cache, "commit", interrupted)
     failed = set()
     while llm.engine.busy:
         try:
@@ -184,7 +184,7 @@ def test_memory_that_goes_away_ends_the_request_that_needs_more() -> None:
     short = llm.engine.add(PROMPTS[1], params())
     long = llm.engine.add(prompt(30), params(max_new_tokens=220))
     assert llm.engine.step()
-    cache._available = lambda: 1000  # somebody else took it; there is room for two requests of 256 - not more
+    cache.sizing.available = lambda: 1000  # somebody else took it; there is room for two requests of 256 - not more
     longer = llm.engine.find(long)
     assert longer is not None
     longer.last = 10**6
@@ -199,11 +199,11 @@ def test_memory_that_goes_away_ends_the_request_that_needs_more() -> None:
 def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
     draft = build_runner(model_of("llama"), compile=False)
     llm = llm_with(ModelDrafter(draft, VOCAB))
-    draft.cache._available = lambda: 0
+    draft.cache.sizing.available = lambda: 0
     done = llm.generate(PROMPTS, params())
     assert [out.token_ids for out in done] == wanted()
     assert not any(out.stats.drafted for out in done)
-    draft.cache._available = None
+    draft.cache.sizing.available = None
     assert all(out.stats.drafted for out in llm.generate(PROMPTS, params()))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -20,6 +22,7 @@ import sakiyomi
 from architectures import CONFIGS, VOCAB, make, model_of, prompt
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.engine.engine import Engine
+from sakiyomi.engine.hf_generate.generate import CustomGenerate, _receive_all_arguments
 from sakiyomi.engine.hf_generate.state import ModelState
 from seq2seq_toys import FOUR, sources
 from seq2seq_toys import build as build_seq2seq
@@ -65,6 +68,37 @@ def same(model: Any, inputs: dict[str, Tensor], draft: Any = None, **options: An
     theirs, ours = both(model, inputs, draft, **options)
     assert theirs.tolist() == ours.tolist()
     return ours  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------ what is changed in transformers
+
+
+def test_transformers_is_changed_when_custom_generate_is_asked_for_and_not_at_import() -> None:
+    code = """
+import transformers, sakiyomi.engine.hf_generate.generate as ours
+method = transformers.GenerationMixin._extract_generation_mode_kwargs
+assert not hasattr(method, "__wrapped__"), "changed at import"
+import sakiyomi
+assert callable(sakiyomi.custom_generate)
+assert transformers.GenerationMixin._extract_generation_mode_kwargs.__wrapped__ is method
+sakiyomi.custom_generate.using(gamma=3)
+assert transformers.GenerationMixin._extract_generation_mode_kwargs.__wrapped__ is method, "wrapped twice"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_version_of_transformers_without_the_method_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else assistant_model= is lost without a word, and the text comes at the speed of plain decoding."""
+    monkeypatch.delattr(hf.GenerationMixin, "_extract_generation_mode_kwargs")
+    _receive_all_arguments.cache_clear()
+    loop = sakiyomi.custom_generate.using(gamma=3).using(gamma=4)
+    assert isinstance(loop, CustomGenerate)
+    (record,) = caplog.records
+    for part in ("has no GenerationMixin._extract_generation_mode_kwargs", "assistant_model", "functools.partial"):
+        assert part in record.getMessage()
 
 
 # ------------------------------------------------------------ greedy, by architecture

@@ -52,7 +52,7 @@ def test_prompts_beyond_a_chunk_take_more_than_one_pass(monkeypatch: pytest.Monk
 
 def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
     llm = llm_with(max_batch=32)
-    drafting, largest = llm.engine._drafting, llm.target.sizes[-1]
+    drafting, largest = llm.engine._speculation, llm.target.sizes[-1]
     rows: list[int] = []
     for batch in (1, 8, 32, 200):
         costs = drafting._costs(batch, frozenset())
@@ -63,7 +63,7 @@ def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
 
 
 def test_one_request_alone_does_not_inherit_the_speed_of_many() -> None:
-    drafting = llm_with(max_batch=32).engine._drafting
+    drafting = llm_with(max_batch=32).engine._speculation
     for _ in range(50):
         drafting._gain(32, frozenset()).add(1.0, 1.0)
     assert drafting._costs(32, frozenset()).rate == pytest.approx(1.0)

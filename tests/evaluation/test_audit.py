@@ -15,7 +15,7 @@ from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, Verdict
-from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.model_pool import ModelPool
 from sakiyomi.evaluation.audit.audit import AuditConfig, AuditReport, audit
 from sakiyomi.evaluation.audit.hf_reference import HFReference, coupled_scores, greedy_scores
 from sakiyomi.evaluation.bench.peers import Transformers, stop_tokens
@@ -127,14 +127,14 @@ def test_rounded_weights_are_their_own_reference(models: Path, exact: bool) -> N
 @needs_kernels
 def test_weights_that_others_rounded_are_their_own_reference_too(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torchao's on a GPU, of whose rounding there is no report."""
-    pack = LLM._pack_target
+    pack = ModelPool._pack
 
-    def without_report(llm: LLM, *arguments: Any, **options: Any) -> ModelRunner:
-        target = pack(llm, *arguments, **options)
+    def without_report(pool: ModelPool, *arguments: Any, **options: Any) -> ModelRunner:
+        target = pack(pool, *arguments, **options)
         target.weights.quantization = None
         return target
 
-    monkeypatch.setattr(LLM, "_pack_target", without_report)
+    monkeypatch.setattr(ModelPool, "_pack", without_report)
     report = run(models, quantize="int8")
     assert report.reference == "own plain"
     assert report.ok, report.to_dict()

@@ -13,6 +13,8 @@ from transformers import (
     BartForConditionalGeneration,
 )
 
+from edits import train_edits
+from held_out import read_examples
 from pair_toys import edits_config, tones_config
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.evaluation.bench import inflate as module
@@ -20,9 +22,7 @@ from sakiyomi.evaluation.bench import inflate_seq
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
 from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.inflate_seq import Inflatable
-from sakiyomi.train.edits import train_edits
-from sakiyomi.train.held_out import read_examples
-from sakiyomi.train.tones import train_tones
+from tones import train_tones
 
 
 @pytest.fixture(scope="module")

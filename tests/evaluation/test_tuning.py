@@ -176,7 +176,7 @@ def test_rounds_are_those_of_the_engine(target: Path) -> None:
     assert isinstance(llm.draft, Oracle)
     heard = Heard(llm.draft)
     assert heard.kind == llm.draft.kind
-    llm.engine._drafting.drafter = heard
+    llm.engine._speculation.drafter = heard
     params = SamplingParams(max_new_tokens=13, gamma=3, ignore_eos=True)
     alone = watched(llm.engine, heard, [[5, 6, 7]], params)
     together = watched(llm.engine, heard, [[5, 6, 7], [8, 9]], params)

@@ -89,7 +89,7 @@ def test_exact_must_not_use_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would see it: rows of decoding passes used again change log probabilities, in bfloat16."""
     model = copy.deepcopy(model_of("llama")).to(torch.bfloat16)
     fresh, llm = llm_with("none", model, exact=True), llm_with("none", model, exact=True)
-    monkeypatch.setattr(llm.engine._places, "_exact", False)
+    monkeypatch.setattr(llm.engine._slots, "_exact", False)
     different = 0
     for tokens, out in turns(llm, GREEDY):
         (wanted,) = fresh.generate([tokens], GREEDY)

@@ -73,7 +73,7 @@ def both(target: str, draft: Any, params: SamplingParams) -> tuple[list[Any], li
     alone = plain(target)
     llm = LLM(pair(target, 0), draft, compile=False)
     done, wanted = ([*one.generate(prompts_of(alone), params)] for one in (llm, alone))
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     return done, wanted, llm
 
 

@@ -55,7 +55,7 @@ def of(name: str, dtype: torch.dtype) -> Any:
 def bits(llm: LLM, params: SamplingParams, chosen: Sequence[int] = range(len(PROMPTS))) -> list[Any]:
     """Tokens and log probabilities of each request."""
     done = llm.generate([PROMPTS[i] for i in chosen], params)
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     return [(out.token_ids, [entry.top_logprobs for entry in out.trace]) for out in done]
 
 

@@ -28,6 +28,7 @@ from architectures import VOCAB, model_of, prompt
 from drafters import Branching, Fading, Noisy, texts_of
 from medusa_toys import heads_folder
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import POLICIES
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import write_merging
@@ -35,7 +36,6 @@ from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.cache.policies.specs import MERGERS, PACKINGS, PLACES, SPARSE
-from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.drafters import DRAFTERS

@@ -57,7 +57,7 @@ def params(**values: Any) -> SamplingParams:
 def generate(llm: LLM, prompts: Sequence[Sequence[int]], values: SamplingParams) -> list[Generation]:
     """Generate, and see that no drafter was left out on the way: then the test would test plain decoding."""
     done = llm.generate([list(tokens) for tokens in prompts], values)
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert not llm.engine.busy
     return done
 

@@ -20,7 +20,7 @@ from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 from sakiyomi.drafters.medusa_heads.ranks import Ranks
 from sakiyomi.drafters.medusa_heads.tuned import FILE
-from sakiyomi.drafters.trees import BUILDERS, Growth
+from sakiyomi.drafters.trees import BUILDERS, CandidateTree
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.build import native
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
@@ -165,14 +165,14 @@ def test_a_map_of_tokens(tmp_path: Path) -> None:
 def test_cartesian_candidates_as_one_flat_tree() -> None:
     """2 x 3 candidates behind the target's token: node 0 is that token, its tree is one pass."""
     values = SamplingParams(tree=[1, 2, 3])
-    growth = Growth(2, 8)
+    growth = CandidateTree(2, 8)
     builder = BUILDERS["choices"](values, [])
     candidates = [[1, 2], [3, 4, 5]]  # of head 1 and head 2
     places = [-1]
     for level in candidates:
         growth.begin_level()
         for place in places:
-            growth.offer(place, level[: builder.wanted(growth, place)], [0.5, 0.3, 0.2][: len(level)])
+            growth.offer(place, level[: builder.candidate_count(growth, place)], [0.5, 0.3, 0.2][: len(level)])
         places = builder.expand(growth)
     assert [0, *growth.tokens] == [0, 1, 2, 3, 4, 5, 3, 4, 5]
     tree = TokenTree(tuple(growth.tokens), tuple(growth.parents))

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from drafters import Branching, Fading, texts_of
 from sakiyomi import LLM, SamplingParams
-from sakiyomi.cache.eviction import EvictingCache
+from sakiyomi.cache.eviction_plan import EvictionPlan
 from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import Raw
@@ -63,7 +63,7 @@ def drafted(name: str, spec: str, skill: Any, gamma: int, **more: Any) -> list[l
     drafter = skill(texts_of(PROMPTS, plain(name, spec)), "sometimes", VOCAB)
     llm = LLM((model_of(name), TOKENIZER), drafter, **(options(spec) | more))
     done = llm.generate(PROMPTS, params(gamma=gamma))
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
     packed = llm.target.cache.packed
     assert packed is not None and int(packed.count.max()) >= 32, "nothing was packed"
@@ -308,9 +308,9 @@ def test_refusals() -> None:
         LLM(pair, "none", cache="quant-4", kv_budget=100)
     with pytest.raises(InputError, match=r"'h2o\+quant-4' without a budget"):
         LLM(pair, "none", cache="h2o+quant-4")
-    with pytest.raises(InputError, match=r"reassigned.*rounded anew at every border"):
+    with pytest.raises(InputError, match=r"reassigned.*rounded anew at every boundary"):
         LLM(pair, "none", cache="h2o[positions=reassigned]+quant-4", kv_budget=100)
-    with pytest.raises(InputError, match=r"infllm with packed keys.*leave the quantization out"):
+    with pytest.raises(InputError, match=r"infllm with quantized keys.*leave the quantization out"):
         LLM(pair, "none", cache="infllm+quant-4", kv_budget=1000)
     with pytest.raises(InputError, match=r"h2o with kvquant.*turned back.*use quant-4"):
         LLM(pair, "none", cache="h2o+kvquant-4", kv_budget=100)
@@ -320,6 +320,6 @@ def test_refusals() -> None:
         ):
             LLM((model_of(name), TOKENIZER), "none", cache="kvquant-4")
     with pytest.raises(InputError, match=r"levels are fitted on a text"):
-        build_runner(model_of("llama"), eviction=EvictingCache(None, None, 64, packing=LeveledPacking(4)))
+        build_runner(model_of("llama"), eviction=EvictionPlan(None, None, 64, packing=LeveledPacking(4)))
     with pytest.raises(UnsupportedError, match=r"Falcon.*keeps its own attention.*cache='full'"):
         LLM((model_of("falcon"), TOKENIZER), "none", cache="quant-4")

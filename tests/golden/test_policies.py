@@ -87,7 +87,7 @@ def drafted(name: str, policy: str, skill: Any, **values: Any) -> list[list[int]
     limits = {"kv_budget": budget_of(policy), "chunk_size": CHUNK}
     llm = LLM((model_of(name), TOKENIZER), drafter, cache=policy, compile=False, **limits)
     done = llm.generate(PROMPTS, params(**values))
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 20, "nothing was read ahead"
     return [out.token_ids for out in done]
 
@@ -118,7 +118,7 @@ def test_any_policy_may_have_a_pyramid(name: str) -> None:
     pyramid = spec("infllm", pyramid=4) if name == "infllm" else f"locret:{heads_of('llama')}[local=4,pyramid=4]"
     assert drafted("llama", pyramid, Branching, gamma=5) == plain("llama", pyramid)
     target = llm_of("llama", pyramid).target
-    last = len(PROMPTS[2]) + (NEW - 1) // target.eviction.every * target.eviction.every
+    last = len(PROMPTS[2]) + (NEW - 1) // target.eviction.interval * target.eviction.interval
     held = [last - int(gone) for gone in target.cache.dropped[0, :, 0]]
     assert held[0] > held[1] == BUDGET > held[2] and sum(held) == 3 * BUDGET
 
@@ -187,7 +187,7 @@ def _reach_beyond(request: Any) -> int:
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
-    [(RowObservations, "keep", _keep_the_pairs_alone), (sakiyomi.engine.speculation, "_room", _reach_beyond)],
+    [(RowObservations, "commit", _keep_the_pairs_alone), (sakiyomi.engine.speculation, "_room", _reach_beyond)],
     ids=["statistics of refused rows", "rounds beyond borders"],
 )
 def test_broken_rules_are_found(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,14 +314,14 @@ def test_expected_attention_is_a_mean_over_queries() -> None:
         prompt=50,
         length=50,
         budget=24,
-        fresh=rows,
+        new_count=rows,
         moved=0,
         places=torch.arange(50)[None],
         keys=keys,
         values=values,
-        notes=notes.flatten(1),
+        observations=notes.flatten(1),
         neg_log_prob=None,
-        former=torch.zeros(1, 10),
+        previous_scores=torch.zeros(1, 10),
     )
     found = eviction.policy.score(view)[0]
     rotation = torch.stack([turn(0, torch.eye(dim)[None], torch.full((1, dim), p))[0] for p in range(50, 58)]).mean(0)
@@ -378,7 +378,7 @@ def test_positions_move(name: str) -> None:
     had begun there, as far as each layer's rows saw nothing that is gone.
     """
     llm = llm_of(name, "recency[local=4,positions=reassigned]")
-    assert llm.target.eviction._turn is not None  # proven on this model when it was made
+    assert llm.target.eviction._mover is not None  # proven on this model when it was made
     assert len(llm.generate([prompt(300, 2)], params())[0].token_ids) == NEW
 
 
@@ -392,7 +392,7 @@ def test_what_is_recalled_is_what_was_there() -> None:
     llm = llm_of("llama", spec("infllm"))
     eviction: Any = llm.target.eviction
     chosen: list[set[int]] = []
-    excerpt = eviction._cache.excerpt
+    excerpt = eviction.cache.excerpt
 
     def watched(slot: int, length: int, source: Any, other: int, columns: list[Tensor]) -> None:
         excerpt(slot, length, source, other, columns)
@@ -402,11 +402,11 @@ def test_what_is_recalled_is_what_was_there() -> None:
                 now = llm.target.cache.keys[layer][slot, head, : len(places)]
                 assert torch.equal(now, source.keys[layer][other, head, places])
 
-    eviction._cache.excerpt = watched
+    eviction.cache.excerpt = watched
     try:
         out = llm.generate([PROMPTS[0]], params())[0]
     finally:
-        del eviction._cache.excerpt
+        del eviction.cache.excerpt
     assert len(out.token_ids) == NEW and len(chosen) > 5
     assert any((later - sooner) & set(range(60)) for sooner, later in itertools.pairwise(chosen)), "none came back"
 

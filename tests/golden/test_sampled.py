@@ -49,7 +49,7 @@ def params(**values: Any) -> SamplingParams:
 
 def tokens_of(llm: LLM, prompts: Sequence[Sequence[int]], values: SamplingParams) -> list[list[int]]:
     done = llm.generate([list(tokens) for tokens in prompts], values)
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     return [out.token_ids for out in done]
 
 
@@ -99,7 +99,7 @@ def test_one_seed_one_text_without_a_draft_model(kind: str, wide: bool, warp: st
     chosen: Any = Wide(drafter) if wide else drafter
     target = LLM((model_of("llama"), TOKENIZER), chosen, compile=False)
     done = target.generate(PROMPTS, params(seed=11, gamma=4, **WARPS[warp]))
-    assert not target.engine._drafting.broken, "the drafter raised"
+    assert not target.engine._speculation.broken, "the drafter raised"
     assert [out.token_ids for out in done] == plain(warp)
     if kind == "tables":
         assert sum(out.stats.accepted for out in done) > 3

@@ -10,6 +10,7 @@ import torch
 from architectures import CONFIGS, VOCAB, model_of, prompt
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.drafters.self_evicted import PAGE, SelfEvicted, _pages
+from sakiyomi.engine.plain import EngineView
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -32,7 +33,7 @@ def test_greedy(name: str) -> None:
     llm = make(name, f"self-evicted:{BUDGET}")
     done = llm.generate(PROMPTS, params())
     assert [out.token_ids for out in done] == [out.token_ids for out in make(name, "none").generate(PROMPTS, params())]
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     assert sum(out.stats.accepted for out in done) > 10
     assert llm.draft.model.cache.free == 8  # type: ignore[union-attr]
 
@@ -77,3 +78,23 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedError, match="self-evicted"):
         make("falcon", "self-evicted")
     assert isinstance(make("llama", "self-evicted").draft, SelfEvicted)
+
+
+@pytest.mark.parametrize("options", [{}, {"exact": True}], ids=str)
+def test_a_drafter_made_later(options: dict[str, Any]) -> None:
+    """``LLM.drafter``, and ``tune --draft`` with it, of a model that was loaded with another draft or none."""
+    llm = make("llama", "none", **options)
+    before = [out.token_ids for out in llm.generate(PROMPTS, params())]
+    with llm.conversation() as conversation:
+        first = conversation.generate(PROMPTS[0], params())
+        rest = conversation.stream([*PROMPTS[0], *first.token_ids, *PROMPTS[1]], params())
+        begun = next(rest).token_ids  # this request is under way when the drafter is made
+        drafter = llm.drafter(f"self-evicted:{BUDGET}")
+        text = [*begun, *(token for step in rest for token in step.token_ids)]
+    whole = [*PROMPTS[0], *first.token_ids, *PROMPTS[1]]
+    assert text == make("llama", "none", **options).generate([whole], params())[0].token_ids
+    done = EngineView(llm, drafter, strict=True).generate(PROMPTS, params())
+    assert [out.token_ids for out in done] == before
+    assert sum(out.stats.accepted for out in done) > 10
+    assert [out.token_ids for out in llm.generate(PROMPTS, params())] == before
+    assert llm.drafter("self-evicted") is not drafter

@@ -182,7 +182,7 @@ def test_what_must_not_be_shared(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
         monkeypatch.setattr(EvictingCache, "fork", forgetting)
     else:
-        monkeypatch.setattr(llm.engine._places, "_exact", False)
+        monkeypatch.setattr(llm.engine._slots, "_exact", False)
     assert not same()
 
 
@@ -325,7 +325,7 @@ def test_an_encoder_says_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     llm = LLM((seq2seq_toys.model_of("bart"), seq2seq_toys.TOKENIZER), "none", compile=False)
     assert texts(llm, True) == (wanted := texts(llm, False))
-    monkeypatch.setattr(llm.engine._places, "_akin", lambda request, other: request is not other)
+    monkeypatch.setattr(llm.engine._slots, "_akin", lambda request, other: request is not other)
     assert texts(llm, True) != wanted
 
 
@@ -347,7 +347,7 @@ def test_the_draft_copies_too() -> None:
 def served(llm: LLM, tokens: list[int], new: int = 12) -> Request:
     """A request as the server's: what it leaves may be used by all."""
     request = llm.engine.submit(
-        tokens, SamplingParams(max_new_tokens=new, ignore_eos=True), place=RetainedSlot(open=True)
+        tokens, SamplingParams(max_new_tokens=new, ignore_eos=True), place=RetainedSlot(shareable=True)
     )
     finish(llm)
     return request
@@ -373,7 +373,7 @@ def test_a_longer_conversation_is_not_lost() -> None:
 def test_a_prompt_that_was_left_is_gone_on_with(kind: str) -> None:
     """A client goes away while its prompt is read, and asks again."""
     llm = make(kind)
-    left = llm.engine.submit(PROMPTS[0], GREEDY, place=RetainedSlot(open=True))
+    left = llm.engine.submit(PROMPTS[0], GREEDY, place=RetainedSlot(shareable=True))
     llm.engine.step()
     llm.engine.step()
     llm.engine.remove(left.id)
@@ -417,7 +417,7 @@ def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
         return alone(llm, [PROMPTS[which]], params)[0].output
 
     def joined(which: int, params: SamplingParams, keeps: bool) -> tuple[Request, int, SamplingParams]:
-        places.append(RetainedSlot(open=True))
+        places.append(RetainedSlot(shareable=True))
         place = places[-1] if keeps and kind == "full" else None  # others go on from what is dropped by then
         return llm.engine.submit(PROMPTS[which], params, place=place), which, params
 
@@ -441,7 +441,7 @@ def test_whoever_comes_and_goes(kind: str, exact: bool) -> None:
             assert request.error is not None or len(request.output) == 24
         while places:
             llm.engine.release(places.pop())
-        assert llm.target.cache.free == 4 and not llm.engine._places._seated
+        assert llm.target.cache.free == 4 and not llm.engine._slots._seated
         assert llm.draft.model.cache.free == 4  # type: ignore[union-attr]
 
     play()

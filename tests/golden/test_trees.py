@@ -66,7 +66,7 @@ def params(**values: Any) -> SamplingParams:
 
 def texts(target: LLM, values: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
     done = target.generate([list(tokens) for tokens in prompts], values)
-    assert not target.engine._drafting.broken, "the drafter raised"
+    assert not target.engine._speculation.broken, "the drafter raised"
     return [out.token_ids for out in done]
 
 
@@ -130,7 +130,7 @@ def test_the_cache_of_the_draft_holds_what_a_fresh_one_would() -> None:
         old.engine.step()
         if request.output and not request.over:
             fresh = ModelDrafter(drafter.model, VOCAB, "fresh")
-            fresh.levels.confidence = drafter.levels.confidence
+            fresh.reader.confidence = drafter.reader.confidence
             context = request.context
             context.nodes, context.worth = 12, None
             proposals.append((drafter.propose([context], [4])[0].tree, fresh.propose([context], [4])[0].tree))

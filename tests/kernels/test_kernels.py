@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.layout import LayerShape
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights, can_pack, pack_weight

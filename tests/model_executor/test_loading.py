@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,13 +102,12 @@ def test_a_compiler_at_work_does_not_change_the_dtype(good: Path, monkeypatch: p
         reading.set()
         return read(reader, **options)
 
-    monkeypatch.setattr(
-        "sakiyomi.model_executor.loading.model.check_memory", lambda *_, **__: None
-    )  # builds a model, too
+    # It builds a model, too.
+    monkeypatch.setattr("sakiyomi.model_executor.loading.model.check_memory", lambda *_, **__: None)
     monkeypatch.setattr(Reader, "read", watched)
     monkeypatch.setattr(graphs, "_compiled", compiled)
     monkeypatch.setattr(torch, "set_default_dtype", seen)
-    compiling = threading.Thread(target=build_runner, args=[tiny_llama()], kwargs={"compile": True})
+    compiling = Thread(target=build_runner, args=[tiny_llama()], kwargs={"compile": True})
     compiling.start()
     assert began.wait(10.0)
     loaded = load_model(str(good), dtype="bfloat16", quantize="int8", packed=True)

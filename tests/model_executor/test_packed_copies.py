@@ -39,7 +39,7 @@ from sakiyomi.model_executor.loading import load_model, packed, read_checkpoint
 from sakiyomi.model_executor.loading import model as loading_model
 from sakiyomi.model_executor.loading.accelerated import torchao
 from sakiyomi.model_executor.loading.reader import Reader
-from sakiyomi.model_executor.runner import structural_copy
+from sakiyomi.model_executor.structural_copy import structural_copy
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -502,7 +502,7 @@ def test_ctrl_c_while_saving(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "place", ["sakiyomi.model_executor.loading.reader.quiet", "sakiyomi.model_executor.runner.layer_errors"]
+    "place", ["sakiyomi.model_executor.loading.reader.quiet", "sakiyomi.model_executor.weights.layer_errors"]
 )
 def test_ctrl_c_before(place: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
@@ -574,14 +574,9 @@ def test_torchao_rounds_what_is_loaded_for_a_gpu(fresh: Path) -> None:
 
 @pytest.fixture
 def by_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to be rounded for the CPU goes the way of a GPU instead."""
+    """What is to be quantized for the CPU goes the way of a GPU instead."""
     pytest.importorskip("torchao")
-    monkeypatch.setattr(
-        "sakiyomi.model_executor.loading.model._to_be_rounded",
-        lambda reader, config, tokenizer, kind, beside: loading_model._rounded_by_torchao(
-            reader, config, tokenizer, kind
-        ),
-    )
+    monkeypatch.setattr(loading_model, "_to_be_quantized", loading_model._by_torchao)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "40kB"}])

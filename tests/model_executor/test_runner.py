@@ -53,7 +53,7 @@ def fill(target: ModelRunner, tokens: Sequence[int], chunks: Sequence[int] = ())
         chunk = list(tokens[start : start + size])
         if chunk:
             rows += list(target.score([SequenceRows(slot, start, chunk, prompt=True)]).logits)
-            target.cache.keep(slot, start, range(len(chunk)))
+            target.cache.commit(slot, start, range(len(chunk)))
     return slot, rows
 
 
@@ -148,7 +148,7 @@ def test_a_tree_level_by_level(name: str, path: str) -> None:
         beside = SequenceRows(other, len(company) + first, tokens[first:last], TREE[:last], done=first)
         got.append(target.score([beside, fresh]).logits[last - first :])
     assert_rows(model, torch.cat(got), prefix, tokens, TREE)
-    target.cache.keep(slot, len(prefix), (0, 1, 3, 6))
+    target.cache.commit(slot, len(prefix), (0, 1, 3, 6))
     committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
     assert_rows(
         model, target.score([SequenceRows(slot, len(committed), prompt(2, 3))]).logits, committed, prompt(2, 3), (-1, 0)
@@ -163,12 +163,12 @@ def test_keep_a_path_then_go_on(name: str, path: str) -> None:
     slot, _ = fill(target, prefix, (9,))
     tokens = prompt(len(TREE), 2)
     target.score([SequenceRows(slot, len(prefix), tokens, TREE)])
-    target.cache.keep(slot, len(prefix), (0, 1, 3, 6))
+    target.cache.commit(slot, len(prefix), (0, 1, 3, 6))
     committed = prefix + [tokens[row] for row in (0, 1, 3, 6)]
     follow = prompt(3, 3)
     rows = target.score([SequenceRows(slot, len(committed), follow, (-1, 0, 0))]).logits
     assert_rows(model, rows, committed, follow, (-1, 0, 0))
-    target.cache.keep(slot, len(committed), (0,))
+    target.cache.commit(slot, len(committed), (0,))
     committed.append(follow[0])
     last = prompt(1, 4)
     assert_rows(model, target.score([SequenceRows(slot, len(committed), last)]).logits, committed, last, (-1,))

@@ -137,7 +137,7 @@ def test_a_cursor_finds_the_longest_suffix_while_both_grow(
             automaton.begin()
             automaton.extend(more[i])
             texts.append(more[i])
-            cursor.settle()
+            cursor.refresh()
             assert cursor.state == (state_of(automaton, read[len(read) - cursor.length :]) if cursor.length else ROOT)
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from sakiyomi.cache.slots import FIRST_ROOM, LayerShape, SlotCache
+from sakiyomi.cache.layout import LayerShape
+from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.native import PackedWeights
 
@@ -79,7 +80,7 @@ class Cache(RuleBasedStateMachine):
         rows = pairs(self.number, count)
         self.cache.reserve(slot, length + count)
         write(self.cache, slot, length, rows)
-        self.cache.keep(slot, length, kept)
+        self.cache.commit(slot, length, kept)
         self.held[slot] += [rows[i] for i in kept]
 
     @precondition(lambda self: self.held)
@@ -130,9 +131,9 @@ def test_keep_equals_a_cache_built_from_the_kept_tokens(length: int, count: int,
         assert compiled.gather is not None
     for cache in (one, compiled):
         write(cache, 1, length, rows)
-        cache.keep(1, length, kept)
+        cache.commit(1, length, kept)
     write(two, 1, length, [rows[i] for i in kept])
-    two.keep(1, length, range(len(kept)))
+    two.commit(1, length, range(len(kept)))
     end = length + len(kept)
     for cache in (one, compiled):
         for a, b in zip((*cache.keys, *cache.values), (*two.keys, *two.values), strict=True):
@@ -146,7 +147,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(available: int, column
     cache = SlotCache(SHAPES, dtype=torch.float32, max_slots=8, available=lambda: room[0])
     cache.reserve(0, 10)
     write(cache, 0, 0, pairs(1, 10))
-    cache.keep(0, 0, range(10))
+    cache.commit(0, 0, range(10))
     before = [t.data_ptr() for t in (*cache.keys, *cache.values)]
     state = (cache.room, cache.slots, cache.bytes)
     room[0] = available

@@ -15,10 +15,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sakiyomi import SamplingParams
 from sakiyomi.core.tree import TokenTree
+from sakiyomi.sampling.probs import reference_probs
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw
-from sakiyomi.sampling.sampler import Sampler, SamplingParams, reference_probs
+from sakiyomi.sampling.sampler import Sampler
 
 OPTIONS = st.fixed_dictionaries(
     {

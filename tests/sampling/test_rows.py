@@ -6,11 +6,11 @@ import torch
 
 from sakiyomi import SamplingParams
 from sakiyomi.kernels.build import native
+from sakiyomi.sampling import probs as probs_module
+from sakiyomi.sampling import rows as rows_module
 from sakiyomi.sampling.probs import fill_row
 from sakiyomi.sampling.rng import Uniforms
 from sakiyomi.sampling.rows import as_row, draw, draw_distinct, largest, positive_part, top_tokens
-from sakiyomi.sampling.sampler import probs as warping
-from sakiyomi.sampling.sampler import rows as numerics
 
 SIZES = (1, 8, 127, 1000, 4096, 32000, 32064, 50257)
 
@@ -56,7 +56,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         if native() is None:
             pytest.skip("the C++ kernels cannot be compiled here")
     else:
-        for module in (numerics, warping):
+        for module in (rows_module, probs_module):
             monkeypatch.setattr(module, "loaded", lambda: None)
 
 

@@ -17,11 +17,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sakiyomi import SamplingParams
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import TokenTree
 from sakiyomi.kernels.build import native
-from sakiyomi.sampling.probs import best, chance, fill_row
-from sakiyomi.sampling.sampler import Sampler, SamplingParams, best_token, reference_probs, to_probs
+from sakiyomi.sampling.probs import best, best_token, chance, fill_row, reference_probs
+from sakiyomi.sampling.sampler import Sampler, to_probs
 
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 1.0},

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from sakiyomi import SamplingParams
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
 from sakiyomi.kernels.build import native
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.sampler import Sampler, SamplingParams
+from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier, check_fits, choose_verifier, residual
 
 V = 8

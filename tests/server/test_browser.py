@@ -96,7 +96,7 @@ def shoot(page: Tab, name: str) -> None:
 
 
 def test_it_opens_with_the_model_and_runs_no_foreign_script(page: Tab) -> None:
-    assert page.run("$('model').textContent").startswith("toy · drafter: model")
+    assert page.run("$('model').textContent").startswith("toy · draft: model")
     shoot(page, "open")
     broken = (
         "new Promise((done) => { document.addEventListener('securitypolicyviolation',"
@@ -327,7 +327,7 @@ def test_a_race_shows_both_and_judges(page: Tab, race: str) -> None:
     assert page.run("document.querySelectorAll('.lane').length") == 2
     verdict = page.run("document.querySelector('.verdict').textContent")
     assert verdict.endswith("Both wrote the same text.")
-    assert verdict.startswith("Reading ahead took" if race == "once" else "After the first token")
+    assert verdict.startswith("Speculative decoding took" if race == "once" else "After the first token")
     shoot(page, f"race-{race}")
     if race == "once":
         return  # that text may end with its first token

@@ -133,7 +133,7 @@ def test_a_request_ends_when_its_time_is_up(own: LLM) -> None:
         reply = web.post(f"{url}/v1/completions", json=ENDLESS)
         assert reply.status_code == 504 and reply.json()["error"]["code"] == "timeout"
         assert reply.headers["x-should-retry"] == "false"
-        with pytest.raises(openai.APIError, match="not done within"):
+        with pytest.raises(openai.APIError, match="not finished within"):
             list(client(url).completions.create(**{k: v for k, v in ENDLESS.items() if k != "ignore_eos"},
                                                 stream=True, extra_body={"ignore_eos": True}))  # fmt: skip
         until(lambda: idle(server))
@@ -363,7 +363,7 @@ def test_out_of_memory_ends_who_needs_it_alone(
             )
 
         replies = {text: pool.submit(ask, text) for text in [big, *prompts]}
-        with pytest.raises(openai.InternalServerError, match="did not get the memory") as caught:
+        with pytest.raises(openai.InternalServerError, match="ran out of working memory") as caught:
             replies[big].result()
         assert caught.value.status_code == 503
         for text in prompts:
@@ -386,15 +386,29 @@ def test_a_round_that_fails_ends_its_requests_and_not_the_server(own: LLM, monke
         assert figures(url)["vllm:request_success_total/error"] == 1
 
 
-def test_a_drafter_that_fails_is_left_out(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = toy_llm()
+def test_gauges_follow_a_request_that_fails_before_its_first_token(site: tuple[Server, str], own: LLM) -> None:
+    """A penalty so small that logits overflow: it fails in the verification of the prompt's row, and nothing drifts."""
+    server, url = site
+    for _ in range(2):
+        reply = web.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "Once", "repetition_penalty": 1e-45})
+        assert reply.status_code >= 400
+    until(lambda: idle(server))
+    found = figures(url)
+    assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+    works(url, own)
 
-    def broken(*_: Any) -> Any:
+
+def test_a_drafter_that_fails_is_left_out(own: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, calls = toy_llm(), []
+
+    def broken(*given: Any) -> Any:
+        calls.append(given)
         raise RuntimeError("no draft today")
 
     monkeypatch.setattr(llm.draft, "propose", broken)
     with running(llm) as (_, url):
         works(url, own)
+    assert len(calls) == 1, "it is asked, and after its failure not again for this request"
 
 
 def test_a_long_prompt_lets_short_ones_pass(own: LLM) -> None:
@@ -539,7 +553,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     assert CliRunner().invoke(app, ["serve"], env=environment).exit_code == 0
     assert exact == [False, True, True, True]
     for text, words in (
-        ("nonsense = 1", "sets 'nonsense'; what there is: host, port"),
+        ("nonsense = 1", "sets 'nonsense'; known names: host, port"),
         ("max-queue = 1", "sets 'max-queue'; did you mean 'max_queue'?"),
         ("[server]\nport = 1", "sets 'server'"),
         ("= 1", "expected a TOML file"),
@@ -560,7 +574,11 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     for name, text, words in (
         ("MAX_N", "many", "SAKIYOMI_MAX_N is 'many'; expected a whole number"),
         ("REUSE", "maybe", "SAKIYOMI_REUSE is 'maybe'; expected on or off"),
-        ("MAXQUEUE", "3", "SAKIYOMI_MAXQUEUE is set and means nothing; did you mean SAKIYOMI_MAX_QUEUE?"),
+        (
+            "MAXQUEUE",
+            "3",
+            "SAKIYOMI_MAXQUEUE is set, and is no setting of this command; did you mean SAKIYOMI_MAX_QUEUE?",
+        ),
     ):
         done = CliRunner().invoke(app, ["serve"], env={f"SAKIYOMI_{name}": text})
         assert words in done.output and (done.exit_code == 0) == (name == "MAXQUEUE")

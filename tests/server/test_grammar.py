@@ -96,7 +96,7 @@ def test_json_objects_by_both_endpoints(api: OpenAI) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}},
          "Invalid type", "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "("}}}},
-         "cannot be kept to", "response_format"),
+         "cannot be enforced", "response_format"),
         ({"response_format": {"type": "json_schema"}}, "has a json_schema", "response_format"),
         ({"tool_choice": "required"}, "needs tools", "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "'fly'", "tool_choice"),
@@ -248,8 +248,8 @@ def test_what_was_called_goes_back_into_the_conversation(api: OpenAI) -> None:
 
 def test_without_a_place_for_tools_they_are_refused() -> None:
     for template, choice, words in (
-        (None, "none", "without a chat template"),
-        (None, "auto", "without a chat template"),
+        (None, "none", "no chat template"),
+        (None, "auto", "no chat template"),
         ("{{ messages[0].content }}", "auto", "does not know"),
         ("{{ messages[0].content }}", "none", "does not tell the model of tools"),
     ):

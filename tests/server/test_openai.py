@@ -337,6 +337,25 @@ def test_the_figures_are_those_of_the_replies() -> None:
             assert 0 < found["vllm:kv_cache_usage_perc"] < 1 and found["sakiyomi:kv_cache_bytes"] > 0
 
 
+@pytest.mark.parametrize("reuse", [True, False])
+def test_cache_usage_counts_what_is_retained(reuse: bool) -> None:
+    """After a reply its slot keeps the text for the next turn, and the gauge says so; without reuse nothing is held."""
+    with running(toy_llm("none", max_batch=2, max_context=200), reuse=reuse) as (_, url):
+        asked = {"model": "toy", "prompt": list(range(3, 100)), "max_tokens": 4, "ignore_eos": True}
+        assert web.post(f"{url}/v1/completions", json=asked).status_code == 200
+        assert figures(url)["vllm:kv_cache_usage_perc"] == pytest.approx(100 / 400 if reuse else 0.0)
+
+
+def test_cache_usage_leaves_out_what_was_evicted() -> None:
+    """Of a long text a budget of 40 pairs stays: the share is that of the columns that a slot can have."""
+    llm = toy_llm("none", max_batch=2, cache="streaming", kv_budget=40, chunk_size=32)
+    with running(llm) as (_, url):
+        asked = {"model": "toy", "prompt": [5] * 400, "max_tokens": 1}
+        assert web.post(f"{url}/v1/completions", json=asked).status_code == 200
+        (limit,) = {columns for layer in llm.target.cache.limits or () for columns in layer}
+        assert figures(url)["vllm:kv_cache_usage_perc"] == pytest.approx(40 / (2 * limit))
+
+
 # ---------------------------------------------------------------- refusals
 
 

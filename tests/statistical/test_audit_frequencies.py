@@ -244,7 +244,7 @@ def test_a_table_model_gives_each_row_behind_its_own_path() -> None:
     # Two siblings, and a child of the second.
     tree = model.score([SequenceRows(slot, 1, [first, second, 0], (-1, -1, 1))]).logits
     assert torch.equal(tree, logits[[1, 2, 0]])
-    model.cache.keep(slot, 1, [1, 2])
+    model.cache.commit(slot, 1, [1, 2])
     assert torch.equal(model.score([SequenceRows(slot, 3, [second])]).logits, logits[[2]])
     # The same tree, its levels read one after the other.
     model.score([SequenceRows(slot, 1, [first, second], (-1, -1))])

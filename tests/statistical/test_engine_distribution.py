@@ -72,7 +72,7 @@ def sample(drafter: Any, params: SamplingParams, least: float = 1.5) -> NDArray[
     """Texts by number; ``least``: draft tokens a text without which this would be a test of plain decoding."""
     llm = LLM((model(0), TOKENIZER), drafter, compile=False, max_batch=50)
     done = llm.generate([PROMPT], params)[0]
-    assert not llm.engine._drafting.broken, "the drafter raised"
+    assert not llm.engine._speculation.broken, "the drafter raised"
     if not isinstance(drafter, str):
         assert sum(out.stats.drafted for out in done) > least * len(done)
     seen = np.zeros(V**LENGTH, dtype=np.int64)

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from sakiyomi import SamplingParams
 from sakiyomi.core.tree import Draft, Draw, TokenTree
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.sampler import Sampler, SamplingParams, draw, draw_distinct
+from sakiyomi.sampling.rows import draw, draw_distinct
+from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
 from statistical.harness import LEVEL, p_value
 

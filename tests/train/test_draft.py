@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import signal
@@ -135,8 +134,8 @@ def test_a_tiny_draft_from_end_to_end(tmp_path: Path) -> None:
     assert model.config.vocab_size == 300
     assert model.config.num_hidden_layers == 2
     assert tokenizer.eos_token_id == model.config.eos_token_id
-    lines = Path(config.out, "samples.jsonl").read_text().splitlines()
-    assert len(lines) == config.samples
+    lines = Path(config.loop.out, "samples.jsonl").read_text().splitlines()
+    assert len(lines) == config.sampling.samples
     record = json.loads(lines[0])
     assert len(record["tokens"]) > record["prompt"] >= 8
 
@@ -186,10 +185,10 @@ def test_samples_cut_short_are_completed(tmp_path: Path) -> None:
     target = tiny_target(tmp_path)
     config = draft_config(tmp_path, target)
     train_draft(config)
-    shutil.rmtree(Path(config.out, "checkpoints"))
-    path = Path(config.out, "samples.jsonl")
+    shutil.rmtree(Path(config.loop.out, "checkpoints"))
+    path = Path(config.loop.out, "samples.jsonl")
     whole = path.read_bytes()
-    half = whole.splitlines(keepends=True)[: config.sample_batch]
+    half = whole.splitlines(keepends=True)[: config.sampling.sample_batch]
     path.write_bytes(b"".join(half) + b'{"tokens": [0, 7')
     train_draft(config)
     assert path.read_bytes() == whole
@@ -199,15 +198,15 @@ def test_samples_of_another_target_or_of_other_settings_are_refused(tmp_path: Pa
     target = tiny_target(tmp_path)
     config = draft_config(tmp_path, target, tokens=64)
     train_draft(config)
-    shutil.rmtree(Path(config.out, "checkpoints"))
-    whole = Path(config.out, "samples.jsonl").read_bytes()
+    shutil.rmtree(Path(config.loop.out, "checkpoints"))
+    whole = Path(config.loop.out, "samples.jsonl").read_bytes()
     for changes, name in (
         ({"sample_tokens": 9}, "sample_tokens 8, and this run has 9"),
         ({"temperatures": (1.0,)}, "temperatures"),
         ({"seed": 2}, "seed"),
         ({"sample_batch": 2}, "sample_batch"),
         ({"valid": ()}, "held_back"),
-        ({"prompts": config.valid and (config.valid[0].partition("=")[2],)}, "prompts"),
+        ({"prompts": config.loop.valid and (config.loop.valid[0].partition("=")[2],)}, "prompts"),
     ):
         with pytest.raises(InputError, match=name):
             train_draft(draft_config(tmp_path, target, tokens=64, **changes))
@@ -216,10 +215,10 @@ def test_samples_of_another_target_or_of_other_settings_are_refused(tmp_path: Pa
     save_file(weights | {name: weights[name] + 1}, target / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"written with target .* delete the file"):
         train_draft(config)
-    Path(config.out, "samples.json").unlink()
+    Path(config.loop.out, "samples.json").unlink()
     with pytest.raises(InputError, match=r"no samples\.json beside it"):
         train_draft(config)
-    assert Path(config.out, "samples.jsonl").read_bytes() == whole
+    assert Path(config.loop.out, "samples.jsonl").read_bytes() == whole
 
 
 def test_a_resumed_draft_run_has_the_rows_of_its_first_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +231,13 @@ def test_a_resumed_draft_run_has_the_rows_of_its_first_part(tmp_path: Path, monk
     with monkeypatch.context() as patch:
         stop_at(patch, 3, signal.SIGINT)
         assert not train_draft(cut)["finished"]
-    assert len(Path(cut.out, "samples.jsonl").read_text().splitlines()) == 4
-    resumed = dataclasses.replace(cut, resume=True)
+    assert len(Path(cut.loop.out, "samples.jsonl").read_text().splitlines()) == 4
+    resumed = cut.changed(resume=True)
     assert train_draft(resumed)["finished"]
-    assert losses(cut.out) == losses(whole.out)
-    weights = [load_checkpoint(Path(out) / "checkpoints")["model"] for out in (cut.out, whole.out)]
+    assert losses(cut.loop.out) == losses(whole.loop.out)
+    weights = [load_checkpoint(Path(out) / "checkpoints")["model"] for out in (cut.loop.out, whole.loop.out)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
-    Path(cut.out, "samples.jsonl").unlink()
+    Path(cut.loop.out, "samples.jsonl").unlink()
     with pytest.raises(LoadError, match=r"samples\.jsonl is gone"):
         train_draft(resumed)
 
@@ -262,9 +261,9 @@ def test_without_held_out_text_some_training_text_is_held_back(tmp_path: Path, m
     assert not {bytes(document) for document in measured} & set(trained)
     assert {"alpha", "expected_speedup_greedy", "expected_speedup_sampled"} <= summary["held_out"]["held_back"].keys()
     assert "4 documents of the training text, held back" in Path(summary["model"], "README.md").read_text()
-    Path(config.text[0]).write_text(json.dumps({"text": stories(1)[0]}) + "\n")
+    Path(config.text.text[0]).write_text(json.dumps({"text": stories(1)[0]}) + "\n")
     with pytest.raises(InputError, match="--valid NAME=FILE"):
-        train_draft(dataclasses.replace(config, out=str(tmp_path / "other")))
+        train_draft(config.changed(out=str(tmp_path / "other")))
 
 
 def test_the_speed_up_follows_from_the_costs() -> None:

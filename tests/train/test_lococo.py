@@ -51,7 +51,7 @@ def lococo_config(folder: Path, target: Path, **changes: Any) -> LococoConfig:
         "threads": 1,
         "device": "cpu",
     }
-    return LococoConfig(**(settings | changes))
+    return LococoConfig.of(**(settings | changes))
 
 
 @cache
@@ -114,7 +114,7 @@ def test_passes_are_those_of_the_cache(name: str, scores: str, tmp_path: Path) -
 def test_the_loss_and_its_gradient() -> None:
     """Of the counted tokens alone, against a loss over all rows at once; nothing reaches the target."""
     model, merger = model_of("llama"), convolutions("llama")
-    config = LococoConfig(target="x", out="x", data=("x",), chunk_size=CHUNK, text_weight=0.5)
+    config = LococoConfig.of(target="x", out="x", data=("x",), chunk_size=CHUNK, text_weight=0.5)
     loss = MergingLoss(config, Compressed(model, policy_of(H2O, BUDGET, 5), BUDGET, CHUNK), merger)
     ids, first = np.array(prompt(70)), 50
     marked = ids.copy()

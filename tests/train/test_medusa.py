@@ -63,7 +63,7 @@ def medusa_config(folder: Path, target: Path, **changes: Any) -> MedusaConfig:
         "threads": 1,
         "device": "cpu",
     }
-    return MedusaConfig(**(settings | changes))
+    return MedusaConfig.of(**(settings | changes))
 
 
 def chat_file(path: Path, *chats: Any) -> Path:
@@ -92,7 +92,7 @@ def test_from_end_to_end(own: bool, tmp_path: Path) -> None:
     for words in ("2 Medusa heads of 2 residual blocks", "the command", "head 2 top 5", "expected tau", "memory:"):
         assert words in card, words
     assert {"loss.png", "accuracy.png", "card.json"} <= {path.name for path in folder.iterdir()}
-    steps = losses(config.out)
+    steps = losses(config.loop.out)
     assert sum(steps[-10:]) < 0.9 * sum(steps[:10])
     measures = summary["held_out"]["stories"]
     assert measures["head_1_top_1"] <= measures["head_1_top_5"] <= 1.0
@@ -148,9 +148,9 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path, monkeypatch:
     with pytest.raises(LoadError, match=r"No space left on device.*--resume"):
         train_medusa(config)
     monkeypatch.undo()
-    kept = checkpoints(Path(config.out) / "checkpoints")
+    kept = checkpoints(Path(config.loop.out) / "checkpoints")
     assert [int(path.stem.split("-")[1]) for path in kept] == [2, 3]
-    assert not list((Path(config.out) / "checkpoints").glob("*.partial"))
+    assert not list((Path(config.loop.out) / "checkpoints").glob("*.partial"))
     assert train_medusa(medusa_config(tmp_path, target, resume=True))["finished"]
 
 
@@ -203,7 +203,7 @@ def test_the_loss_is_the_slow_sum(own: bool) -> None:
     weight, hidden = torch.randn(11, 8), torch.randn(2, 9, 8)
     rows = torch.randint(0, 11, (2, 10))
     rows[0, :6] = ~rows[0, :6]
-    config = MedusaConfig(target="x", out="x", data=("x",), heads=3, head_decay=0.5)
+    config = MedusaConfig.of(target="x", out="x", data=("x",), heads=3, head_decay=0.5)
     loss, means = guess_loss(config, heads, hidden, rows, weight, 0)
     logits = heads(hidden.flatten(0, 1), weight).view(3, 2, 9, 11)
     expected, each = torch.zeros(()), []
@@ -415,7 +415,7 @@ def distill_config(folder: Path, target: Path, **changes: Any) -> DistillDataCon
         "tokens": 8,
         "device": "cpu",
     }
-    return DistillDataConfig(**(settings | changes))
+    return DistillDataConfig.of(**(settings | changes))
 
 
 def test_answers_are_the_targets_and_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

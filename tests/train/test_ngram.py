@@ -79,7 +79,7 @@ def config(folder: Path, **changes: object) -> NgramConfig:
         "valid": (f"stories={story_file(folder / 'valid.jsonl', count=6, seed=1)}",),
         "positions": 100,
     }
-    return NgramConfig(**(values | changes))  # type: ignore[arg-type]
+    return NgramConfig.of(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_alpha_is_the_mean_overlap_over_held_out_prefixes(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_without_a_target(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_meant(changes: dict[str, object], message: str) -> None:
     values = {"out": "x", "text": ("y",), "target": "tales"} | changes
     with pytest.raises(InputError, match=message):
-        NgramConfig(**values)  # type: ignore[arg-type]
+        NgramConfig.of(**values)  # type: ignore[arg-type]
 
 
 def test_an_out_that_is_a_folder(tmp_path: Path) -> None:

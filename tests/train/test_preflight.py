@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import signal
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train import target
 from sakiyomi.train.config import TargetConfig
+from sakiyomi.train.data import parse_text
 from sakiyomi.train.draft import train_draft
 from sakiyomi.train.target import load_or_train_tokenizer, train_target
 from train_toys import draft_config, stop_at, story_file, target_config, tiny_target
@@ -40,14 +40,14 @@ def cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TargetConfig:
     with monkeypatch.context() as patch:
         stop_at(patch, 3, signal.SIGINT)
         assert not train_target(config)["finished"]
-    return dataclasses.replace(config, resume=True)
+    return config.changed(resume=True)
 
 
 def test_an_earlier_runs_checkpoints_are_not_overwritten(cut: TargetConfig) -> None:
-    folder = Path(cut.out, "checkpoints")
+    folder = Path(cut.loop.out, "checkpoints")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(InputError, match=r"earlier run at step 4; go on with --resume, or choose another --out"):
-        train_target(dataclasses.replace(cut, resume=False, tokens=2 * 128))
+        train_target(cut.changed(resume=False, tokens=2 * 128))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -68,32 +68,32 @@ def test_an_earlier_runs_checkpoints_are_not_overwritten(cut: TargetConfig) -> N
 )
 def test_a_run_is_resumed_as_it_began(cut: TargetConfig, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        train_target(dataclasses.replace(cut, **changes))
+        train_target(cut.changed(**changes))
 
 
 def test_what_the_model_does_not_depend_on_may_change(cut: TargetConfig, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
-    Path(cut.out).rename(moved)
+    Path(cut.loop.out).rename(moved)
     free = {"name": "x", "note": ("y",), "save_minutes": 1.0, "eval_minutes": 1.0, "log_seconds": 1.0, "eval_tokens": 9}
-    summary = train_target(dataclasses.replace(cut, out=str(moved), **free))
+    summary = train_target(cut.changed(out=str(moved), **free))
     assert summary["finished"]
     assert (summary["name"], summary["notes"]) == ("x", ["y"])
 
 
 def test_a_run_is_resumed_with_its_own_command_and_text(cut: TargetConfig, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="another command"):
-        train_draft(draft_config(tmp_path, tiny_target(tmp_path), out=cut.out, resume=True))
-    story_file(Path(cut.text[0]), count=61)
+        train_draft(draft_config(tmp_path, tiny_target(tmp_path), out=cut.loop.out, resume=True))
+    story_file(Path(cut.text.text[0]), count=61)
     with pytest.raises(LoadError, match="their text has changed"):
         train_target(cut)
 
 
 def test_a_kept_tokenizer_of_another_size_is_refused(tmp_path: Path) -> None:
     config = target_config(tmp_path)
-    Path(config.out).mkdir()
-    load_or_train_tokenizer(config, [target.parse_text(spec) for spec in config.text])
+    Path(config.loop.out).mkdir()
+    load_or_train_tokenizer(config, [parse_text(spec) for spec in config.text.text])
     with pytest.raises(InputError, match=r"vocab is 299, and the tokenizer in .* has 300 pieces; give --vocab 300"):
-        train_target(dataclasses.replace(config, vocab=299))
+        train_target(config.changed(vocab=299))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config = target_config(tmp_path, tokens=128)
     with small_files(20_000), pytest.raises(LoadError, match=r"cannot write .*checkpoints.*File too large"):
         train_target(config)
-    assert not list(Path(config.out, "checkpoints").glob("*"))
+    assert not list(Path(config.loop.out, "checkpoints").glob("*"))
     # The tokenizer is there, the checkpoint too: now the model does not fit.
     monkeypatch.setattr("sakiyomi.train.loop.save_checkpoint", lambda *_: None)
     with small_files(20_000), pytest.raises(LoadError, match=r"cannot write .*model.*too large"):

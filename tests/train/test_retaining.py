@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import signal
 import sys
@@ -51,7 +50,7 @@ def retaining_config(folder: Path, target: Path, **changes: Any) -> RetainingCon
         "threads": 1,
         "device": "cpu",
     }
-    return RetainingConfig(**(settings | changes))
+    return RetainingConfig.of(**(settings | changes))
 
 
 # ---------------------------------------------------------------- a run
@@ -77,9 +76,9 @@ def test_from_end_to_end(query_aware: bool, tmp_path: Path) -> None:
         assert words in card, words
     assert "nats" not in card
     assert {"loss.png", "overlap.png", "card.json"} <= {path.name for path in Path(summary["model"]).iterdir()}
-    steps = losses(config.out)
+    steps = losses(config.loop.out)
     assert sum(steps[-10:]) < 0.7 * sum(steps[:10])
-    idle = train_retaining(dataclasses.replace(config, out=str(tmp_path / "idle"), tokens=192, lr=0.0))
+    idle = train_retaining(config.changed(out=str(tmp_path / "idle"), tokens=192, lr=0.0))
     measures = summary["held_out"]["questions"]
     assert measures["overlap"] > idle["held_out"]["questions"]["overlap"] + 0.1
     assert measures["overlap_of_the_worst_head"] <= measures["overlap"] <= 1.0
@@ -129,7 +128,7 @@ def test_compiled_heads_learn_the_same(tmp_path: Path) -> None:
             tmp_path, target, out=str(tmp_path / f"c{compiled}"), compile=compiled, precision="no"
         )
         train_retaining(config)
-        found.append(losses(config.out))
+        found.append(losses(config.loop.out))
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
@@ -147,7 +146,7 @@ def toy_loss(name: str = "llama", **changes: Any) -> tuple[HeadsLoss, RetainingH
     torch.manual_seed(2)
     heads = RetainingHeads(RetainingShape(Raw(model).widths, kv_heads_of(model), 5))
     settings = {"target": "x", "out": "x", "data": ("x",), "precision": "no"} | changes
-    return HeadsLoss(RetainingConfig(**settings), model, heads), heads, model
+    return HeadsLoss(RetainingConfig.of(**settings), model, heads), heads, model
 
 
 def batch_of(*rows: tuple[int, int]) -> dict[str, torch.Tensor]:

@@ -62,7 +62,7 @@ def config(folder: Path, **changes: Any) -> RetrieverConfig:
         "compile": False,
         "threads": 1,
     }
-    return RetrieverConfig(**(settings | changes))
+    return RetrieverConfig.of(**(settings | changes))
 
 
 def test_digits_and_the_words_of_keys_are_pieces() -> None:
@@ -150,7 +150,7 @@ def test_a_parted_pass_shows_the_text_to_the_last_layer_alone(
     other = ids.clone()
     other[:, 30] = (other[:, 30] + 1) % 800
     torch.manual_seed(0)
-    model = new_llama(config(tmp_path), tokenizer, layers=3, vocab=800, max_positions=512)
+    model = new_llama(config(tmp_path).sizes, tokenizer, layers=3, vocab=800, max_positions=512)
 
     def changed(place: int) -> list[bool]:
         """Whether another token of the text changes what is read by the last layer, and what comes out of it."""
@@ -227,7 +227,7 @@ def test_accuracy(task: str, query_first: bool, tokenizer: PreTrainedTokenizerBa
 def test_the_start_looks_back_and_for_the_same_again(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     sizes = config(tmp_path, hidden=128, heads=4, kv_heads=2, layers=2)
     torch.manual_seed(0)
-    model = new_llama(sizes, tokenizer, layers=2, vocab=800, max_positions=512)
+    model = new_llama(sizes.sizes, tokenizer, layers=2, vocab=800, max_positions=512)
     model.set_attn_implementation("eager")
     count = 40
     ids = torch.randperm(800)[:count].repeat(2)[None]
@@ -275,7 +275,7 @@ def test_stages_follow_each_other(tmp_path: Path) -> None:
         stages=(0.25, 0.75),  # type: ignore[arg-type]
     )
     for share, length in ((0, 128), (0.24, 128), (0.25, 256), (0.99, 256), (1.0, 256)):
-        loop.progress.tokens = round(share * settings.tokens)
+        loop.progress.tokens = round(share * settings.loop.tokens)
         assert loop.row_tokens == (length,)
 
 
@@ -309,7 +309,7 @@ def test_a_resumed_run_sees_the_same_rows(tmp_path: Path, monkeypatch: pytest.Mo
         stop_at(patch, 3, signal.SIGINT)
         assert not train_retriever(parts)["finished"]
     train_retriever(config(tmp_path, out=str(tmp_path / "parts"), resume=True))
-    assert losses(parts.out) == losses(whole.out)
+    assert losses(parts.loop.out) == losses(whole.loop.out)
 
 
 def test_other_text_is_refused_when_resumed(rows: RetrievalRows, tokenizer: PreTrainedTokenizerBase) -> None:

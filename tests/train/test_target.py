@@ -30,7 +30,7 @@ def test_a_tiny_target_from_end_to_end(tmp_path: Path) -> None:
     assert summary["finished"]
     assert summary["steps"] == 40
     assert summary["tokens"] == 40 * 128
-    seen = losses(config.out)
+    seen = losses(config.loop.out)
     assert sum(seen[-5:]) < 0.8 * sum(seen[:5])
     folder = Path(summary["model"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -71,12 +71,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     for step in (3, 6):
         with monkeypatch.context() as patch:
             stop_at(patch, step, signal.SIGINT)
-            summary = train_target(cut if step == 3 else target_config(tmp_path, out=cut.out, resume=True, **changes))
+            summary = train_target(
+                cut if step == 3 else target_config(tmp_path, out=cut.loop.out, resume=True, **changes)
+            )
         assert not summary["finished"]
         assert summary["step"] == step + 1
-    assert train_target(target_config(tmp_path, out=cut.out, resume=True, **changes))["finished"]
-    assert losses(cut.out) == losses(whole.out)
-    weights = [load_checkpoint(Path(out) / "checkpoints")["model"] for out in (cut.out, whole.out)]
+    assert train_target(target_config(tmp_path, out=cut.loop.out, resume=True, **changes))["finished"]
+    assert losses(cut.loop.out) == losses(whole.loop.out)
+    weights = [load_checkpoint(Path(out) / "checkpoints")["model"] for out in (cut.loop.out, whole.loop.out)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
@@ -89,13 +91,13 @@ def test_an_early_finish_anneals_and_ends(tmp_path: Path, monkeypatch: pytest.Mo
     if way == "signal":
         stop_at(monkeypatch, 3, signal.SIGUSR1)
     else:
-        Path(config.out).mkdir()
-        Path(config.out, "finish").touch()
+        Path(config.loop.out).mkdir()
+        Path(config.loop.out, "finish").touch()
     summary = train_target(config)
     assert summary["finished"]
     assert summary["steps"] < 30
     assert summary["layers"] == 4, "an early finish grows at once"
-    assert not Path(config.out, "finish").exists()
+    assert not Path(config.loop.out, "finish").exists()
 
 
 def test_pauses_are_charged_one_minute_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,7 @@ def test_compiled_layers_learn_as_eager_ones_do(tmp_path: Path) -> None:
     for compiled in (False, True):
         config = target_config(tmp_path, out=str(tmp_path / str(compiled)), compile=compiled)
         assert train_target(config)["finished"]
-        seen.append(losses(config.out))
+        seen.append(losses(config.loop.out))
     # The same sums in another order, in bfloat16.
     assert seen[0] == pytest.approx(seen[1], rel=0.01)
 
@@ -150,7 +152,7 @@ def test_growth_keeps_the_function_and_names_every_source(tmp_path: Path) -> Non
         ["Once upon a time there was a cat. " * 5 + "Tom saw Mia and a big red ball."], 290, 128
     )
     torch.manual_seed(0)
-    model = new_llama(config, tokenizer, layers=2, vocab=290, max_positions=128)
+    model = new_llama(config.sizes, tokenizer, layers=2, vocab=290, max_positions=128)
     deep, source = grow(model, 6)
     assert deep.config.num_hidden_layers == len(deep.model.layers) == 6
     nearest = [source[f"model.layers.{layer}.mlp.up_proj.weight"].split(".")[2] for layer in range(6)]

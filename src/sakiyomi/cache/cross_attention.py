@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.layout import LayerShape
+from sakiyomi.cache.slots import SlotCache
 
 __all__ = ["Source", "SourceCache"]
 

@@ -63,7 +63,8 @@ class MappedFiles:
             logger.warning(
                 "the folder of cache='offload', %s, lies in memory itself (%s): nothing is saved there; name one on a "
                 "disk, as cache='offload:FOLDER'",
-                *(self.folder, kind),
+                self.folder,
+                kind,
             )
 
     def available(self) -> int:

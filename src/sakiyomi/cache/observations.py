@@ -1,7 +1,7 @@
-"""What the rows of passes leave for the cache's policy, by slot, from one border to the next.
+"""What the rows of passes leave for the cache's policy, by slot, from one boundary to the next.
 
 Rows of a tree that is refused later are written like all others, and go when the pairs of their tokens go: what is read
-at a border are the rows of committed tokens, in the order of their places.
+at an eviction boundary are the rows of committed tokens, in the order of their places.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RowObservations:
         """Nobody has this slot: what passes over it leave behind is nobody's."""
         self._since[slot] = None
 
-    def write(self, layer: int, plan: BatchPlan, note: Tensor) -> None:
+    def write(self, layer: int, plan: BatchPlan, observed: Tensor) -> None:
         """Take the rows of a pass, (rows, width); those that only fill it up are left."""
         for slot, first, count, length, _ in plan.table:
             since = self._since[slot]
@@ -53,25 +53,26 @@ class RowObservations:
             at, rows = length - since, self._rows[layer]
             if rows is None or at + count > rows.shape[1]:
                 room = -(-(at + count) // STEP) * STEP
-                fresh = note.new_zeros(self._slots, room, note.shape[1])
+                fresh = observed.new_zeros(self._slots, room, observed.shape[1])
                 if rows is not None:
                     fresh[:, : rows.shape[1]] = rows
                 rows = self._rows[layer] = fresh
-            rows[slot, at : at + count] = note[first : first + count]
+            rows[slot, at : at + count] = observed[first : first + count]
 
-    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
-        """As ``SlotCache.keep``."""
+    def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """As ``SlotCache.commit``."""
         if all(row == i for i, row in enumerate(rows)):
             return
         since = self._since[slot]
-        assert since is not None
+        if since is None:  # its text began before anything was observed
+            return
         at = length - since
         source = torch.tensor([at + row for row in rows])
-        for notes in self._rows:
-            if notes is not None:
-                notes[slot, at : at + len(rows)] = notes[slot].index_select(0, source.to(notes.device))
+        for stored in self._rows:
+            if stored is not None:
+                stored[slot, at : at + len(rows)] = stored[slot].index_select(0, source.to(stored.device))
 
     def read(self, layer: int, slot: int, length: int) -> Tensor | None:
-        """The rows of tokens since the slot's beginning up to place `length`, (rows, width); None: nothing is noted."""
+        """The rows of tokens since ``begin``, up to place `length`, (rows, width); None: nothing was observed."""
         rows, since = self._rows[layer], self._since[slot]
         return None if rows is None or since is None else rows[slot, : length - since]

@@ -13,23 +13,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError, LoadError
 
-if TYPE_CHECKING:
-    from sakiyomi.cache.eviction import EvictingCache, FullCache
-    from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.model_executor.runner import ModelRunner
-
 __all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
 
 FORMAT = "1"
 LEAST = 8  # tokens in common that are worth a copy
 STEP = 64  # tokens that are compared at once
+_KEPT = ("keys.", "values.", "packed.", "state.")
 
 
 def alike(tokens: Sequence[int], others: Sequence[int]) -> int:
@@ -50,7 +46,7 @@ class Prefix:
         tokens: of the beginning.
         text: that they were made from; empty where they were given as ids.
         recipe: what made it: the model's fingerprint, its dtype and rounding, the cache's policy, budget and chunks.
-        tensors: by name, for each layer and head its keys, values, those before them that are packed, and what the
+        tensors: by name, for each layer and head its keys, values, those before them that are quantized, and what the
             policy knows of them.
     """
 
@@ -61,8 +57,8 @@ class Prefix:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values."""
-        return sum(t.nbytes for name, t in self.tensors.items() if name.startswith(("keys.", "values.", "packed.")))
+        """Of keys and values, and of what other layers keep."""
+        return sum(tensor.nbytes for name, tensor in self.tensors.items() if name.startswith(_KEPT))
 
     @property
     def pairs(self) -> list[list[int]]:
@@ -110,45 +106,6 @@ class Prefix:
                     f"{name} was made with {key} {self.recipe.get(key)!r}, and this is {own!r}; build it again, or "
                     "load the model as it was"
                 )
-
-    def take(self, cache: SlotCache, eviction: FullCache | EvictingCache, slot: int) -> None:
-        """Put a copy into a slot that is empty."""
-        dropped = []
-        for layer, counts in enumerate(self.pairs):
-            held = [len(self.tensors[f"keys.{layer}.{head}"]) for head in range(len(counts))]
-            dropped.append([len(self.tokens) - count for count in held])
-            if cache.packed is not None:
-                for head, (count, own) in enumerate(zip(counts, held, strict=True)):
-                    cache.packed.count[slot, layer, head] = count - own
-        cache.forget(slot, dropped)
-        cache.reserve(slot, len(self.tokens))
-        for layer, counts in enumerate(self.pairs):
-            for head in range(len(counts)):
-                if cache.packed is not None:
-                    kinds = range(len(cache.packed.stores))
-                    cache.packed.put(layer, slot, head, [self.tensors[f"packed.{i}.{layer}.{head}"] for i in kinds])
-                for kind, stores in (("keys", cache.keys), ("values", cache.values)):
-                    store = stores[layer][slot].view(-1, stores[layer].shape[-1])
-                    tensor = self.tensors[f"{kind}.{layer}.{head}"]
-                    first = cache.starts[layer][head]
-                    store[first : first + len(tensor)] = tensor.to(store.device)
-        eviction.restore(slot, len(self.tokens), self.tensors)
-
-    @classmethod
-    def of_slot(cls, tokens: list[int], text: str, recipe: dict[str, str], target: ModelRunner, slot: int) -> Prefix:
-        """A copy of what stays of these tokens in a slot."""
-        cache = target.cache
-        tensors = {}
-        for layer in range(len(cache.shapes)):
-            for part in cache.parts(layer, slot):
-                count = len(tokens) - part.dropped
-                for i, head in enumerate(range(part.heads.start, part.heads.stop)):
-                    tensors[f"keys.{layer}.{head}"] = part.keys[i, :count].to("cpu", copy=True)
-                    tensors[f"values.{layer}.{head}"] = part.values[i, :count].to("cpu", copy=True)
-                    if cache.packed is not None:
-                        for j, tensor in enumerate(cache.packed.get(layer, slot, head)):
-                            tensors[f"packed.{j}.{layer}.{head}"] = tensor.to("cpu", copy=True)
-        return cls(tokens, text, recipe, tensors | target.eviction.snapshot(slot))
 
 
 def read_about(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

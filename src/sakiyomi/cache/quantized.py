@@ -1,9 +1,10 @@
-"""Keys and values in 8, 4 or 2 bits: how 32 numbers are packed, and the storage of packed columns.
+"""Keys and values in 8, 4 or 2 bits: how 32 numbers are quantized, and the storage of quantized columns.
 
 After KIVI (arXiv 2402.02750): channels of keys differ much in size and tokens little, so 32 tokens of one channel share
-a scale; of values 32 channels of one token do. Both are asymmetric, number = low + code * step. A head's packed columns
-come first, then those in full precision, see ``slots.py``; this knows neither tokens nor when columns are packed.
-``leveled_pairs.py`` packs in another way, in the same storage.
+a scale; of values 32 channels of one token do. Both are asymmetric, number = low + code * step. A head's quantized
+columns come first, then those in full precision, see ``kv_store.py``; this knows neither tokens nor when columns are
+quantized.
+``quantized_levels.py`` does it in another way, in the same storage.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
+    from sakiyomi.cache.layout import LayerShape
 
 __all__ = ["BITS", "GROUP", "Packing", "QuantizedKV", "Sizes", "pack", "pack_keys", "pack_values", "unpack"]
 
@@ -34,11 +35,11 @@ Sizes = list[tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class Packing:
-    """How a cache is packed.
+    """How a cache is quantized.
 
     Attributes:
         bits: of a number, 8, 4 or 2.
-        residual: tokens, the last ones at a border, that stay in full precision.
+        residual: tokens, the last ones at an eviction boundary, that stay in full precision.
         choices: bits that there are.
         with_policies: whether it goes with a policy that drops pairs.
         fitted: whether it is fitted to a model, on a text.
@@ -51,11 +52,11 @@ class Packing:
     fitted: ClassVar[bool] = False
 
     def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> QuantizedKV:
-        """Where columns are packed in this way, see ``QuantizedKV``."""
+        """Where columns are quantized in this way, see ``QuantizedKV``."""
         return QuantizedKV(shapes, self, places, limits)
 
     def group_bytes(self, shapes: Sequence[LayerShape]) -> int:
-        """Bytes of 32 packed columns of all these layers."""
+        """Bytes of 32 quantized columns of all these layers."""
         return self.storage(shapes, 1).bytes(1, GROUP)
 
     @classmethod
@@ -67,7 +68,7 @@ class Packing:
         return int(value) if key == "residual" and value.isdecimal() else None
 
     def columns(self, count: int) -> int:
-        """How many of so many columns, the first ones, are packed at a border: whole groups."""
+        """How many of so many columns, the first ones, are quantized at an eviction boundary: whole groups."""
         return max(0, count - self.residual) // GROUP * GROUP
 
 
@@ -168,7 +169,7 @@ def unpack_values(codes: Tensor, scales: Tensor, dim: int, bits: int) -> Tensor:
 
 
 class QuantizedKV:
-    """The packed columns of every slot, by layer.
+    """The quantized columns of every slot, by layer.
 
     Args:
         shapes: of the layers.
@@ -177,7 +178,7 @@ class QuantizedKV:
         limits: of each layer the columns that a head ever has at once, packed or not; None: any number.
 
     Attributes:
-        count: (places, layers, heads of the largest layer) int32 on the CPU: packed columns of a slot's heads.
+        count: (places, layers, heads of the largest layer) int32 on the CPU: quantized columns of a slot's heads.
         room: columns that the largest layers have room for.
         stores: of each kind, by layer, what ``sizes`` says, with slots in front; the third has a row for each column.
     """
@@ -203,7 +204,7 @@ class QuantizedKV:
             ((*values, -(-shape.value_dim // GROUP), 2), torch.float16),
         ]
 
-    def fit(self, model: ModelRunner) -> None:
+    def fit(self, model: CacheHost) -> None:
         """Make ready for this model: nothing has to be known of it."""
 
     def encode(self, layer: int, heads: slice, keys: Tensor, values: Tensor, first: int) -> list[Tensor]:
@@ -240,7 +241,7 @@ class QuantizedKV:
         return slots * sum(math.prod(size) * dtype.itemsize for sizes in each for size, dtype in sizes)
 
     def wanted(self, columns: int) -> int:
-        """How many packed columns a text of so many columns may come to."""
+        """How many quantized columns a text of so many columns may come to."""
         most = self.packing.columns(columns)
         return most if self._limits is None else min(most, max(self._limits))
 
@@ -299,10 +300,10 @@ class QuantizedKV:
     def rewrite(self, layer: int, slot: int, heads: slice, columns: Tensor, keys: Tensor, values: Tensor) -> None:
         """Hold other columns from now on.
 
-        Values that were packed move as they are, and so do keys whose whole group moves. Keys in other company than
-        before are packed anew, which adds up to half a step of the new group to their error: where a ninth of all pairs
-        goes at every border, keys of normal numbers in 4 bits are 0.079 of their spread off at first, 0.10 after one
-        border, 0.13 after 4, 0.17 after 16 and after 96.
+        Quantized values move as they are, and so do keys whose whole group moves. Keys in other company than before are
+        quantized anew, which adds up to half a step of the new group to their error: where a ninth of all pairs goes at
+        every boundary, keys of normal numbers in 4 bits are 0.079 of their spread off at first, 0.10 after one
+        boundary, 0.13 after 4, 0.17 after 16 and after 96.
 
         Args:
             layer, slot, heads: whose.

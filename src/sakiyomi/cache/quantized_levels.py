@@ -24,27 +24,27 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.slots import LayerShape
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
+    from sakiyomi.cache.layout import LayerShape
 
 __all__ = ["KVQuantStore", "LeveledPacking", "fit_levels"]
 
 ASIDE = 0.01  # share of the numbers of 32 tokens
 EDGE = ASIDE / 2  # of a channel's numbers that lie beyond its range, on each side
-PIECE = 256  # tokens of the text that are read at once; no border lies closer
+PIECE = 256  # tokens of the text that are read at once; no boundary lies closer
 ROUNDS = 40  # of k-means
 
 
 @dataclass(frozen=True)
 class LeveledPacking(Packing):
-    """How a cache is packed: in 4, 3 or 2 bits, see ``Packing``."""
+    """How a cache is quantized: in 4, 3 or 2 bits, see ``Packing``."""
 
     choices: ClassVar[tuple[int, ...]] = (4, 3, 2)
     with_policies: ClassVar[bool] = False
     fitted: ClassVar[bool] = True
 
     def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> QuantizedKV:
-        """Where columns are packed in this way."""
+        """Where columns are quantized in this way."""
         return KVQuantStore(shapes, self, places, limits)
 
 
@@ -68,7 +68,7 @@ def fit_levels(numbers: Tensor, bits: int) -> Tensor:
 
 
 class KVQuantStore(QuantizedKV):
-    """The packed columns of every slot, by layer; a column's place in the text is its number.
+    """The quantized columns of every slot, by layer; a column's place in the text is its number.
 
     Attributes:
         levels: float32 (layers, 2, 16), of keys and of values, of which the first 2^bits count.
@@ -130,7 +130,7 @@ class KVQuantStore(QuantizedKV):
 
     # ------------------------------------------------------------ what is fitted
 
-    def fit(self, model: ModelRunner) -> None:
+    def fit(self, model: CacheHost) -> None:
         """Learn ranges and levels from the model's own text, in pieces, of which each is read alone.
 
         Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sakiyomi.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
 
 __all__ = ["GROUP", "Rotation", "Turn", "make_turn"]
 
@@ -23,7 +23,7 @@ FAR = 37  # positions, of the proof
 GROUP = 32  # positions that share a row of the far table
 
 
-def make_turn(model: ModelRunner, asked: str = "positions='reassigned'", instead: str = "use 'kept'") -> Turn:
+def make_turn(model: CacheHost, asked: str = "positions='reassigned'", instead: str = "use 'kept'") -> Turn:
     """How keys of this model move from one position to another.
 
     Rotary embeddings turn pairs of numbers by an angle that is the position times a frequency, so a key moves by d
@@ -68,7 +68,7 @@ def _code_of(module: nn.Module) -> str:
     return type(module).__module__
 
 
-def _proven(model: ModelRunner, turn: Turn) -> bool:
+def _proven(model: CacheHost, turn: Turn) -> bool:
     keys = []
     for position in (0, FAR):
         with model.cache.lent(1) as slot:

@@ -32,12 +32,11 @@ from sakiyomi.cli import (
     tree,
     tune,
 )
+from sakiyomi.cli.common import INTERRUPTED
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.version import __version__
 
 __all__ = ["app", "main"]
-
-INTERRUPTED = 130
 
 
 class _Group(TyperGroup):

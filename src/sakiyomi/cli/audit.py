@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command
+from sakiyomi.cli.common import JsonOption, command
 from sakiyomi.core.checks import at_least
+from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.audit.config import AuditConfig
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def register(app: typer.Typer) -> None:
     command(
         app,
         "audit",
-        ModelOptions,
+        LLMConfig,
         PromptOptions,
         AuditConfig,
         JsonOption,
@@ -49,7 +51,7 @@ def register(app: typer.Typer) -> None:
     )(audit)
 
 
-def audit(model: ModelOptions, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
+def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
     """Run the command."""
     at_least(asked, count=1)
     from sakiyomi.cli.output import emit_json, progress, quiet
@@ -60,7 +62,7 @@ def audit(model: ModelOptions, asked: PromptOptions, config: AuditConfig, output
         from sakiyomi.evaluation.audit import audit as logic
 
         quiet()
-        values = model.values()
+        values = dataclasses.asdict(model)
         report = logic.audit(
             target=values.pop("target"),
             draft=values.pop("draft"),
@@ -77,7 +79,7 @@ def audit(model: ModelOptions, asked: PromptOptions, config: AuditConfig, output
         raise typer.Exit(DEFECT)
 
 
-def _show(model: ModelOptions, report: AuditReport) -> None:
+def _show(model: LLMConfig, report: AuditReport) -> None:
     from sakiyomi.cli.output import stdout, table
 
     console = stdout()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sakiyomi.cli.chat import REFUSED, Chat, check
 from sakiyomi.cli.common import flag_help, parameters, parsed
 from sakiyomi.cli.output import is_coloured, legend, note, stdout
+from sakiyomi.cli.talk import REFUSED, Chat, check
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
@@ -36,16 +36,19 @@ def obey(chat: Chat, line: str) -> None:
     name, rest = ALIASES.get(name.strip(), name.strip()), rest.strip()
     if name not in COMMANDS:
         raise InputError(
-            f"there is no command /{name}; /help lists them, and a space before the slash says it as it is"
+            f"there is no command /{name}; /help lists them; a space before the slash sends the line as a message"
         )
     if rest and not COMMANDS[name].argument:
-        raise InputError(f"/{name} stands alone; it was given {rest!r}")
+        raise InputError(f"/{name} takes no argument; it was given {rest!r}")
     COMMANDS[name].run(chat, rest)
 
 
 def _help(chat: Chat, rest: str) -> None:
     lines = [(f"/{name} {command.argument}".rstrip(), command.help) for name, command in COMMANDS.items()]
-    lines += [("\\ at a line's end", "go on in the next line"), ('""" ... """', "several lines as one message")]
+    lines += [
+        ("\\ at a line's end", "the message continues on the next line"),
+        ('""" ... """', "several lines as one message"),
+    ]
     for usage, text in lines:
         note(f"{usage:<20}{text}")
 
@@ -62,19 +65,19 @@ def _undo(chat: Chat, rest: str) -> None:
     chat.dialogue.exchanges = chat.dialogue.exchanges[:-1]
     chat.attempt = 0
     left = len(chat.dialogue.exchanges)
-    note(f"taken back; {left} exchange{'s' * (left != 1)} left")
+    note(f"removed; {left} exchange{'s' * (left != 1)} left")
 
 
 def _again(chat: Chat, rest: str) -> None:
     message = _last(chat)
     if chat.params.greedy:
-        note("at temperature 0 a reply is always the same; /set temperature 0.8 for others")
+        note("at temperature 0 a reply is always the same; /set temperature 0.8 to get others")
     chat.answer(message, chat.dialogue.exchanges[:-1], chat.attempt + 1)
 
 
 def _last(chat: Chat) -> str:
     if not chat.dialogue.exchanges:
-        raise InputError("nothing was said yet")
+        raise InputError("there was no message yet")
     return chat.dialogue.exchanges[-1][0]
 
 
@@ -126,7 +129,7 @@ def _save(chat: Chat, rest: str) -> None:
 def _load(chat: Chat, rest: str) -> None:
     chat.dialogue.load(_file(rest))
     chat.attempt = 0
-    note(f"{len(chat.dialogue.messages)} messages; the conversation goes on behind them")
+    note(f"{len(chat.dialogue.messages)} messages loaded; the conversation continues after them")
 
 
 def _file(rest: str) -> Path:
@@ -141,7 +144,7 @@ def _color(chat: Chat, rest: str) -> None:
     chat.trace = rest == "on"
     console = stdout()
     if chat.trace and not is_coloured(console):
-        note("there are no colours here: stdout is no terminal that shows some, or NO_COLOR is set")
+        note("colours are off: stdout is not a colour terminal, or NO_COLOR is set")
     elif chat.trace:
         legend(console)
 
@@ -152,15 +155,15 @@ def _exit(chat: Chat, rest: str) -> None:
 
 COMMANDS = {
     "help": Command(_help, "", "this list"),
-    "reset": Command(_reset, "", "begin anew; system prompt and parameters stay"),
-    "undo": Command(_undo, "", "take the last exchange back"),
-    "again": Command(_again, "", "another reply to the last message"),
-    "system": Command(_system, "[TEXT]", "set the system prompt; without TEXT there is none"),
+    "reset": Command(_reset, "", "start over; system prompt and parameters stay"),
+    "undo": Command(_undo, "", "remove the last exchange"),
+    "again": Command(_again, "", "generate another reply to the last message"),
+    "system": Command(_system, "[TEXT]", "set the system prompt; without TEXT remove it"),
     "set": Command(_set, "[NAME [VALUE]]", "set a parameter, or show it; without NAME all of them"),
-    "stats": Command(_stats, "", "figures of the last reply and of all"),
+    "stats": Command(_stats, "", "statistics of the last reply and of all"),
     "save": Command(_save, "FILE", "write the messages to a JSON file"),
-    "load": Command(_load, "FILE", "go on with the messages of such a file"),
-    "color": Command(_color, "on|off", "colour tokens by their origin"),
+    "load": Command(_load, "FILE", "continue with the messages of such a file"),
+    "color": Command(_color, "on|off", "colour tokens by their source"),
     "exit": Command(_exit, "", "leave, as Ctrl-D does"),
 }
 ALIASES = {"?": "help", "clear": "reset", "regenerate": "again", "trace": "color", "quit": "exit", "bye": "exit"}

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.output import legend, printed, progress, quiet, say, stdout, table, write
+from sakiyomi.core.embedded import DEFAULT, DRAFTS
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.config import BenchConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from sakiyomi.core.outputs import Step
     from sakiyomi.engine.llm import LLM
     from sakiyomi.evaluation.bench.report import Row
 
-TARGET, DRAFT = "tales", "model:tales-draft"
+TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
 COMPILE_UNTIL, TABLE_UNTIL = 30.0, 46.0
 """Seconds after the start: graphs are waited for, and laps are added to the table, no longer than this."""
@@ -28,19 +28,19 @@ COMPILE_UNTIL, TABLE_UNTIL = 30.0, 46.0
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """The story, and the table behind it.
+    """The story, and the table after it.
 
     Attributes:
-        prompt: how the story begins.
+        prompt: beginning of the story.
         max_new_tokens: length of the story.
         temperature: 0 is greedy.
         seed: of a sampled story.
-        gamma: draft tokens a round, here and in the table.
+        gamma: draft tokens per round, in the story and in the table.
         target: embedded name, folder or hub id.
         draft: model:FOLDER.
-        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16. In float32 equal tokens are no
-            matter of rounding.
-        table: measure plain and speculative generation, ours and transformers', after the story.
+        dtype: of target and draft: auto (as stored), float32, bfloat16 or float16. In float32 rounding hardly ever
+            changes a token, so that the outputs of all ways can be compared.
+        table: after the story, measure plain and speculative generation, ours and transformers'.
     """
 
     prompt: str = PROMPT
@@ -56,17 +56,11 @@ class DemoOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "demo",
-        DemoOptions,
-        JsonOption,
-        help="Watch a model write with its draft, then compare speeds.",
-    )(demo)
+    add_command(app, demo)
 
 
 def demo(options: DemoOptions, output: JsonOption) -> None:
-    """Run the command."""
+    """Stream a story written with a draft, then compare speeds."""
     params = SamplingParams(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -83,7 +77,6 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         count=2,
     )
     config.draft_model  # noqa: B018  refuses a draft that is no model, before any work
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
 
     began = time.time()  # not the process's own start: a shell that ends in this command has lived before it
     with progress(f"loading {options.target}"):
@@ -91,14 +84,12 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
 
         quiet()
         llm = LLM(options.target, draft=options.draft, dtype=options.dtype)
-    console = stdout()
-    story, first = _story(console, llm, options.prompt, params)
+    story, first = _story(llm, options.prompt, params)
     stats = story[-1].stats
     assert stats is not None
-    console.out(
+    say(
         f"{stats.tokens} tokens, {stats.tau:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s while graphs "
-        f"compile; first token {first - began:.1f} s after the start",
-        highlight=False,
+        f"compile; first token {first - began:.1f} s after the start"
     )
     found: dict[str, Any] = {
         "target": options.target,
@@ -111,41 +102,32 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
         "first_token_seconds": first - began,
     }
     if options.table:
-        found["table"] = _table(console, llm, config, began)
-    if output.json:
-        emit_json(found | {"seconds": time.time() - began})
+        found["table"] = _table(llm, config, began)
+    output.emit(found | {"seconds": time.time() - began})
 
 
-def _story(console: Console, llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
+def _story(llm: LLM, prompt: str, params: SamplingParams) -> tuple[list[Step], float]:
     """Stream the story; its steps, and when its first token came."""
-    from sakiyomi.cli.output import TokenPainter, legend, write
-
-    legend(console)
-    write(console, prompt)
-    painter = TokenPainter(console, llm.tokenizer)
+    legend(stdout())
+    write(stdout(), prompt)
     steps: list[Step] = []
     first = 0.0
-    for step in llm.stream(prompt, params):
+    for step in printed(llm.stream(prompt, params), llm.tokenizer, params.stop, coloured=True):
         first = first or time.time()
         steps.append(step)
-        painter.add(step.trace)
-    painter.finish()
     return steps, first
 
 
-def _table(console: Console, llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
+def _table(llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
     """Measure, print and give the table; on stderr what is waited for."""
-    from sakiyomi.cli.output import progress, table
     from sakiyomi.evaluation.bench.report import condition_line
 
     with progress("recording passes") as status:
         llm.wait(max(0.0, COMPILE_UNTIL - (time.time() - began)))
         row = _measure(llm, config, began, status.update)
-    console.out()
+    say("")
     table(row.lines, title=row.title)
-    for note in row.notes:
-        console.out(f"  {note}", highlight=False)
-    console.out(f"  {condition_line(row.conditions)}", highlight=False)
+    say(*(f"  {line}" for line in (*row.notes, condition_line(row.conditions))))
     return row.to_dict()
 
 

@@ -1,13 +1,15 @@
-"""``sakiyomi export``: what was trained here, as other tools have it."""
+"""``sakiyomi export``: trained heads in the formats of other tools."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.output import progress, quiet, say
 from sakiyomi.core.errors import InputError
 
 
@@ -17,10 +19,11 @@ class ExportOptions:
 
     Attributes:
         heads: folder of the heads in any of the formats, or tales-medusa.
-        out: folder that is made.
+        out: folder to create.
         format: medusa (FasterDecoding's, which TGI reads), vllm (its release 0.11 and earlier), or merged (one
             checkpoint with the target).
-        target: the model that they belong to; needed for merged, and for vllm where heads use the target's own head.
+        target: the model that the heads belong to; needed for merged, and for vllm if they use the target's output
+            layer.
         allow_pickle: read heads that are stored as pickle.
     """
 
@@ -33,14 +36,8 @@ class ExportOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    own = typer.Typer(help="Write what was trained for other tools.", no_args_is_help=True, rich_markup_mode=None)
-    command(
-        own,
-        "medusa",
-        ExportOptions,
-        JsonOption,
-        help="Write Medusa heads in the format of another tool.\n\nAny of the three formats is read and written.",
-    )(medusa)
+    own = typer.Typer(help="Export trained heads to other tools.", no_args_is_help=True, rich_markup_mode=None)
+    add_command(own, medusa)
 
     @own.callback()
     def _group() -> None:
@@ -50,15 +47,14 @@ def register(app: typer.Typer) -> None:
 
 
 def medusa(options: ExportOptions, output: JsonOption) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+    """Write Medusa heads in the format of another tool.
 
+    Any of the three formats is read and written.
+    """
     if options.format == "merged" and options.target is None:
         raise InputError("format merged holds the target too; give it with --target")
     with progress("reading"):
         quiet()
-        from pathlib import Path
-
         from sakiyomi.core.embedded import folder_of
         from sakiyomi.drafters.medusa_heads.backbone import check_heads
         from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
@@ -81,11 +77,6 @@ def medusa(options: ExportOptions, output: JsonOption) -> None:
         write_heads(found.heads, out, options.format, base=base, head=head)  # type: ignore[arg-type]
         if options.format == "merged":
             loaded.tokenizer.save_pretrained(out)
+    say(f"{out}: {shape.heads} heads of {shape.layers} layers as format {options.format}, read from {found.format}")
     summary = {"heads": shape.heads, "layers": shape.layers, "from": found.format, "format": options.format}
-    summary["folder"] = str(out)
-    stdout().out(
-        f"{out}: {shape.heads} heads of {shape.layers} layers as format {options.format}, read from {found.format}",
-        highlight=False,
-    )
-    if output.json:
-        emit_json(summary)
+    output.emit(summary | {"folder": str(out)})

@@ -6,14 +6,16 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load, note_lossy
+from sakiyomi.cli.common import JsonOption, add_command, load, note_lossy, samples_of
+from sakiyomi.cli.output import printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.outputs import Generation
+from sakiyomi.core.outputs import Generation, Stats, Step
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -26,10 +28,10 @@ class GenerateOptions:
     Attributes:
         prompts: texts to continue; - reads one from stdin.
         file: read prompts from this file: one a line, or .jsonl with text, prompt or turns.
-        stream: print text while it is written; by default for a single prompt.
-        trace: colour each token by its origin (accepted, recovered, bonus, plain).
-        rounds_trace: with --json: every round's draft and what became of it.
-        prefix: file of a beginning that was read before (cache build): each prompt goes on from it.
+        stream: print the text while it is generated; the default for a single prompt.
+        trace: colour each token by its source (accepted, recovered, bonus, plain).
+        rounds_trace: with --json: each round's draft tree, and which of its tokens were accepted.
+        prefix: prompt cache file, written by `sakiyomi cache build`; every prompt continues from it.
     """
 
     prompts: tuple[str, ...] = field(default=(), metadata={"argument": "PROMPT"})
@@ -42,34 +44,27 @@ class GenerateOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "generate",
-        GenerateOptions,
-        ModelOptions,
-        SamplingParams,
-        JsonOption,
-        help="Continue prompts.\n\nThe text is that of the target alone, written faster with a draft.",
-    )(generate)
+    add_command(app, generate)
 
 
-def generate(options: GenerateOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
-    """Run the command."""
+def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
+    """Continue prompts.
+
+    The output is the target's own; a draft makes it faster.
+    """
     prompts = _prompts(options)
     if options.stream and params.n > 1:
-        raise InputError(f"stream is on and n is {params.n}; samples of one prompt are not streamed: leave one out")
+        raise InputError(f"stream is on and n is {params.n}; several samples cannot be streamed: drop --stream, or --n")
     for name, value in (("rounds_trace", options.rounds_trace), ("logprobs", params.logprobs is not None)):
         if value and not output.json:
             raise InputError(f"{name} is shown by --json only; add --json")
     if options.rounds_trace and options.stream:
-        raise InputError("rounds_trace comes with whole texts, not with streamed ones; leave out --stream")
+        raise InputError("rounds_trace needs the whole text; drop --stream")
     stream = options.stream if options.stream is not None else len(prompts) == 1 and params.n == 1
     if options.prefix is not None and options.stream:
-        raise InputError("prefix comes with whole texts, not with streamed ones; leave out --stream")
+        raise InputError("prefix needs whole texts; drop --stream")
     if (output.json or options.prefix is not None) and options.stream is None:
         stream = False
-    from sakiyomi.cli.output import emit_json, progress
-
     llm = load(model)
     note_lossy(params)
     rounding = llm.target.weights.quantization
@@ -77,16 +72,16 @@ def generate(options: GenerateOptions, model: ModelOptions, params: SamplingPara
     if stream:
         results = [_streamed(llm, prompt, i, params, options.trace) for i, prompt in enumerate(prompts)]
     else:
-        with progress(f"writing {len(prompts)} texts"):
-            results = _flat(llm.generate(prompts, params, rounds_trace=options.rounds_trace, prefix=prefix))
+        with progress(f"generating {len(prompts)} texts"):
+            found = llm.generate(prompts, params, rounds_trace=options.rounds_trace, prefix=prefix)
+        results = [sample for result in found for sample in samples_of(result)]
         if not output.json:
             _show(llm, results, params, options.trace)
-    if output.json:
-        generations = [result.to_dict() for result in results]
-        rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
-        emit_json(
-            {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
-        )
+    generations = [result.to_dict() for result in results]
+    rounded = {"rounding": dataclasses.asdict(rounding)} if rounding is not None else {}
+    output.emit(
+        {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
+    )
 
 
 def _prompts(options: GenerateOptions) -> list[str]:
@@ -112,18 +107,7 @@ def _from_stdin() -> str:
     return text.removesuffix("\n")
 
 
-def _flat(results: Any) -> list[Generation]:
-    """Samples of one prompt (n > 1) are a list in the place of one."""
-    found: list[Generation] = []
-    for result in results:
-        found.extend(result if isinstance(result, list) else [result])
-    return found
-
-
 def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloured: bool) -> Generation:
-    from sakiyomi.cli.output import printed
-    from sakiyomi.core.outputs import Stats
-
     steps = list(printed(llm.stream(prompt, params, index=index), llm.tokenizer, params.stop, coloured))
     return Generation(
         text="".join(step.text for step in steps),
@@ -136,15 +120,8 @@ def _streamed(llm: LLM, prompt: str, index: int, params: SamplingParams, coloure
 
 
 def _show(llm: LLM, results: Sequence[Generation], params: SamplingParams, coloured: bool) -> None:
-    from sakiyomi.cli.output import TokenPainter, stdout, write
-
-    console = stdout()
     for index, result in enumerate(results):
         if index:
-            write(console, "", end="\n")
-        if coloured:
-            painter = TokenPainter(console, llm.tokenizer, params.stop)
-            painter.add(result.trace)
-            painter.finish()
-        else:
-            write(console, result.text, end="\n")
+            say("")
+        whole = Step(result.text, tuple(result.token_ids), tuple(result.trace))
+        list(printed([whole], llm.tokenizer, params.stop, coloured))

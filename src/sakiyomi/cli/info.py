@@ -8,7 +8,8 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.output import progress, quiet, say
 from sakiyomi.core.errors import InputError
 
 
@@ -38,21 +39,16 @@ class InfoOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "info",
-        InfoOptions,
-        JsonOption,
-        help="Show what this machine is and lacks.\n\nVersions, devices, measured bandwidth; with --target the costs "
-        "of a pair: c (draft step / target step) and v(T) (pass over T tokens / plain step).",
-    )(info)
+    add_command(app, info)
 
 
 def info(options: InfoOptions, output: JsonOption) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+    """Show this machine, and what it lacks.
 
-    with progress("looking around") as status:
+    Versions, devices, measured bandwidth; with --target the costs of a pair: c (draft step / target step) and v(T)
+    (pass over T tokens / plain step).
+    """
+    with progress("inspecting the machine") as status:
         from sakiyomi.engine import machine
 
         quiet()
@@ -68,17 +64,14 @@ def info(options: InfoOptions, output: JsonOption) -> None:
             status.update("timing passes")
             found["pair"] = {"target": options.target, "draft": options.draft}
             found["pair"] |= machine.costs(llm.target, llm.draft, context=options.context, repeats=options.repeats)
-    console = stdout()
-    for line in _lines(found):
-        console.out(line, highlight=False)
-    if output.json:
-        emit_json(found)
+    say(*_lines(found))
+    output.emit(found)
 
 
 def _lines(found: Mapping[str, Any]) -> list[str]:
     names = ("sakiyomi", "commit", "python", "torch", "transformers", "system", "processor", "cores", "threads")
     shown = {name: found[name] for name in names if found[name] is not None}
-    shown["features"] = " ".join(found["processor_features"]) or "none of those that kernels ask for"
+    shown["features"] = " ".join(found["processor_features"]) or "none of those that the kernels use"
     shown["memory"] = f"{found['memory_available_bytes'] / 1e9:.1f} GB available"
     shown["bandwidth"] = f"{found['bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read, measured"
     shown["devices"] = ", ".join(found["devices"])
@@ -93,7 +86,7 @@ def _pair(pair: Mapping[str, Any]) -> dict[str, str]:
     how = "compiled" if pair["compiled"] else "eager"
     passes = ", ".join(f"T={rows} {ms:.2f}" for rows, ms in pair["target_ms"].items())
     shown = {
-        "target": f"{pair['target']} in {pair['dtype']}, {how}, ms a pass behind {pair['context']} tokens: {passes}"
+        "target": f"{pair['target']} in {pair['dtype']}, {how}, ms a pass, {pair['context']} tokens cached: {passes}"
     }
     shown["v(T)"] = ", ".join(f"T={rows} {value:.2f}" for rows, value in pair["v"].items()) + " plain steps"
     if pair["c"] is not None:

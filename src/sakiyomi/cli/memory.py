@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import FileArgument, JsonOption, add_command
+from sakiyomi.cli.output import progress, quiet, say, shortened, table
 from sakiyomi.core.errors import InputError, LoadError
-
-
-@dataclass(frozen=True)
-class MemoryPlace:
-    """Which file.
-
-    Attributes:
-        file: memory file, as in the draft suffix:FILE.
-    """
-
-    file: str = field(metadata={"argument": "FILE"})
+from sakiyomi.core.memory import readable
 
 
 @dataclass(frozen=True)
@@ -28,8 +20,7 @@ class ShowOptions:
     """What is shown beside sizes.
 
     Attributes:
-        target: model whose tokenizer wrote the file (embedded name, folder or hub id): the beginning of each text is
-            shown.
+        target: model whose tokenizer wrote the file (embedded name, folder or hub id); shows how each text begins.
     """
 
     target: str | None = None
@@ -38,25 +29,16 @@ class ShowOptions:
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     own = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-    command(
-        own,
-        "show",
-        MemoryPlace,
-        ShowOptions,
-        JsonOption,
-        help="Show what a memory file holds.\n\nThe texts of requests, prompts included, are in it as token ids: with "
-        "--target they are shown as text.",
-    )(show)
-    command(own, "clear", MemoryPlace, JsonOption, help="Remove a memory file, damaged or not.")(clear)
+    add_command(own, show)
+    add_command(own, clear)
     app.add_typer(own, name="memory", help="What the draft suffix:FILE remembers of earlier requests.")
 
 
-def show(place: MemoryPlace, options: ShowOptions, output: JsonOption) -> None:
-    """Run the command."""
-    from datetime import datetime
+def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:
+    """Show what a memory file holds.
 
-    from sakiyomi.cli.output import emit_json, stdout, table
-    from sakiyomi.core.memory import readable
+    It holds the token ids of requests, prompts included. With --target they are shown as text.
+    """
     from sakiyomi.drafters.memory import LIMIT, read_memory
 
     path = Path(place.file).expanduser()
@@ -77,21 +59,16 @@ def show(place: MemoryPlace, options: ShowOptions, output: JsonOption) -> None:
         "tokens": size,
         "documents": documents,
     }
-    console = stdout()
-    console.out(
+    say(
         f"{path}: {len(documents)} texts, {size} tokens, {readable(found['bytes'])} (tokens take {readable(LIMIT)} at "
-        f"most), tokenizer {contents.tokenizer[:12]}",
-        highlight=False,
+        f"most), tokenizer {contents.tokenizer[:12]}"
     )
-    if documents:
-        table([entry | ({"text": _short(entry["text"])} if "text" in entry else {}) for entry in documents])
-    if output.json:
-        emit_json(found)
+    table([entry | ({"text": shortened(entry["text"])} if "text" in entry else {}) for entry in documents])
+    output.emit(found)
 
 
-def clear(place: MemoryPlace, output: JsonOption) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import emit_json, stdout
+def clear(place: FileArgument, output: JsonOption) -> None:
+    """Remove a memory file, damaged or not."""
     from sakiyomi.drafters.memory import MAGIC
 
     path = Path(place.file).expanduser()
@@ -106,13 +83,11 @@ def clear(place: MemoryPlace, output: JsonOption) -> None:
         path.unlink()
     except OSError as error:
         raise LoadError(f"{path} cannot be removed: {error.strerror}") from None
-    stdout().out(f"removed {path}, {size} bytes", highlight=False)
-    if output.json:
-        emit_json({"file": str(path), "removed_bytes": size})
+    say(f"removed {path}, {size} bytes")
+    output.emit({"file": str(path), "removed_bytes": size})
 
 
 def _decoder(target: str, digest: str) -> Any:
-    from sakiyomi.cli.output import progress, quiet
     from sakiyomi.core.fingerprint import tokenizer_digest
     from sakiyomi.model_executor.loading import load_model
 
@@ -120,10 +95,5 @@ def _decoder(target: str, digest: str) -> Any:
         quiet()
         tokenizer = load_model(target).tokenizer
     if tokenizer_digest(tokenizer) != digest:
-        raise InputError(f"the file is of another tokenizer than that of {target}; give the target that it was made by")
+        raise InputError(f"the file belongs to another tokenizer than that of {target}; pass the target that wrote it")
     return tokenizer.decode
-
-
-def _short(text: str, most: int = 60) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 3] + "..."

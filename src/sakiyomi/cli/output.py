@@ -25,6 +25,8 @@ __all__ = [
     "printed",
     "progress",
     "quiet",
+    "say",
+    "shortened",
     "stdout",
     "table",
     "write",
@@ -63,6 +65,19 @@ def write(console: Console, text: str, status: str = "plain", end: str = "") -> 
         text = COLOURS[status] + text + _END
     console.file.write(text + end)
     console.file.flush()
+
+
+def say(*lines: str) -> None:
+    """Lines of results, as they are."""
+    console = stdout()
+    for line in lines:
+        console.out(line)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text in one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def note(text: str) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import typer
 
-from sakiyomi.cli.common import ModelOptions, command, load
+from sakiyomi.cli.common import add_command, load
+from sakiyomi.cli.output import note
 from sakiyomi.core.errors import LoadError
+from sakiyomi.engine.config import LLMConfig
 from sakiyomi.server.config import ENVIRONMENT, ServerConfig
 
 __all__ = ["register"]
@@ -18,23 +20,15 @@ MAX_BATCH = 32  # requests at once: a server's come from many
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "serve",
-        ServerConfig,
-        ModelOptions,
-        defaults={"max_batch": MAX_BATCH},
-        environment=ENVIRONMENT,
-        help="Serve a model to OpenAI's clients.\n\nEvery flag may also be set by an environment variable (--max-queue "
-        f"by {ENVIRONMENT}MAX_QUEUE), or in a TOML file (max_queue = 8) that --config names. A flag counts before the "
-        "environment, and that before the file.",
-    )(serve)
+    add_command(app, serve, defaults={"max_batch": MAX_BATCH}, environment=ENVIRONMENT)
 
 
-def serve(config: ServerConfig, model: ModelOptions) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import note
+def serve(config: ServerConfig, model: LLMConfig) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API.
 
+    Every flag can also be set by an environment variable (--max-queue by SAKIYOMI_MAX_QUEUE), or in a TOML file
+    (max_queue = 8) that --config names. Flags override the environment, and the environment overrides the file.
+    """
     try:
         from sakiyomi.server.logs import set_up
         from sakiyomi.server.run import check
@@ -51,7 +45,7 @@ def serve(config: ServerConfig, model: ModelOptions) -> None:
     llm = load(model, say)
     if config.warm_up != "none":
         if not llm.compiled():
-            say("compiling for this machine: seconds, or minutes where it was not done before (--warm-up)")
+            say("compiling for this machine: seconds, or minutes the first time (--warm-up)")
         llm.wait(batches=config.warm_up == "all")
     set_up(config.log_format)
     run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import json
 import shlex
 import sys
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -16,74 +17,101 @@ from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import (
     DistillDataConfig,
     DraftConfig,
-    EditsConfig,
+    Flag,
     LococoConfig,
     MedusaConfig,
     NgramConfig,
     RetainingConfig,
     RetrieverConfig,
+    Settings,
     TargetConfig,
-    TonesConfig,
 )
 
 app = typer.Typer(
     name="train",
-    help="Train a target from text, its draft or heads, count n-grams, or train an encoder-decoder pair.",
+    help="Train a target from text, its draft or heads, or count n-grams.",
     no_args_is_help=True,
 )
 
 
-def _command(name: str, config_class: type[Any], help: str) -> None:
-    """Register a command with one flag for each field of `config_class`, and `--json`."""
+Train = Callable[[Any, str], dict[str, Any]]
+"""What a training recipe is: settings and the command line that gave them in, the summary out."""
+
+
+def script(config_class: type[Settings], train: Train, help: str) -> None:
+    """Run a recipe that is a file of its own: `python FILE`, with the flags that `sakiyomi train` would make of it."""
+    own = typer.Typer(add_completion=False)
+    _command(own, None, config_class, lambda: train, ["python", sys.argv[0]], help)
+    own()
+
+
+def _command(
+    group: typer.Typer,
+    name: str | None,
+    config_class: type[Settings],
+    load: Callable[[], Train],
+    program: list[str],
+    help: str,
+) -> None:
+    """Register a command with one flag for each setting of `config_class`, and `--json`.
+
+    Args:
+        group: takes the command.
+        name: of it; None: it is the whole program.
+        config_class: the settings.
+        load: gives the recipe, which is not imported before it is wanted.
+        program: what stands in front of the arguments in a shell, as the card shows it.
+        help: of the command.
+    """
 
     def body(**values: Any) -> None:
+        from sakiyomi.cli.output import quiet
+
         as_json = values.pop("json")
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         try:
-            summary = _run(name, config_class(**values), shlex.join(["sakiyomi", "train", name, *_arguments(name)]))
+            config, train = config_class.of(**values), load()
+            quiet()
+            summary = train(config, shlex.join([*program, *_arguments(name)]))
         except SakiyomiError as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(error.exit_code) from None
         typer.echo(json.dumps(summary, ensure_ascii=False) if as_json else _readable(summary))
         if not summary["finished"]:
-            from sakiyomi.cli import INTERRUPTED
+            from sakiyomi.cli.common import INTERRUPTED
 
             raise typer.Exit(INTERRUPTED)
 
-    parameters = [
-        _parameter(field, get_type_hints(config_class)[field.name]) for field in dataclasses.fields(config_class)
-    ]
-    flag = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
-    parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=flag))
+    parameters = [_parameter(flag) for flag in config_class.flags()]
+    as_json = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
+    parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=as_json))
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app.command(name, help=help)(body)
+    group.command(name, help=help)(body)
 
 
-def _run(name: str, config: Any, command: str) -> dict[str, Any]:
-    """`train_NAME` of `sakiyomi.train.NAME`, with _ for -, which is not imported before it is wanted."""
-    from sakiyomi.cli.output import quiet
-
+def _load(name: str) -> Train:
+    """`train_NAME` of `sakiyomi.train.NAME`, with _ for -."""
     name = name.replace("-", "_")
-    train = getattr(importlib.import_module(f"sakiyomi.train.{name}"), f"train_{name}")
-    quiet()
-    summary: dict[str, Any] = train(config, command)
-    return summary
+    train: Train = getattr(importlib.import_module(f"sakiyomi.train.{name}"), f"train_{name}")
+    return train
 
 
-def _parameter(field: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
-    default: Any = field.default
+def _parameter(flag: Flag) -> inspect.Parameter:
+    kind: Any = flag.kind
+    default = flag.default
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc]
-    flag = "--" + field.name.replace("_", "-")
-    names = (f"{flag}/--no-{flag[2:]}",) if kind is bool else (flag,)
-    annotation = Annotated[kind, typer.Option(*names, help=field.metadata["help"])]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    name = "--" + flag.name.replace("_", "-")
+    names = (f"{name}/--no-{name[2:]}",) if kind is bool else (name,)
+    annotation = Annotated[kind, typer.Option(*names, help=flag.help)]
+    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _arguments(name: str) -> list[str]:
-    """The arguments after `train NAME` of this process, as the card shows them."""
-    given = sys.argv[sys.argv.index(name) + 1 :] if name in sys.argv else []
+def _arguments(name: str | None) -> list[str]:
+    """The arguments of this process, behind `train NAME` where there is one, as the card shows them."""
+    behind = 0 if name is None else sys.argv.index(name) if name in sys.argv else len(sys.argv)
+    given = sys.argv[behind + 1 :]
     return [argument for argument in given if argument not in ("--resume", "--json")]
 
 
@@ -97,48 +125,30 @@ def _readable(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-_command("target", TargetConfig, "Train a Llama target and its tokenizer from text files.")
-_command("draft", DraftConfig, "Distil a small draft from a target, for speculative decoding.")
-_command(
-    "medusa",
-    MedusaConfig,
-    "Train Medusa heads on a target, which stays as it is, or together with it (--joint).",
-)
-_command(
-    "retaining",
-    RetainingConfig,
-    "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",
-)
-_command(
-    "lococo",
-    LococoConfig,
-    "Train convolutions (LoCoCo) on a target that merge what a small cache drops.",
-)
-_command(
-    "distill-data",
-    DistillDataConfig,
-    "Have a target write answers, from which its drafts and heads learn best.",
-)
-_command(
-    "ngram",
-    NgramConfig,
-    "Count the n-grams of a text, or of what a target writes, into one file for drafts.",
-)
-_command(
-    "retriever",
-    RetrieverConfig,
-    "Train a small Llama that finds pass keys, numbers and values of keys in long texts.",
-)
-_command(
-    "edits",
-    EditsConfig,
-    "Train a Pegasus pair, target and draft, that corrects text, with mistakes put into TEXT, and continues stories.",
-)
-_command(
-    "tones",
-    TonesConfig,
-    "Train a Whisper pair, target and draft, that writes down the words of TEXT, which it plays as tones.",
-)
+RECIPES: dict[str, tuple[type[Settings], str]] = {
+    "target": (TargetConfig, "Train a Llama target and its tokenizer from text files."),
+    "draft": (DraftConfig, "Distil a small draft from a target, for speculative decoding."),
+    "medusa": (
+        MedusaConfig,
+        "Train Medusa heads on a target, which stays as it is, or together with it (--joint).",
+    ),
+    "retaining": (
+        RetainingConfig,
+        "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",
+    ),
+    "lococo": (LococoConfig, "Train convolutions (LoCoCo) on a target that merge what a small cache drops."),
+    "distill-data": (
+        DistillDataConfig,
+        "Have a target write answers, from which its drafts and heads learn best.",
+    ),
+    "ngram": (NgramConfig, "Count the n-grams of a text, or of what a target writes, into one file for drafts."),
+    "retriever": (
+        RetrieverConfig,
+        "Train a small Llama that finds pass keys, numbers and values of keys in long texts.",
+    ),
+}
+for _name, (_config, _help) in RECIPES.items():
+    _command(app, _name, _config, partial(_load, _name), ["sakiyomi", "train", _name], _help)
 
 
 @app.callback()

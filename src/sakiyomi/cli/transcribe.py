@@ -1,25 +1,28 @@
-"""``sakiyomi transcribe``: what is said in sound files, by a speech model."""
+"""``sakiyomi transcribe``: the text of sound files, by a speech model."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass, field
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, add_command, load, samples_of
+from sakiyomi.cli.output import progress, stdout, write
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 
 
 @dataclass(frozen=True)
 class TranscribeOptions:
-    """What to listen to.
+    """What to transcribe.
 
     Attributes:
         files: WAV files.
-        language: what is spoken, by name or code (en); the model hears which if not given.
-        task: transcribe or translate (into English); the model's own choice if not given.
+        language: spoken language, by name or code (en); the model detects it if it is not given.
+        task: transcribe, or translate (into English); by default the model's own.
     """
 
     files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE"})
@@ -29,39 +32,29 @@ class TranscribeOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "transcribe",
-        TranscribeOptions,
-        ModelOptions,
-        SamplingParams,
-        JsonOption,
-        help="Write down what is said in sound files.\n\nThe target is a speech model (whisper); the text is its own, "
-        "written faster with a smaller one as draft. Longer sounds than it hears at once are refused: cut them.",
-        defaults={"target": dataclasses.MISSING},  # none that is embedded hears
-    )(transcribe)
+    add_command(app, transcribe, defaults={"target": dataclasses.MISSING})  # no embedded model takes sound
 
 
-def transcribe(options: TranscribeOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
-    """Run the command."""
+def transcribe(options: TranscribeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
+    """Transcribe sound files.
+
+    The target is a speech model (whisper); the output is its own, and a smaller model as draft makes it faster. Files
+    longer than the model's window are refused: split them.
+    """
     if not options.files:
         raise InputError("no file was given; expected one or more, for instance: sakiyomi transcribe speech.wav")
-    from sakiyomi.cli.output import emit_json, progress, stdout, write
     from sakiyomi.core.audio import Audio
 
     # Before the model, which takes longer.
     sounds = [Audio.read(name, language=options.language, task=options.task) for name in options.files]
     llm = load(model)
-    with progress(f"listening to {len(sounds)} files"):
-        results = llm.generate(sounds, params)
-    results = [result if isinstance(result, list) else [result] for result in results]
-    if output.json:
-        files = [
-            {"file": name, "seconds": sound.seconds, "generations": [sample.to_dict() for sample in samples]}
-            for name, sound, samples in zip(options.files, sounds, results, strict=True)
-        ]
-        emit_json({"target": model.target, "draft": model.draft, "files": files})
-        return
-    for samples in results:
-        for sample in samples:
+    with progress(f"transcribing {len(sounds)} files"):
+        results = [samples_of(result) for result in llm.generate(sounds, params)]
+    files = [
+        {"file": name, "seconds": sound.seconds, "generations": [sample.to_dict() for sample in samples]}
+        for name, sound, samples in zip(options.files, sounds, results, strict=True)
+    ]
+    output.emit({"target": model.target, "draft": model.draft, "files": files})
+    if not output.json:
+        for sample in itertools.chain(*results):
             write(stdout(), sample.text.strip(), end="\n")

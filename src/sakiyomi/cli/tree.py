@@ -1,4 +1,4 @@
-"""``sakiyomi tree``: what a round proposed and what became of it, drawn as a tree; what the target expected before."""
+"""``sakiyomi tree``: the draft tree of a round, with what was accepted; what the target predicted for the prompt."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, ModelOptions, command, load
+from sakiyomi.cli.common import JsonOption, add_command, load
+from sakiyomi.cli.output import progress, stdout, table
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.config import LLMConfig
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -27,8 +29,8 @@ class TreeOptions:
 
     Attributes:
         prompt: text to continue.
-        rounds: draw so many rounds, from the first that drafted something on.
-        top: most probable tokens to show at every place of the prompt; 0: none.
+        rounds: how many rounds to draw, from the first one with draft tokens on.
+        top: most probable tokens to show at each position of the prompt; 0: none.
     """
 
     prompt: str = field(metadata={"argument": "PROMPT"})
@@ -38,38 +40,28 @@ class TreeOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "tree",
-        TreeOptions,
-        ModelOptions,
-        SamplingParams,
-        JsonOption,
-        help=(
-            "Draw what was read ahead.\n\nThe tree of a round: each token with p, the target's probability, and q, its "
-            "drafter's; the accepted path, the token that was refused behind it, and the target's own."
-        ),
-    )(tree)
+    add_command(app, tree)
 
 
-def tree(options: TreeOptions, model: ModelOptions, params: SamplingParams, output: JsonOption) -> None:
-    """Run the command."""
+def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
+    """Draw draft trees.
+
+    The tree of a round: each token with p, the target's probability, and q, its drafter's; the accepted path, the
+    token that was rejected after it, and the target's own token.
+    """
     if options.rounds < 1:
         raise InputError(f"rounds is {options.rounds}; expected at least 1")
     if options.top < 0:
         raise InputError(f"top is {options.top}; expected 0 or more")
     if params.n > 1:
         raise InputError(f"n is {params.n}; one text is drawn: leave it out")
-    from sakiyomi.cli.output import emit_json, progress
     from sakiyomi.evaluation.predictions import predictions
 
     llm = load(model)
     if llm.draft is None:
-        raise InputError(
-            "there is nothing to draw without a draft; give one, for instance --draft suffix or model:FOLDER"
-        )
+        raise InputError("without a draft there is no tree; give one, for instance --draft suffix or model:FOLDER")
     tokens = llm.tokenizer(options.prompt)["input_ids"] if options.prompt else []
-    with progress("reading ahead"):
+    with progress("generating"):
         result = llm.generate(options.prompt, params, rounds_trace=True)
         places = predictions(llm.target, tokens, options.top) if options.top else []
     rounds = [traced for traced in result.rounds_trace if traced.tokens][: options.rounds]
@@ -81,8 +73,7 @@ def tree(options: TreeOptions, model: ModelOptions, params: SamplingParams, outp
     if not output.json:
         _show_places(places, text)
         _show_rounds(rounds, text, len(result.rounds_trace))
-        return
-    emit_json(
+    output.emit(
         {
             "target": model.target,
             "draft": model.draft,
@@ -101,27 +92,24 @@ def _place(place: Prediction, text: Any) -> dict[str, Any]:
 
 
 def _show_places(places: Sequence[Prediction], text: Any) -> None:
-    from sakiyomi.cli.output import table
-
     if not places:
         return
     rows = []
     for number, place in enumerate(places):
-        row: dict[str, Any] = {"place": number, "token": repr(text(place.token)) if place.token >= 0 else "(next)"}
+        row: dict[str, Any] = {"position": number, "token": repr(text(place.token)) if place.token >= 0 else "(next)"}
         row["p"] = None if place.prob is None else f"{place.prob:.3f}"
         for rank, (token, prob) in enumerate(place.top, start=1):
             row[f"{rank}."] = f"{text(token)!r} {prob:.3f}"
         rows.append(row)
-    table(rows, title="What the target expected at every place of the prompt")
+    table(rows, title="What the target predicted at each position of the prompt")
 
 
 def _show_rounds(rounds: Sequence[RoundTrace], text: Any, passes: int) -> None:
-    from sakiyomi.cli.output import stdout
-
     console = stdout()
     if not rounds:
         console.print(
-            f"nothing was drafted in {passes} rounds: reading ahead does not pay here; ask for it with --gamma 4"
+            f"no draft tokens were proposed in {passes} rounds: by the measured costs speculation does not pay here; "
+            "--gamma 4 forces it"
         )
     for traced in rounds:
         console.print()

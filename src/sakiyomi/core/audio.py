@@ -1,4 +1,4 @@
-"""Sounds for models that hear: samples of one channel, read from WAV files by the standard library."""
+"""Sounds for speech models: samples of one channel, read from WAV files by the standard library."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Audio:
         samples: (n,) float32 of one channel, -1 to 1; other arrays and lists of numbers are converted, and of several
             channels, (n, channels), the mean is taken.
         sampling_rate: samples a second.
-        language: what is spoken, by name or code ("en"); None: the model hears which.
+        language: what is spoken, by name or code ("en"); None: the model detects it.
         task: "transcribe" or "translate" (into English); None: the model's own choice.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The models that travel with the package: ``embedded("tales")`` gives a folder in Hugging Face format.
+"""The models that are part of the package: ``embedded("tales")`` gives a folder in Hugging Face format.
 
 It knows names and folders only; it reads no weights and imports neither torch nor transformers.
 """
@@ -9,13 +9,20 @@ from pathlib import Path
 
 from sakiyomi.core.errors import InputError, LoadError
 
-__all__ = ["EMBEDDED", "HEADS", "embedded", "folder_of", "is_embedded_name"]
+__all__ = ["DEFAULT", "DRAFTS", "EMBEDDED", "HEADS", "MEDUSA_HEADS", "embedded", "folder_of", "is_embedded_name"]
 
 EMBEDDED = ("tales", "tales-draft", "retriever")
 """Names of models whose files are part of this version."""
 
 HEADS = ("tales-medusa", "tales-retaining", "retriever-retaining", "retriever-retaining-query")
 """Names of heads that belong to one of them."""
+
+DEFAULT = "tales"
+"""The target of commands and measurements that are given no other one."""
+DRAFTS = {"tales": "tales-draft"}
+"""Of embedded targets: the draft model that was distilled from each."""
+MEDUSA_HEADS = {"tales": "tales-medusa"}
+"""Of embedded targets: the Medusa heads that were trained on each."""
 
 _ROOT = Path(__file__).resolve().parents[1] / "models"
 

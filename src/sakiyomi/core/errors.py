@@ -3,12 +3,12 @@
 The tree::
 
     SakiyomiError                 exit code 1
-    |-- InputError                exit code 2: a value, option or prompt that cannot be meant
+    |-- InputError                exit code 2: a value, option or prompt that makes no sense
     |-- LoadError                 a folder, a file or a hub id that cannot be read
     |-- UnsupportedError          a model, or a combination of options, that cannot work here
     |-- MemoryLimitError          refused before anything was allocated
-    |-- DraftError                a drafter that raised or proposed what is no draft, with strict=True
-    `-- RemovedError              a request that was ended before its text was
+    |-- DraftError                a drafter that raised or proposed an invalid draft, with strict=True
+    `-- RemovedError              a request that was ended before its text was complete
 
 Each takes one message that says what was got, what was expected and what to do. Programming mistakes of our own stay
 ``AssertionError``; nothing here wraps them.
@@ -26,6 +26,7 @@ __all__ = [
     "RemovedError",
     "SakiyomiError",
     "UnsupportedError",
+    "one_line",
 ]
 
 
@@ -48,7 +49,7 @@ class SakiyomiError(Exception):
 
 
 class InputError(SakiyomiError):
-    """A value, an option or a prompt that cannot be meant: misuse, exit code 2."""
+    """A value, an option or a prompt that makes no sense: misuse, exit code 2."""
 
     exit_code: ClassVar[int] = 2
 
@@ -66,8 +67,13 @@ class MemoryLimitError(SakiyomiError):
 
 
 class DraftError(SakiyomiError):
-    """A drafter raised, or proposed what is no draft. It ends a request only where drafts are checked strictly."""
+    """A drafter raised or proposed an invalid draft. It ends a request only with ``strict=True``."""
 
 
 class RemovedError(SakiyomiError):
     """A request was removed, or interrupted, before its text was complete."""
+
+
+def one_line(error: Exception) -> str:
+    """An error of another library in one line, for a message of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

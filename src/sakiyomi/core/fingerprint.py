@@ -1,4 +1,4 @@
-"""A short name of a tokenizer: files that hold token ids say whose they are."""
+"""A digest of a tokenizer, by which files of token ids say which tokenizer they belong to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["tokenizer_digest"]
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Of the numbers that it gives to its pieces, as hexadecimal digits.
+    """A digest of a tokenizer's vocabulary, as hexadecimal digits.
 
     Raises:
-        UnsupportedError: it does not tell them.
+        UnsupportedError: the tokenizer does not give its vocabulary.
     """
     if not hasattr(tokenizer, "get_vocab"):
         raise UnsupportedError(
-            f"the tokenizer {type(tokenizer).__name__} has no vocabulary to tell it by; a file of tokens needs a "
-            "transformers tokenizer"
+            f"the tokenizer {type(tokenizer).__name__} does not give its vocabulary (get_vocab); a file of tokens "
+            "needs a transformers tokenizer"
         )
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()

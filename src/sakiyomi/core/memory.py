@@ -1,4 +1,4 @@
-"""How much memory there is, asked before anything large is allocated. Knows no model."""
+"""How much memory is available, and refusals before something large is allocated. Knows no model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN_GROUP = Path("/proc/self/cgroup")
 
 
 def available_bytes(device: str = "cpu") -> int:
-    """Bytes that can be allocated now on a device, without pushing others out.
+    """Bytes that can be allocated on a device now without swapping.
 
     On "cpu" this is the machine's available memory or what the process's control group leaves of its limit (containers
     see the whole machine's memory but are killed at their own limit), whichever is less.
@@ -42,7 +42,7 @@ def available_bytes(device: str = "cpu") -> int:
         import torch
 
         place = torch.device(device)
-        # torch keeps what was freed for its next tensors: to the driver it is taken.
+        # torch keeps freed memory for its next tensors: the driver counts it as used.
         kept = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
         return int(torch.cuda.mem_get_info(place)[0]) + int(kept)
     import psutil
@@ -53,12 +53,12 @@ def available_bytes(device: str = "cpu") -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held at once so far (resident, whatever it was for)."""
+    """The most resident memory that this process has held at once so far."""
     if sys.platform == "win32":
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
-    # What getrusage says of a process begins, on Linux, with the memory of the one that started it.
+    # On Linux getrusage starts with the memory of the parent process.
     own = _status("VmHWM")
     if own is not None:
         return own
@@ -76,7 +76,7 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> bool:
-    """Let ``peak_bytes`` begin again with what is held now; False where the system does not offer it (not Linux)."""
+    """Restart ``peak_bytes`` from what is held now; False where the system cannot (other than Linux)."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -85,7 +85,7 @@ def reset_peak() -> bool:
 
 
 def _status(name: str) -> int | None:
-    """A line of the kernel's account of this process, in bytes; None where there is none."""
+    """A line of this process's ``/proc/self/status``, in bytes; None if there is none."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -113,9 +113,9 @@ def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -
 
 
 def no_memory(error: BaseException) -> MemoryLimitError | None:
-    """What to tell of an allocation that failed where it could not be foreseen; None where the error is another one.
+    """The error to raise for an allocation that failed in the middle of a pass; None if the error is of another kind.
 
-    torch has a class for it on accelerators alone; on the CPU it is known by its words.
+    torch has a class for it on accelerators only; on the CPU it is recognised by its message.
     """
     if not (
         isinstance(error, MemoryError)
@@ -124,15 +124,14 @@ def no_memory(error: BaseException) -> MemoryLimitError | None:
     ):
         return None
     found = MemoryLimitError(
-        "a pass of the model did not get the memory that it works in; shorten the prompt, or lower chunk_size or "
-        "max_batch"
+        "a pass of the model ran out of working memory; shorten the prompt, or lower chunk_size or max_batch"
     )
     found.__cause__ = error
     return found
 
 
 def readable(count: float) -> str:
-    """Bytes for a reader: "1.5 GB" (decimal units, as disks and checkpoints are labelled)."""
+    """Bytes for people: "1.5 GB" (decimal units, as disks and checkpoints are labelled)."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
@@ -172,11 +171,11 @@ def returned_when_freed() -> Iterator[None]:
     try:
         yield
     finally:
-        set_option(_MMAP_THRESHOLD, 32 << 20)  # where glibc itself arrives when such blocks come and go
+        set_option(_MMAP_THRESHOLD, 32 << 20)  # the value that glibc itself would reach
 
 
 def _group_headroom() -> int | None:
-    """What the limits of our control groups leave, None where there is no limit or no such thing."""
+    """What the limits of this process's control groups leave; None without a limit or without control groups."""
     try:
         lines = _OWN_GROUP.read_text().splitlines()
     except OSError:

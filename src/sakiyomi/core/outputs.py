@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 __all__ = ["FinishReason", "Generation", "RoundTrace", "Stats", "Status", "Step", "TokenTrace"]
 
@@ -15,15 +15,32 @@ FinishReason = Literal["stop", "length"]
 Status = Literal["accepted", "recovered", "bonus", "plain"]
 
 
+class Record:
+    """A dataclass that becomes JSON.
+
+    Attributes:
+        optional: fields that are left out where they say nothing: None, False or no entries.
+    """
+
+    __slots__ = ()
+    optional: ClassVar[frozenset[str]] = frozenset()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values of the fields, without ``optional`` ones that say nothing."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        said = {name for name, value in found.items() if not (value is None or value is False or value == ())}
+        return {name: _json(value) for name, value in found.items() if name in said or name not in self.optional}
+
+
 @dataclass(frozen=True, slots=True)
-class TokenTrace:
+class TokenTrace(Record):
     """Where one new token came from.
 
     Attributes:
         token_id: the token.
         source: name of the drafter that proposed it, or ``"target"``.
-        status: "accepted" (a draft token that was kept), "recovered" (the target's own after a refusal), "bonus" (the
-            target's own after a wholly accepted draft), "plain" (nothing had been drafted).
+        status: "accepted" (a draft token that was accepted), "recovered" (the target's own after a rejection), "bonus"
+            (the target's own after a wholly accepted draft), "plain" (nothing had been drafted).
         round: the target pass that committed it; 0 is the prefill, which gives the first token.
         target_prob: probability that the target gave it, after temperature and truncation; at temperature 0 that of
             temperature 1; None if not recorded.
@@ -31,9 +48,10 @@ class TokenTrace:
         top_logprobs: (token id, log probability) of the most probable tokens at this place, best first, when
             ``SamplingParams.logprobs`` asked for them.
         logprob: this token's, at temperature 1 and without truncation as theirs are, when they were asked for.
-        lossy: it was judged by a rule that changes the text's distribution ("typical").
+        lossy: it was verified by a rule that changes the text's distribution ("typical").
     """
 
+    optional = frozenset({"top_logprobs", "logprob", "lossy"})
     token_id: int
     source: str = "target"
     status: Status = "plain"
@@ -44,28 +62,10 @@ class TokenTrace:
     lossy: bool = False
     logprob: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values; log probabilities are there only if they were asked for, ``lossy`` only where it is true."""
-        values: dict[str, Any] = {
-            "token_id": self.token_id,
-            "source": self.source,
-            "status": self.status,
-            "round": self.round,
-            "target_prob": self.target_prob,
-            "draft_prob": self.draft_prob,
-        }
-        if self.top_logprobs:
-            values["top_logprobs"] = [list(pair) for pair in self.top_logprobs]
-        if self.logprob is not None:
-            values["logprob"] = self.logprob
-        if self.lossy:
-            values["lossy"] = True
-        return values
-
 
 @dataclass(frozen=True, slots=True)
-class RoundTrace:
-    """One round as it was decided: the proposed tree, the accepted path, what was refused.
+class RoundTrace(Record):
+    """One round: the proposed tree, the accepted path, the rejected token.
 
     Attributes:
         round: as in ``TokenTrace.round``.
@@ -74,7 +74,7 @@ class RoundTrace:
         target_probs: (n) what the target gave each node's token.
         draft_probs: (n) what its drafter gave it; None where the node is a point mass.
         path: accepted nodes from the root on.
-        refused: the first token that the target refused after the path; None if none was.
+        refused: the first token that the target rejected after the path; None if there was none.
         token: the target's token that follows the path.
         kind: the status of that token.
     """
@@ -89,10 +89,6 @@ class RoundTrace:
     token: int
     kind: Status
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
-
 
 @dataclass(slots=True)
 class Stats:
@@ -103,14 +99,14 @@ class Stats:
         rounds: target passes after the prefill.
         committed: tokens that those passes committed.
         drafted: tokens that were proposed to them.
-        accepted: proposed tokens that were kept.
-        rejected: proposed tokens that the verifier looked at and refused. Tokens behind a refused one are neither.
+        accepted: proposed tokens that were accepted.
+        rejected: proposed tokens that the verifier looked at and rejected. Tokens behind a rejected one are neither.
         hit_rounds: rounds with at least one accepted token.
-        lossy: new tokens that were judged by a rule that changes the text's distribution ("typical"); 0: lossless.
+        lossy: new tokens that were verified by a rule that changes the text's distribution ("typical"); 0: lossless.
         reused: prompt tokens that were in the cache already, or were copied there from another request.
         seconds: wall clock from the request's start to its last token.
-        prefill_seconds: inside forwards over prompts, the target's and the draft's; those of other requests too, for
-            which this one stood still.
+        prefill_seconds: inside forwards over prompts, the target's and the draft's; also over prompts of other requests
+            while this one waited.
         draft_seconds: inside draft forwards after the prefill.
         score_seconds: inside target forwards after the prefill.
     """
@@ -146,7 +142,7 @@ class Stats:
 
     @property
     def alpha(self) -> float:
-        """Accepted per token that was judged: tokens behind a refusal do not count."""
+        """Accepted per token that was verified: tokens behind a rejected one do not count."""
         return _ratio(self.accepted, self.accepted + self.rejected)
 
     @property
@@ -177,7 +173,7 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(Record):
     """What one round added to one request.
 
     Attributes:
@@ -190,6 +186,7 @@ class Step:
         error: what ended the request instead of its text; such a step is its last, and has no tokens.
     """
 
+    optional = frozenset({"stats", "error"})
     text: str
     token_ids: tuple[int, ...] = ()
     trace: tuple[TokenTrace, ...] = ()
@@ -198,24 +195,9 @@ class Step:
     stats: Stats | None = None
     error: Exception | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        values: dict[str, Any] = {
-            "request": self.request,
-            "text": self.text,
-            "token_ids": list(self.token_ids),
-            "trace": [entry.to_dict() for entry in self.trace],
-            "finish_reason": self.finish_reason,
-        }
-        if self.stats is not None:
-            values["stats"] = self.stats.to_dict()
-        if self.error is not None:
-            values["error"] = str(self.error)
-        return values
-
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(Record):
     """A finished generation.
 
     Attributes:
@@ -229,6 +211,7 @@ class Generation:
         rounds_trace: one entry per round after the prefill, if it was asked for.
     """
 
+    optional = frozenset({"rounds_trace"})
     text: str
     token_ids: list[int]
     prompt_tokens: int
@@ -237,25 +220,15 @@ class Generation:
     stats: Stats = field(default_factory=Stats)
     rounds_trace: list[RoundTrace] | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values; ``rounds_trace`` is there only if it was asked for."""
-        values: dict[str, Any] = {
-            "text": self.text,
-            "token_ids": list(self.token_ids),
-            "prompt_tokens": self.prompt_tokens,
-            "finish_reason": self.finish_reason,
-            "trace": [entry.to_dict() for entry in self.trace],
-            "stats": self.stats.to_dict(),
-        }
-        if self.rounds_trace is not None:
-            values["rounds_trace"] = [entry.to_dict() for entry in self.rounds_trace]
-        return values
-
 
 def _ratio(part: float, whole: float) -> float:
     """Part / whole, 0.0 when there is no whole: a generation of one token has no rounds."""
     return part / whole if whole else 0.0
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _json(value: Any) -> Any:
+    if isinstance(value, Record | Stats):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [_json(part) for part in value]
+    return str(value) if isinstance(value, Exception) else value

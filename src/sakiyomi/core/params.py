@@ -1,4 +1,4 @@
-"""How a request wants its text: the only home of these defaults.
+"""The options of a request; their defaults are nowhere else.
 
 Imports no torch, so that a command line may read the defaults quickly.
 """
@@ -24,7 +24,7 @@ ACCEPTANCES = ("auto", "ratio", "coupled", "block", "traversal", "typical")
 MOST_CHOICES = 1024  # nodes of a tree that is given as a list
 Shape = str | Sequence[int] | Sequence[Sequence[int]]
 TREES = ("auto", "chain", "best-first", "dynamic", "static")
-QUANTIZATIONS = ("int8", "int4")  # of a target; what they do is in kernels/rounding.py
+QUANTIZATIONS = ("int8", "int4")  # of a target's weights; what they do is in kernels/quantization.py
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class SamplingParams:
         seed: makes sampling reproducible; None: a new one for each request.
         stop: strings that end the text (one string counts as a list of one).
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
-        gamma: draft tokens, or tree depth, a round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
+        gamma: draft tokens, or tree depth, per round: a number, "auto" (by measured costs) or "heuristic" (+2 / -1).
         tree: shape of what a draft model proposes: "chain", "best-first" (the nodes most likely to be accepted),
-            "dynamic" (the best few places of every level are read on), "static" (the best shape for the acceptance
-            measured by rank), or "auto": with gamma "auto" a tree of what pays, with a number a chain. A list fixes it:
+            "dynamic" (the best few nodes of every level are expanded), "static" (the best shape for the acceptance
+            measured by rank), or "auto": with gamma "auto" the tree that pays by measured
+            costs, with a number a chain. A list fixes it:
             of counts, ``[1, 7, 6]`` for 7 first tokens and 6 behind each (the 1 stands for the target's own token), or
             of nodes, each the ranks on the way to it, ``[[0], [1], [0, 0]]``: Medusa's ``medusa_choices``.
         nodes: most nodes of the tree: a number, "auto" (by measured costs) or "heuristic" (starts at 5; +2 / -1).
@@ -51,17 +52,17 @@ class SamplingParams:
         bad_words: words, or lists of token ids, that must not be generated.
         logit_bias: added to the logits of these tokens.
         logits_processors: transformers' own, called after the options above and before temperature.
-        logprobs: how many of the most probable tokens to report at each place; None: none.
-        ignore_eos: go on after the model's end token.
+        logprobs: how many of the most probable tokens to report at each position; None: none.
+        ignore_eos: continue after the model's end token.
         n: samples per prompt.
         acceptance: rule by which draft tokens are accepted: "ratio", "coupled", "block" (a chain as a whole) or
-            "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it takes what is not
-            unlikely.
-        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1): a token is taken whose
-            probability is above the smaller of epsilon and delta x exp(-entropy).
+            "traversal" (a tree as a whole), all lossless; "auto" chooses. "typical" is lossy: it accepts tokens that
+            are probable enough.
+        epsilon, delta: thresholds of typical acceptance (arXiv 2401.10774, section 2.3.1): a token is accepted if
+            its probability is above the smaller of epsilon and delta x exp(-entropy).
 
     Raises:
-        InputError: a value that cannot be meant.
+        InputError: a value that makes no sense.
     """
 
     max_new_tokens: int = 128
@@ -119,7 +120,7 @@ class SamplingParams:
         return "best-first" if self.gamma == "auto" and not drawn else "chain"
 
     def validate(self) -> None:
-        """Refuse what cannot be meant; called on construction.
+        """Refuse values that make no sense; called on construction.
 
         Raises:
             InputError: with the value and the remedy.
@@ -139,7 +140,7 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, "None reports none")
         if not isinstance(self.ignore_eos, bool):
             raise InputError(f"ignore_eos is {self.ignore_eos!r}; it is True or False")
-        self._validate_gamma()
+        _dial("gamma", self.gamma, "tokens")
         self._validate_tree()
         self._validate_acceptance()
         for text in self.stop:
@@ -159,13 +160,6 @@ class SamplingParams:
                     f"logits_processors has {processor!r} in it; give transformers LogitsProcessor objects"
                 )
 
-    def _validate_gamma(self) -> None:
-        if isinstance(self.gamma, str):
-            if self.gamma not in ("auto", "heuristic"):
-                raise InputError(f'gamma is {self.gamma!r}; it is a number of tokens, "auto" or "heuristic"')
-        else:
-            _integer("gamma", self.gamma, 1, 'to generate without a draft pass draft="none"')
-
     def _validate_tree(self) -> None:
         if isinstance(self.tree, str) and self.tree not in TREES:
             raise InputError(
@@ -177,17 +171,13 @@ class SamplingParams:
                 f"tree is a list, which has its own depth and number of nodes, and gamma is {self.gamma!r} and nodes "
                 f"{self.nodes!r}: leave them out"
             )
-        if isinstance(self.nodes, str):
-            if self.nodes not in ("auto", "heuristic"):
-                raise InputError(f'nodes is {self.nodes!r}; it is a number of nodes, "auto" or "heuristic"')
-        else:
-            _integer("nodes", self.nodes, 1, 'to generate without a draft pass draft="none"')
+        _dial("nodes", self.nodes, "nodes")
         if self.tree == "chain" and self.nodes != "auto":
             raise InputError(f"nodes is {self.nodes!r} and tree is 'chain', which has gamma nodes: leave one out")
 
     def _validate_acceptance(self) -> None:
-        known = ", ".join(f'"{name}"' for name in ACCEPTANCES)
         if self.acceptance not in ACCEPTANCES:
+            known = ", ".join(f'"{name}"' for name in ACCEPTANCES)
             raise InputError(f"acceptance is {self.acceptance!r}; available are {known}")
         if self.acceptance == "typical":
             return
@@ -219,10 +209,10 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def _paths(shape: Any) -> tuple[tuple[int, ...], ...]:
-    """The nodes that a list means, level by level.
+    """The nodes that a list describes, level by level.
 
     Raises:
-        InputError: it means no tree.
+        InputError: it describes no tree.
     """
     entries = list(shape) if isinstance(shape, Sequence) else []
     if entries and all(_is_count(entry) for entry in entries):
@@ -265,6 +255,13 @@ def _integer(name: str, value: Any, low: int, remedy: str, high: int | None = No
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InputError(f"{name} is {value!r}; expected an integer of {bounds}: {remedy}")
+
+
+def _dial(name: str, value: int | str, what: str) -> None:
+    if not isinstance(value, str):
+        _integer(name, value, 1, 'to generate without a draft pass draft="none"')
+    elif value not in ("auto", "heuristic"):
+        raise InputError(f'{name} is {value!r}; it is a number of {what}, "auto" or "heuristic"')
 
 
 def _number(name: str, value: Any, low: float, high: float, remedy: str, *, open_low: bool = False) -> None:

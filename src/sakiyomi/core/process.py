@@ -1,4 +1,4 @@
-"""What all threads of a process share in torch and OpenMP, and who has it to himself."""
+"""State of torch and OpenMP that all threads of a process share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TORCH_STATE = threading.RLock()
 """Held while something changes torch's default dtype, or puts back what it found.
 
 transformers sets the dtype while it builds a model; dynamo, when it has compiled, sets the one that was there when it
-began. A model that is loaded while another is compiled in the background would get parameters of the wrong dtype.
+began. A model that is loaded while another thread compiles would get parameters of the wrong dtype.
 """
 
 _SOFT = 1  # omp_pause_soft: what the program has set stays
@@ -24,9 +24,9 @@ def release_workers() -> None:
     """End the calling thread's OpenMP workers; they come back with its next parallel work.
 
     Every thread that computes in parallel has workers of its own. Where a process has more of them than processors,
-    libgomp lets none spin any more: each sleeps at the end of each parallel piece, and to wake them hundreds of times a
-    pass took half of the time of a batch of 32 (docs/log.md). A thread that leaves computing to another one calls this.
-    Does nothing with another OpenMP than GNU's.
+    libgomp lets none spin any more: each sleeps at the end of each parallel piece, and waking them hundreds of times a
+    pass took half of the time of a batch of 32 (docs/log.md). A thread calls this when another one
+    computes from then on. Does nothing with another OpenMP than GNU's.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # it is not loaded, or older than OpenMP 5

@@ -1,4 +1,4 @@
-"""What is going on, for somebody who watches: a spinner on stderr, and only where it is a terminal."""
+"""A spinner on stderr that says what is being done, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _shown: list[Any] = []  # the spinner on the screen: a second one would write ov
 
 @contextmanager
 def progress(text: str, *, size: int = _LONG) -> Iterator[Any]:
-    """A spinner on stderr, if it is a terminal; within another one, that one says this meanwhile.
+    """Show a spinner on stderr, if that is a terminal. Inside another spinner, that one shows this text meanwhile.
 
     Args:
         text: what it says.
-        size: bytes of what is worked on; less than 0.5 GB is done before anybody has read it.
+        size: bytes to work on; less than 0.5 GB takes too short a time for a spinner.
 
     Returns:
-        What comes has ``update(text)``, and ``stop()`` and ``start()``.
+        An object with ``update(text)``, ``stop()`` and ``start()``.
     """
-    # Asked of the stream and not of rich, for whom FORCE_COLOR makes a terminal of a pipe.
+    # The stream is asked and not rich, which takes a pipe for a terminal under FORCE_COLOR.
     if not sys.stderr.isatty() or size < _LONG:
         yield _Silent()
     elif _shown:
@@ -46,7 +46,7 @@ def progress(text: str, *, size: int = _LONG) -> Iterator[Any]:
 
 
 class _Silent:
-    """Says nothing: nobody watches."""
+    """Shows nothing."""
 
     def update(self, text: str) -> None:
         """As rich's."""

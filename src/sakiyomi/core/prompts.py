@@ -1,4 +1,4 @@
-"""Prompts: a few beginnings of stories that travel with the package, and files of the user's own."""
+"""Prompts: a few beginnings of stories that are part of the package, and files of the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sakiyomi.core.errors import InputError, LoadError
 
 __all__ = ["STORIES", "judging_text", "read_prompts", "read_references", "read_text"]
 
-JUDGED = 512  # tokens on which a rounding is judged
+JUDGED = 512  # tokens on which a quantization is judged
 
 STORIES = (
     "Once upon a time, there was a little fox who lived under an old oak tree. Every morning the fox ran down to the "
@@ -100,7 +100,7 @@ def _is_json(path: Path) -> bool:
 
 
 def _lines(path: Path, count: int | None) -> Iterator[tuple[int, Any]]:
-    """Lines with something in them, by number; of a .jsonl their value, None where it is no JSON."""
+    """Lines that are not blank, by number; of a .jsonl file their values, None where a line is no JSON."""
     lines = enumerate(_read(path).replace("\r\n", "\n").split("\n"), start=1)
     for number, line in itertools.islice(((n, line) for n, line in lines if line.strip()), count):
         yield number, _value(line) if _is_json(path) else line
@@ -113,18 +113,20 @@ def _value(line: str) -> Any:
         return None
 
 
+def _first(value: Any, *names: str) -> Any:
+    """The first of these fields that an object has, or the value itself; of a list the first entry."""
+    if isinstance(value, dict):
+        value = next((value[name] for name in names if name in value), None)
+    return value[0] if isinstance(value, list) and value else value
+
+
 def _reference(value: Any) -> str | None:
-    found = value.get("reference", value.get("answer")) if isinstance(value, dict) else None
-    if isinstance(found, list) and found:
-        found = found[0]
+    found = _first(value, "reference", "answer") if isinstance(value, dict) else None
     return str(found).strip() or None if isinstance(found, str | int | float) else None
 
 
 def _prompt(value: Any, path: Path, number: int) -> str:
-    if isinstance(value, dict):
-        value = value.get("text", value.get("prompt", value.get("turns")))
-    if isinstance(value, list) and value:
-        value = value[0]
+    value = _first(value, "text", "prompt", "turns")
     if not isinstance(value, str) or not value:
         raise LoadError(
             f"line {number} of {str(path)!r} is no prompt; expected a JSON text, or an object with text, prompt or "
@@ -134,7 +136,7 @@ def _prompt(value: Any, path: Path, number: int) -> str:
 
 
 def judging_text(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens on which a rounding is judged: stories, or, where the tokenizer knows no such text, any tokens.
+    """Tokens on which a quantization is judged: stories, or any tokens where the tokenizer knows no such text.
 
     Args:
         model: a transformers model.

@@ -6,7 +6,7 @@ __all__ = ["running_mean"]
 
 
 def running_mean(known: float | None, seconds: float) -> float:
-    """The mean after another reading: far faster ones replace it, far slower ones are other work and hardly count."""
+    """The mean after another reading: much faster ones replace it, much slower ones count little."""
     if known is None or seconds < known / 2:
         return seconds
     return known + 0.1 * (min(seconds, 2 * known) - known)

@@ -1,4 +1,4 @@
-"""From tokens to text while they arrive: whole characters only, stop strings honoured, cheap for every push.
+"""Turns tokens into text as they arrive: whole characters only, with stop strings, and little work for each push.
 
 Two layers. ``_Pieces`` turns tokens into text that is certain: what it has given is a prefix of what the tokenizer
 makes of all tokens together. ``TextStream`` looks for stop strings in that text and holds back what may begin one.
@@ -37,7 +37,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Profile:
-    """What has to be known of a tokenizer, found out once.
+    """Properties of a tokenizer, examined once.
 
     Attributes:
         special: ids that ``skip_special_tokens`` skips.
@@ -50,12 +50,12 @@ class Profile:
     tidies: bool
 
 
-# A profile costs some milliseconds for a tokenizer of many special tokens, and a stream is made for every request.
+# A profile takes some milliseconds for a tokenizer of many special tokens, and every request makes a stream.
 _profiles: WeakKeyDictionary[Any, Profile] = WeakKeyDictionary()
 
 
 def profile(tokenizer: Any) -> Profile:
-    """What has to be known of a tokenizer."""
+    """The properties of a tokenizer."""
     known = _profiles.get(tokenizer)
     if known is None:
         known = _profiles[tokenizer] = _examine(tokenizer)
@@ -117,7 +117,7 @@ class _Pieces:
         return bool(byte_of) and (self._closed < len(self._window) or any(i in byte_of for i in ids))
 
     def push(self, ids: Sequence[int]) -> tuple[str, str]:
-        """Text that has become certain, and text ahead of it that will follow unless a run of bytes is spoilt."""
+        """Text that has become certain, and text that will follow it unless a run of bytes turns out invalid."""
         self._window += [i for i in ids if i not in self._special]
         closed = self._close()
         text = self._decode(self._window[:closed])
@@ -197,11 +197,11 @@ class _Pieces:
 
 
 class TextStream:
-    """Text of one request, given out as its tokens come.
+    """Text of one request, given as its tokens come.
 
     The joined results of ``push`` and ``finish`` are ``tokenizer.decode(ids, skip_special_tokens=True)``, up to a stop
-    string. One exception, for the reader's sake: in a row of more than 64 byte tokens, characters are given although a
-    later stray byte would turn all of them into replacement characters.
+    string. One exception, so that readers need not wait: in a row of more than 64 byte tokens, characters are given
+    although a later stray byte would turn all of them into replacement characters.
 
     Args:
         tokenizer: a transformers tokenizer.

@@ -1,12 +1,16 @@
-"""What is trained beside a model, as a folder of its own: ``config.json`` and one file of tensors."""
+"""What is trained beside a model, as a folder of its own: ``config.json`` and one file of tensors.
+
+Reading and writing of all such files, whoever made them; what the tensors mean is known to those who use them.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from sakiyomi.core.checkpoint import read_header
 from sakiyomi.core.errors import InputError, LoadError
@@ -14,7 +18,56 @@ from sakiyomi.core.errors import InputError, LoadError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["differences", "read_tensors", "write_trained"]
+__all__ = ["PICKLES", "Trained", "read_tensors", "trained_config", "write_trained"]
+
+BASE = "base_model_name_or_path"
+"""Key of a configuration for the name of the target, as other tools have it."""
+PICKLES = (".bin", ".pt", ".pth")
+"""Endings of files that are opened only where that is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a folder says of where its tensors come from.
+
+    Attributes:
+        name: of the folder or file.
+        base: what their configuration calls the target; None: it does not say.
+        recipe: how they were trained; empty for files of others.
+        fingerprint: of the target, see ``retaining.formats.fingerprint``; empty for files of others.
+    """
+
+    name: str
+    base: str | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    fingerprint: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], **own: Any) -> Self:
+        """What a configuration says, as far as it has the right kind, with the values of further fields."""
+        base, recipe, fingerprint = (config.get(key) for key in (BASE, "recipe", "fingerprint"))
+        return cls(
+            **own,
+            base=base if isinstance(base, str) else None,
+            recipe=recipe if isinstance(recipe, dict) else {},
+            fingerprint=fingerprint if isinstance(fingerprint, dict) else {},
+        )
+
+    def differences(self, fingerprint: Mapping[str, str] | None) -> list[str]:
+        """What differs between the target and another model: "tokenizer", "weights", as far as both are known."""
+        given = fingerprint or {}
+        return [part for part, own in self.fingerprint.items() if given.get(part, own) != own]
+
+
+def trained_config(
+    sizes: Mapping[str, Any],
+    base: str | Path | None,
+    recipe: Mapping[str, Any] | None,
+    fingerprint: Mapping[str, str] | None,
+) -> dict[str, Any]:
+    """The configuration that `Trained.of` reads: kind and sizes, the target's name, the recipe and the fingerprint."""
+    named = {} if base is None else {BASE: str(base)}
+    return {**sizes, **named, "recipe": dict(recipe or {}), "fingerprint": dict(fingerprint or {})}
 
 
 def write_trained(folder: Path, file: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], what: str) -> None:
@@ -23,7 +76,7 @@ def write_trained(folder: Path, file: str, tensors: Mapping[str, Tensor], config
     Args:
         folder: is made; what is in it is left, but for the two files that are written.
         file: name of that of the tensors.
-        tensors: by name, on the CPU.
+        tensors: by name.
         config: plain values.
         what: it is, for messages.
 
@@ -37,10 +90,12 @@ def write_trained(folder: Path, file: str, tensors: Mapping[str, Tensor], config
         text = json.dumps(config, indent=2)
     except TypeError as error:
         raise InputError(f"the recipe of the {what} is not plain ({error}); expected what JSON holds") from error
+    # Each with memory of its own: the file format does not know views.
+    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".sakiyomi-", dir=folder) as fresh:
-            save_file(dict(tensors), Path(fresh) / file)
+            save_file(own, Path(fresh) / file)
             (Path(fresh) / "config.json").write_text(text + "\n", encoding="utf-8")
             for name in (file, "config.json"):
                 (Path(fresh) / name).chmod(0o644)  # made private; they are there to be read by others
@@ -49,22 +104,58 @@ def write_trained(folder: Path, file: str, tensors: Mapping[str, Tensor], config
         raise LoadError(f"{what} cannot be written to {folder}: {error}") from error
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file.
+def read_tensors(
+    files: Iterable[Path], what: str, *, wanted: Callable[[str], object] | None = None, allow_pickle: bool = False
+) -> dict[str, Tensor]:
+    """Tensors of safetensors files and, where that is allowed, of pickle files.
+
+    Args:
+        files: to be read, in this order.
+        what: they hold, for messages.
+        wanted: whether a tensor is read, by its name; None: all are, and there must be nothing else.
+        allow_pickle: open ``.bin``, ``.pt`` and ``.pth`` files too; tensors and nothing else are taken from them.
 
     Raises:
-        LoadError: it cannot be read, or is damaged.
+        LoadError: a file cannot be read, is damaged, or is a pickle file that must not be opened.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    found: dict[str, Tensor] = {}
+    for path in files:
+        if path.suffix not in PICKLES:
+            found |= _stored(path, wanted)
+        elif allow_pickle:
+            found |= _pickled(path, what, wanted)
+        else:
+            raise LoadError(
+                f"{path} is a pickle file, which can run any code when it is opened; use a safetensors version of the "
+                f"{what}, or pass allow_pickle=True if you trust where it came from"
+            )
+    return found
+
+
+def _stored(path: Path, wanted: Callable[[str], object] | None) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open
 
     read_header(path)  # damage is found before anything is read
     try:
-        return load_file(path)
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise LoadError(f"{path} cannot be read ({error}); get it again") from error
 
 
-def differences(own: Mapping[str, str], given: Mapping[str, str] | None) -> list[str]:
-    """What of a fingerprint is known of a model and another there: "tokenizer", "weights"."""
-    return [part for part in own if part in (given or {}) and given is not None and given[part] != own[part]]
+def _pickled(path: Path, what: str, wanted: Callable[[str], object] | None) -> dict[str, Tensor]:
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged in whatever way
+        raise LoadError(f"{path} cannot be read ({error}); download it again") from error
+    tensors = {
+        name: value
+        for name, value in (found.items() if isinstance(found, dict) else ())
+        if isinstance(value, torch.Tensor) and (wanted is None or wanted(name))
+    }
+    if not isinstance(found, dict) or (wanted is None and len(tensors) < len(found)):
+        raise LoadError(f"{path} holds no tensors by name; it is no file of {what}")
+    return tensors

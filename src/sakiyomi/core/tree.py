@@ -1,4 +1,4 @@
-"""What a drafter proposes and what a verifier answers: trees of tokens as plain Python integers.
+"""What a drafter proposes and what a verifier decides: trees of tokens as plain Python integers.
 
 A chain is a tree with one path. Nothing here knows a model, a tokenizer or a cache, and no tensor is kept but the rows
 of draft probabilities: at a batch of one, tuples of a few integers are faster than any tensor.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "Rule", "TokenTree", "Verdict", "VerdictKind"]
+__all__ = ["DRAFT_KINDS", "Draft", "DraftKind", "Draw", "Rule", "TokenTree", "Verdict", "VerdictKind", "best_nodes"]
 
 DraftKind = Literal["chain", "iid", "without_replacement", "point_mass", "merged"]
 VerdictKind = Literal["recovered", "bonus", "plain"]
@@ -66,6 +66,11 @@ class TokenTree:
         """Levels; 0 for the empty tree."""
         return max(self._depths, default=-1) + 1
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether it has one path."""
+        return self.parents == tuple(range(-1, len(self) - 1))
+
     def children(self, node: int) -> tuple[int, ...]:
         """Nodes that continue ``node`` (-1: the last committed token), in the order in which they were added."""
         return self._children.get(node, ())
@@ -81,6 +86,13 @@ class TokenTree:
     def path_tokens(self, node: int) -> tuple[int, ...]:
         """Tokens from the root down to ``node``, its own included: the history of the row that follows it."""
         return tuple(self.tokens[step] for step in self.path(node))
+
+    def keep(self, nodes: Sequence[int]) -> TokenTree:
+        """The tree of these nodes alone, ascending; the parent of each is among them."""
+        number = {node: i for i, node in enumerate(nodes)} | {-1: -1}
+        return TokenTree(
+            tuple(self.tokens[node] for node in nodes), tuple(number[self.parents[node]] for node in nodes)
+        )
 
     def mask(self) -> Tensor:
         """(n, n) bool on the CPU: True where the column's node is the row's node itself or one of its ancestors."""
@@ -122,6 +134,14 @@ class TokenTree:
                 raise ValueError(f"node {node} holds token {token}, outside the vocabulary of {vocab_size} tokens")
 
 
+def best_nodes(values: Sequence[float], count: int | None = None) -> list[int]:
+    """The nodes of largest value, best first, of equal ones the earlier first; ``count`` at most, None: all.
+
+    Where no node is worth more than its parent, which comes before it, those of any count are a tree.
+    """
+    return sorted(range(len(values)), key=values.__getitem__, reverse=True)[:count]
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """How one node came about. A node may have several: the same token drawn twice from the same parent.
@@ -132,8 +152,8 @@ class Draw:
         row: row of ``Draft.probs`` with the distribution it was drawn from; None: it was chosen, not drawn (a point
             mass), which is always safe to say and only lowers the acceptance.
         prob: the drafter's probability of the token, for traces; None where it has none.
-        chance: how likely the drafter takes it to be accepted, if its parent was; None: as ``prob``. It decides how
-            nodes of several drafters share a tree, and nothing else.
+        chance: how likely the drafter expects it to be accepted if its parent is; None: as ``prob``. It only decides
+            how nodes of several drafters share a tree.
     """
 
     node: int
@@ -179,8 +199,7 @@ class Draft:
     @property
     def judged_as(self) -> DraftKind:
         """What a rule has to take: "chain" for a path with one draw a token, point masses too; else the kind."""
-        path = self.tree.parents == tuple(range(-1, len(self) - 1))
-        return "chain" if path and len(self.draws) == len(self) else self.kind
+        return "chain" if self.tree.is_chain and len(self.draws) == len(self) else self.kind
 
     @cached_property
     def _draws_at(self) -> dict[int, tuple[Draw, ...]]:
@@ -198,13 +217,9 @@ class Draft:
         depths = self.tree.depths()
         if max(depths, default=-1) < depth:
             return self
-        kept = [node for node, d in enumerate(depths) if d < depth]
-        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        tree = TokenTree(
-            tuple(self.tree.tokens[node] for node in kept), tuple(place[self.tree.parents[node]] for node in kept)
-        )
-        draws = tuple(replace(draw, node=place[draw.node]) for draw in self.draws if draw.node in place)
-        return Draft(tree, self.kind, draws, self.probs)
+        kept = {node: i for i, node in enumerate(node for node, d in enumerate(depths) if d < depth)}
+        draws = tuple(replace(draw, node=kept[draw.node]) for draw in self.draws if draw.node in kept)
+        return Draft(self.tree.keep(list(kept)), self.kind, draws, self.probs)
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Check the tree, that each node has a draw, that the draws fit the kind, and that rows are distributions.
@@ -236,7 +251,7 @@ class Draft:
             raise ValueError("a draft of point masses names rows of probabilities; a drawn one is of another kind")
         if self.kind == "chain" and len(self.draws) > len(self):
             raise ValueError(f"a chain of {len(self)} tokens has {len(self.draws)} draws; it has one a token")
-        if self.kind == "chain" and self.tree.parents != tuple(range(-1, len(self) - 1)):
+        if self.kind == "chain" and not self.tree.is_chain:
             raise ValueError(f"a chain with parents {self.tree.parents}; a tree is of another kind")
         if self.kind in ("iid", "without_replacement"):
             for parent in {self.tree.parents[draw.node] for draw in self.draws}:
@@ -264,20 +279,20 @@ def _check_rows(probs: Tensor, used: set[int]) -> None:
         if not (abs(total - 1.0) <= SUM_ERROR and least >= 0.0):
             raise ValueError(
                 f"row {row} of the probabilities sums to {total:.6g} and has {least:.6g} as its least; a row sums to "
-                "1 and has no negative number in it. A token of which it is not known may be left a point mass"
+                "1 and has no negative number in it. A token without a known probability may be a point mass"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the target said to a draft.
+    """What the target decided about a draft.
 
     Attributes:
         path: accepted nodes from the root on; empty if none was.
         token: the target's own token, which follows the path.
-        kind: "recovered" if the path ended at a place that had children (all refused), "bonus" if it ended in a leaf,
+        kind: "recovered" if the path ended at a node that had children (all rejected), "bonus" if it ended in a leaf,
             "plain" if nothing had been drafted.
-        refused: nodes that were judged and refused, in that order; those that nobody looked at are in neither list.
+        refused: nodes that were verified and rejected, in that order; further nodes are in neither list.
     """
 
     path: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Drafters, by the word before the colon of their spec. A new one is a file here and one line in ``DRAFTERS``."""
+"""Drafters by the name before the colon of their spec. A new one is a file here and one line in ``DRAFTERS``."""
 
 from __future__ import annotations
 
@@ -6,27 +6,41 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from sakiyomi.core.embedded import DRAFTS
 from sakiyomi.core.errors import InputError
+from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, Rule
 from sakiyomi.drafters.merged import MergedDrafter
 
-__all__ = ["DRAFTERS", "Context", "Drafter", "DrafterContext", "Rule", "make_drafter", "parse_drafters"]
+__all__ = [
+    "DRAFTERS",
+    "Context",
+    "Drafter",
+    "DrafterContext",
+    "Proposer",
+    "Rule",
+    "as_drafter",
+    "make_drafter",
+    "parse_drafters",
+]
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter may be made from.
+    """What a drafter may be built from.
 
     Attributes:
         target: the loaded target (``sakiyomi.model_executor.loading.Loaded``).
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
-        pack: makes what ``load`` gave ready to run beside the target.
+        pack: makes a model that ``load`` returned ready to run beside the target.
         packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
-        rounded: makes the target once more, with weights of fewer bits, ready to run beside it.
-        answer: what the target says to a request by itself (``drafters.oracle.Answer``).
+        rounded: makes a second copy of the target with quantized weights, ready to run beside it.
+        answer: the target's own answer to a request (``drafters.oracle.Answer``).
         allow_pickle: weights may be stored as pickle.
     """
 
@@ -38,6 +52,14 @@ class DrafterContext:
     rounded: Callable[[str], Any]
     answer: Callable[[Context], Any]
     allow_pickle: bool = False
+
+
+def _number(read: Callable[[str], N], argument: str, kind: str, wanted: str) -> N:
+    """The number behind the colon of a spec."""
+    try:
+        return read(argument)
+    except ValueError:
+        raise InputError(f'draft "{kind}:{argument}" {wanted}') from None
 
 
 def _model(argument: str, around: DrafterContext) -> Drafter:
@@ -60,10 +82,7 @@ def _model(argument: str, around: DrafterContext) -> Drafter:
 def _oracle(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.oracle import Oracle
 
-    try:
-        rate = float(argument) if argument else 1.0
-    except ValueError:
-        raise InputError(f'draft "oracle:{argument}" has no rate; write oracle:0.8, or oracle for 1') from None
+    rate = _number(float, argument or "1", "oracle", "has no rate; write oracle:0.8, or oracle for 1")
     return Oracle(around.answer, around.vocab_size, rate)
 
 
@@ -71,21 +90,15 @@ def _early_exit(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.early_exit import EarlyExit
     from sakiyomi.model_executor.early_exit import FirstLayers
 
-    try:
-        count = int(argument)
-    except ValueError:
-        raise InputError(f'draft "early-exit:{argument}" names no layer; write early-exit:<layers to run>') from None
+    count = _number(int, argument, "early-exit", "names no layer; write early-exit:<layers to run>")
     return EarlyExit(FirstLayers(around.packed, count))
 
 
 def _self_evicted(argument: str, around: DrafterContext) -> Drafter:
     from sakiyomi.drafters.self_evicted import BUDGET, SelfEvicted
 
-    try:
-        budget = int(argument) if argument else BUDGET
-    except ValueError:
-        raise InputError(f'draft "self-evicted:{argument}"; write self-evicted:<pairs of a head>') from None
-    return SelfEvicted(around.packed, budget)
+    wanted = "names no number of pairs; write self-evicted:<pairs of a head>"
+    return SelfEvicted(around.packed, _number(int, argument or str(BUDGET), "self-evicted", wanted))
 
 
 def _self_int8(argument: str, around: DrafterContext) -> Drafter:
@@ -95,8 +108,8 @@ def _self_int8(argument: str, around: DrafterContext) -> Drafter:
         raise InputError(f'draft "self-int8:{argument}"; self-int8 takes nothing behind a colon')
     if around.packed.weights.quantization is not None:
         raise InputError(
-            "draft self-int8: the target's own weights are rounded, and a rounded copy would not be faster; leave out "
-            "quantize, or choose another draft"
+            "draft self-int8: the target's own weights are quantized, and a quantized copy would not be faster; leave "
+            "out quantize, or choose another draft"
         )
     return ModelDrafter(around.rounded("int8"), around.vocab_size, name="self-int8")
 
@@ -158,17 +171,17 @@ FORMS = {
     "early-exit": "early-exit:<layers>",
     "oracle": "oracle[:<rate>]",
 }
-"""How specs are written, for messages."""
+"""The form of each spec, for messages."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
-    """The specs and objects that ``draft`` names, one each; models are not looked for yet.
+    """The specs and drafters in ``draft``, one by one; no model is loaded yet.
 
     Args:
         spec: a spec, several joined by "+", an object with ``propose``, or a list of these.
 
     Raises:
-        InputError: no such drafter in this version, or something that is none.
+        InputError: this version has no such drafter, or an object is no drafter.
     """
     if isinstance(spec, Sequence) and not isinstance(spec, str):
         if not spec:
@@ -190,17 +203,14 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
         raise InputError(
             f"draft={spec!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose"
         )
-    missing = [name for name in ("name", "kind") if not hasattr(spec, name)]
-    if missing:
-        raise InputError(f"the drafter {type(spec).__name__} has no {missing[0]}; it needs name, kind and propose")
-    return [spec]
+    return [as_drafter(spec)]
 
 
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:
-    """The drafter that ``parse_drafters`` found, several of them merged; None for "none".
+    """One drafter from what ``parse_drafters`` returned: several are merged; None for "none".
 
-    "auto" takes the draft that belongs to an embedded target, and none otherwise. ``strict``: a fault of one of several
-    is raised.
+    "auto" is the draft that belongs to an embedded target, and "none" for other targets. ``strict``: a fault of one of
+    several drafters is raised.
 
     Raises:
         InputError: its model or file cannot be used beside this target.
@@ -210,18 +220,20 @@ def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, stri
         return made[0] if made else None
     taken: set[str] = set()
     for drafter in made:
-        if drafter.name in taken:  # traces and streams of uniforms go by the name
+        if drafter.name in taken:  # names identify drafters in traces, and their streams of random numbers
             _rename(drafter, taken)
         taken.add(drafter.name)
-    # Those that run no model propose first: where they are sure, the others need not be asked.
-    return MergedDrafter(sorted(made, key=lambda drafter: hasattr(drafter, "passes")), strict=strict)
+    # Those that run no model are asked first: where their proposals are good, the others need not be asked.
+    made.sort(key=lambda drafter: drafter.runs_model)
+    return MergedDrafter(made, strict=strict)
 
 
 def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
     if not isinstance(spec, str):
         return spec
     if spec == "auto":
-        spec = "model:tales-draft" if around.target.name == "tales" else "none"
+        known = DRAFTS.get(around.target.name)
+        spec = "none" if known is None else f"model:{known}"
     kind, _, argument = spec.partition(":")
     return None if kind == "none" else DRAFTERS[kind](argument, around)
 
@@ -229,10 +241,10 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
 def _rename(drafter: Drafter, taken: set[str]) -> None:
     number = next(i for i in itertools.count(2) if f"{drafter.name}-{i}" not in taken)
     try:
-        drafter.name = f"{drafter.name}-{number}"  # type: ignore[misc]
+        drafter.name = f"{drafter.name}-{number}"
     except AttributeError:
         raise InputError(f"two drafters are called {drafter.name!r}; give them different names") from None
 
 
 _JOINT = re.compile(r"\+(?=(?:none|auto|" + "|".join(map(re.escape, DRAFTERS)) + r")(?:[:+]|$))")
-"""A + before the name of a drafter; others belong to a path."""
+"""A + before the name of a drafter; any other + belongs to a path."""

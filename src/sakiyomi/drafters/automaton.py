@@ -20,16 +20,16 @@ class SuffixAutomaton:
     """Texts one after the other, and where each goes on.
 
     Args:
-        reach: so many of the states that end at a new token are counted, the longest first. In a text that repeats
-            itself there may be as many as the text has tokens; the short ones then are counted too low.
+        reach: how many of the states that end at a new token are counted, the longest first. In a text that repeats
+            itself there may be as many as the text has tokens; the counts of short ones are then too low.
 
     Attributes:
         text: all tokens; -1 where another text begins.
-        following: of each state the states that one more token leads to.
-        links: of each state, the state of its longest suffix that ends elsewhere too; -1 for the root.
-        lengths: of the longest substring of each state.
+        following: for each state the states that one more token leads to.
+        links: for each state the state of its longest suffix that ends elsewhere too; -1 for the root.
+        lengths: length of the longest substring of each state.
         counts: how often a state's substrings occur.
-        latest, earlier: places where they ended last, and the time before; -1 where there is none.
+        latest, earlier: positions where they ended last, and the time before; -1 where there is none.
         last: the state of the whole text so far.
     """
 
@@ -70,11 +70,11 @@ class SuffixAutomaton:
             self.text.append(token)
 
     def begin(self) -> None:
-        """Begin another text; what was read stays known."""
+        """Begin another text; the earlier ones stay in the graph."""
         self.branch(0)
 
     def branch(self, length: int) -> None:
-        """Go on behind the first ``length`` tokens of this text; what came behind them stays known."""
+        """Continue after the first ``length`` tokens of this text; what followed them stays in the graph."""
         del self._path[length + 1 :], self._places[length:]
         self.last = self._path[-1]
         if self.text:
@@ -111,7 +111,7 @@ class SuffixAutomaton:
         return fresh
 
     def _split(self, state: int, token: int, known: int) -> int:
-        """A state of its own for the shorter substrings of ``known``, to which ``state`` and its suffixes lead."""
+        """Make a separate state of the shorter substrings of ``known``, to which ``state`` and its suffixes lead."""
         following, links = self.following, self.links
         fresh = self._new(self.lengths[state] + 1)
         following[fresh] = following[known].copy()
@@ -148,7 +148,7 @@ class Cursor:
     """The longest suffix of another text that occurs in an automaton, kept while both grow.
 
     Args:
-        automaton: of texts that this one is no part of.
+        automaton: of other texts.
     """
 
     def __init__(self, automaton: SuffixAutomaton) -> None:
@@ -156,9 +156,9 @@ class Cursor:
         self.state, self.length = ROOT, 0
 
     def read(self, tokens: Iterable[int]) -> None:
-        """Take in what the text goes on with; constant time a token in the mean."""
+        """Follow the next tokens of the text; constant time a token in the mean."""
         following, links, lengths = self._automaton.following, self._automaton.links, self._automaton.lengths
-        self.settle()
+        self.refresh()
         state, length = self.state, self.length
         for token in tokens:
             while state != ROOT and token not in following[state]:
@@ -169,7 +169,7 @@ class Cursor:
                 length += 1
         self.state, self.length = state, length
 
-    def settle(self) -> None:
+    def refresh(self) -> None:
         """Move to the state of the match where the automaton has split the one it was in."""
         automaton = self._automaton
         while self.state != ROOT and self.length <= automaton.lengths[automaton.links[self.state]]:

@@ -1,11 +1,13 @@
-"""What a drafter sees and gives: the seam at which every method of reading ahead is plugged in."""
+"""What a drafter sees and what it gives: the interface that every drafting method implements."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Rule
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sakiyomi.cache.cross_attention import Source
+    from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Context", "Drafter", "Rule", "tell"]
+__all__ = ["Context", "Drafter", "Rule", "tell_end", "tell_inherit"]
 
 logger = logging.getLogger("sakiyomi")
 
@@ -65,26 +68,51 @@ class Context:
     memory: dict[str, Any] = field(default_factory=dict)
 
 
-class Drafter(Protocol):
-    """Proposes tokens that the target then checks. A wrong proposal costs time, never correctness.
+class Drafter(ABC):
+    """Proposes tokens that the target then verifies. A wrong proposal costs time, never correctness.
 
-    A drafter of one's own needs ``name``, ``kind`` and ``propose``; the other members are looked for and may be
-    missing: ``kind_for(params)``, where the kind depends on what is asked for, and trees follow the position's noise;
-    ``passes``, the draft passes made so far, a level each; ``end(context)`` when a request is over, or, in a
-    conversation, when the next one has begun; before that ``inherit(context, earlier)``, which may take over what it
-    remembers of the one before; ``forward_seconds`` and ``prefill_seconds``.
+    A subclass sets ``name`` and ``kind`` and implements ``propose``; every other member has a default here. An object
+    that is no subclass is wrapped by ``as_drafter``, see ``docs/add-a-drafter.md``.
+
+    Attributes:
+        name: names the drafter in traces, and its entry in ``Context.memory``.
+        kind: how its drafts come about; checked against the acceptance rule before any work is done.
+        runs_model: whether proposing takes passes of a model: where several drafters are merged, these are asked last.
+        model: the draft model; None: there is none.
+        prefers_coupled: whether its trees follow the noise of each token's position where the rule is "coupled"; then
+            that rule is what acceptance "auto" chooses for them.
     """
 
-    @property
-    def name(self) -> str:
-        """Names the source in traces."""
-        ...
+    name: str
+    kind: DraftKind
+    runs_model = False
+    prefers_coupled = False
+    model: ModelRunner | None = None
 
     @property
-    def kind(self) -> DraftKind:
-        """How its drafts come about; checked against the acceptance rule before any work is done."""
-        ...
+    def passes(self) -> int:
+        """Draft passes so far, one for each level of a tree; 0: they are not counted."""
+        return 0
 
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds spent on proposals so far, those over prompts included."""
+        return 0.0
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds of these that were spent on prompts."""
+        return 0.0
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """How the drafts of a request with these parameters come about.
+
+        Raises:
+            InputError: the drafter cannot do what they ask for.
+        """
+        return self.kind
+
+    @abstractmethod
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """One draft for each request, all at once.
 
@@ -92,22 +120,32 @@ class Drafter(Protocol):
             contexts: the requests of this round.
             gammas: the depth wanted for each, at least 1; less is allowed, and ``Draft.empty()`` too.
         """
-        ...
+
+    def inherit(self, context: Context, earlier: Context) -> None:  # noqa: B027
+        """The next request of a conversation begins: take over what is useful of the one before, which then ends."""
+
+    def end(self, context: Context) -> None:
+        """A request is over, or, in a conversation, the next one has begun: forget what is known of it."""
+        context.memory.pop(self.name, None)
 
 
-def tell(drafter: Any, what: str, *contexts: Context) -> None:
-    """Tell a drafter that wants to hear of it; it may be anybody's code, and nothing else depends on it.
+def tell_inherit(drafter: Drafter | None, context: Context, earlier: Context) -> None:
+    """Tell a drafter that a conversation goes on. What it raises is logged: nothing else depends on it."""
+    if drafter is not None:
+        with _logged(drafter, "inherit"):
+            drafter.inherit(context, earlier)
 
-    Args:
-        drafter: None: nobody hears.
-        what: name of the member to call: ``end`` or ``inherit``.
-        contexts: what it takes.
-    """
-    hear = getattr(drafter, what, None)
-    if hear is None:
-        return
+
+def tell_end(drafter: Drafter | None, context: Context) -> None:
+    """Tell a drafter that a request is over. What it raises is logged: nothing else depends on it."""
+    if drafter is not None:
+        with _logged(drafter, "end"):
+            drafter.end(context)
+
+
+@contextmanager
+def _logged(drafter: Drafter, what: str) -> Iterator[None]:
     try:
-        hear(*contexts)
+        yield
     except Exception as error:
-        name = getattr(drafter, "name", None)
-        logger.warning("drafter %s failed in %s: %s: %s", name, what, type(error).__name__, error)
+        logger.warning("drafter %s failed in %s: %s: %s", drafter.name, what, type(error).__name__, error)

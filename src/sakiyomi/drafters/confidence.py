@@ -1,7 +1,7 @@
-"""How often a draft is right where it is so sure: learnt from what the target then chose.
+"""Turns a draft model's scores into chances of acceptance, learnt from what the target then chose.
 
-A draft model's own probabilities say little about acceptance: a greedy target takes the draft's first choice far more
-often than the draft's probability of it, a draft of another kind far less often. One number mends most of that.
+A draft model's own probabilities say little about acceptance: a greedy target accepts the first choice of one draft far
+more often than the draft's probability of it, and that of another draft far less often. One number corrects most of it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 __all__ = ["Confidence"]
 
-_STEP = 0.02  # of the sharpness for one place; some hundred places decide
+_STEP = 0.02  # change of the sharpness for one place; it takes some hundred places to converge
 _LEAST, _MOST = 0.2, 6.0
-_WEIGHT = 20.0  # places that the first guess by rank counts for
+_WEIGHT = 20.0  # the initial chances by rank count as much as so many places
 _MEMORY = 0.998
 RANKS = (0.7, 0.12, 0.05, 0.03, 0.02, 0.012, 0.008, 0.006)
 """Chances by rank before anything was seen: about what a distilled draft shows at temperature 1."""
@@ -24,7 +24,7 @@ class Confidence:
     """Chances of a place's candidates from their scores, coverage x softmax(sharpness x scores): temperature scaling.
 
     Source: Guo et al. 2017 (arXiv 1706.04599), section 4.2; here fitted by gradient steps on the likelihood of what the
-    target chose, one for each place that it came to. Coverage is the share of places where that was a candidate at all.
+    target chose, one for each place that it reached. Coverage is the share of places where that was a candidate at all.
 
     Args:
         sharpness: to begin with.
@@ -61,7 +61,7 @@ class Confidence:
         return chances
 
     def learn(self, scores: Sequence[float], rank: int | None) -> None:
-        """The target came to a place: what it chose.
+        """Learn what the target chose at a place that it reached.
 
         Args:
             scores: of the place's candidates, as they were given to ``chances``.

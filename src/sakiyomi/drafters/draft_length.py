@@ -1,9 +1,10 @@
-"""How far and how wide to read ahead, from what the last rounds brought and from measured costs."""
+"""How many tokens to draft in a round, from what the last rounds brought and from measured costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from sakiyomi.theory import marginal_gamma
@@ -18,21 +19,23 @@ __all__ = [
     "DraftLengthPolicy",
     "FixedSize",
     "Heuristic",
+    "Phase",
     "Size",
     "Throughput",
     "TokenValue",
     "make_policy",
+    "next_phase",
 ]
 
 MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
-# The same where every pass has to fetch the weights: the rows beside the first cost next to nothing.
+# The same for a target whose weights are read from disk in every pass: further rows cost next to nothing there.
 FAR, FAR_NODES = 32, 127
-PATIENCE = 6  # rounds before a measured loss switches speculation off
+PATIENCE = 6  # drafting rounds that have to be measured before a loss stops drafting
 LOSS = 0.98  # measured gain below which it is a loss
-PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds without speculation until it is tried again: doubled each time in vain
-PROBE_AGAIN = 96  # the same for a request that begins when others were losing
-PROBE, PROBE_ROUNDS = 2, 3
+PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds of the first rest and of the longest: each probe in vain doubles it
+PROBE_AGAIN = 96  # least rounds of a rest that begins before enough was measured
+PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ class Costs:
         draft: time of one draft step of the whole batch.
         overhead: time a round spends outside forwards.
         batch: requests that share the passes.
-        rate: tokens a second that a request committed lately in rounds that read ahead; 0: nobody knows yet.
-        depth, nodes: deepest draft and largest tree that are worth a thought.
+        rate: tokens a second that a request committed lately in drafting rounds; 0: not measured yet.
+        depth, nodes: deepest draft and largest tree that are considered.
     """
 
     score: Callable[[int], float]
@@ -66,9 +69,9 @@ class Costs:
 class TokenValue:
     """What a draft's tokens are worth against the time that they take.
 
-    A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of reading ahead. Whatever is
-    expected to bring more than that makes the whole faster, and nothing else does: the largest ratio of tokens to time
-    is where tokens - rate x time is largest (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
+    A request that commits ``rate`` tokens a second gives up rate x t tokens for t seconds of drafting. A draft that is
+    expected to bring more than that makes the request faster, and no other does: the largest ratio of tokens to time is
+    where tokens - rate x time is largest (Dinkelbach 1967, doi 10.1287/mnsc.13.7.492).
 
     Attributes:
         rate: tokens a second that the request commits now.
@@ -111,7 +114,7 @@ class Size:
     Attributes:
         depth: draft tokens, or levels of a tree; 0: nothing.
         nodes: most nodes of the tree; as many as levels: a chain.
-        worth: for drafters that can weigh what a token is worth: they may then stop before, or go deeper.
+        worth: what a token is worth, for drafters that weigh it: they may then stop earlier, or go deeper.
     """
 
     depth: int
@@ -120,14 +123,14 @@ class Size:
 
 
 class DraftLengthPolicy(Protocol):
-    """Decides for one request."""
+    """Decides how much to draft for one request."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
-        """What to draft in the next round. ``costs`` is only asked by those who weigh them."""
+        """What to draft in the next round. ``costs`` is called only by policies that weigh them."""
         ...
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """A round proposed ``drafted`` tokens on its longest path, kept ``accepted`` and took ``seconds``."""
+        """A round proposed ``drafted`` tokens on its longest path, accepted ``accepted`` and took ``seconds``."""
         ...
 
 
@@ -138,13 +141,13 @@ class Heuristic:
     number: int = 5
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """A round proposed ``drafted`` tokens on its longest path and kept ``accepted``."""
+        """A round proposed ``drafted`` tokens on its longest path and accepted ``accepted``."""
         if drafted:
             self.number = self.number + 2 if accepted == drafted else max(1, self.number - 1)
 
 
 class NoDraft:
-    """Nothing is read ahead."""
+    """Drafts nothing."""
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
@@ -158,7 +161,7 @@ NO_DRAFT = NoDraft()
 
 
 class FixedSize:
-    """Depth and nodes as they were asked for: a number, a schedule, or what pays.
+    """Depth and nodes as the request says: a number, a schedule, or what pays.
 
     Args:
         depth: levels; None: as many as pay.
@@ -190,20 +193,66 @@ class FixedSize:
                 dial.observe(drafted, accepted)
 
 
+class Phase(Enum):
+    """What "auto" does with a request in a round."""
+
+    NEW = "new"
+    """No round of the request has been decided yet."""
+    TRYING = "trying"
+    """Drafts what the predictions favour: too few rounds were measured to know better."""
+    DRAFTING = "drafting"
+    """Drafts: enough rounds were measured, and drafting is not slower than plain decoding."""
+    RESTING = "resting"
+    """Drafts nothing for a number of rounds, because a loss was measured or predicted."""
+    PROBING = "probing"
+    """Drafts for a few rounds after a rest, whatever is predicted: the text may have become easier."""
+
+
+def next_phase(phase: Phase, left: int, *, measured: bool, pays: bool) -> Phase:
+    """The phase of the coming round: the whole state machine.
+
+    ::
+
+        NEW, TRYING, DRAFTING --- it pays -----------------> TRYING, or DRAFTING once enough is measured
+        NEW, TRYING, DRAFTING --- it does not pay ---------> RESTING
+        RESTING ----------------- the rest is over --------> PROBING
+        PROBING ----------------- the probe is over -------> as from TRYING
+
+    Args:
+        phase: of the round before.
+        left: further rounds for which RESTING and PROBING have to stay; 0 for the others.
+        measured: enough drafting rounds were measured to judge by them.
+        pays: drafting is expected to be at least as fast as plain decoding.
+    """
+    if left:
+        return phase
+    if phase is Phase.RESTING:
+        return Phase.PROBING
+    if not pays:
+        return Phase.RESTING
+    return Phase.DRAFTING if measured else Phase.TRYING
+
+
 class AutoSize:
-    """What pays on this machine now; nothing where plain decoding is as fast.
+    """Drafts what pays on this machine now, and nothing where plain decoding is as fast.
 
     A drafter that knows its own chances is told what a token is worth, and weighs every level and node of its tree. The
     others are asked for the chain with the largest predicted speed-up: the acceptance of each place in the draft is
     estimated from the rounds that reached it, older ones counting less; a place never reached is taken to be as the one
     before. Costs are the machine's own, measured while it works.
 
-    However it was predicted: where the measured tokens per second fall below those of plain decoding, speculation is
-    switched off for the request, and tried again now and then: text changes.
+    Whatever was predicted: where the measured tokens per second fall below those of plain decoding, the request stops
+    drafting for a while and then probes again, because text changes. See ``Phase`` and ``next_phase``.
 
     Args:
         trees: whether the drafter may branch.
         depth: length of the chains, where it was tuned; None: the largest predicted speed-up decides.
+        start: acceptance that is assumed before anything was measured.
+        weight: rounds that this assumption counts for.
+        memory: share of its weight that a round keeps with every later one.
+
+    Attributes:
+        phase: what was decided for the last round.
     """
 
     def __init__(
@@ -218,8 +267,9 @@ class AutoSize:
         self._kept: list[float] = []
         self._tried: list[float] = []
         self._gain = Throughput()
-        self._quiet, self._wait = 0, PROBE_EVERY
-        self._asked, self._grace = False, 0
+        self.phase = Phase.NEW
+        self._left = 0  # further rounds of this phase
+        self._rest = PROBE_EVERY  # rounds of the next rest
 
     def alphas(self) -> list[float]:
         """Estimated acceptance by place."""
@@ -231,40 +281,41 @@ class AutoSize:
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """See ``DraftLengthPolicy.next``."""
-        if self._quiet > 1:  # nothing is weighed meanwhile: that takes time too
-            self._quiet -= 1
+        if self.phase is Phase.RESTING and self._left:  # without asking for costs: that takes time too
+            self._left -= 1
             return Size(0, 0)
         now = costs()
-        if self._quiet:
-            self._quiet, self._wait = 0, min(2 * self._wait, PROBE_LATEST)
-            self._forget(0.3)
-            self._grace = PROBE_ROUNDS
-        if self._grace:
-            self._grace -= 1
-            return self._asking(max(PROBE, self._depth(now)), now)
-        # What other requests lost counts from the first round on.
-        settled = self._gain.rounds >= PATIENCE
-        losing = (settled or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
+        measured = self._gain.rounds >= PATIENCE
+        # Before enough is measured, what other requests lost counts.
+        losing = (measured or now.rate > 0) and self._gain.expected(now) * now.plain < LOSS
         depth = 0 if losing else self._depth(now)
-        if not depth:
-            self._asked = False
-            self._quiet = self._wait if settled else max(self._wait, PROBE_AGAIN)
+        self._enter(next_phase(self.phase, self._left, measured=measured, pays=depth > 0), measured)
+        if self.phase is Phase.RESTING:
             return Size(0, 0)
-        if settled:
-            self._wait = PROBE_EVERY
-        return self._asking(depth, now)
+        if self.phase is Phase.PROBING:
+            depth = max(PROBE, self._depth(now))
+        if not self._trees:
+            return Size(depth, depth)
+        return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
+
+    def _enter(self, phase: Phase, measured: bool) -> None:
+        """What a round in this phase changes: how long the phase and the next rest last, and what is remembered."""
+        if phase is self.phase:
+            self._left = max(0, self._left - 1)
+        elif phase is Phase.RESTING:
+            self._left = (self._rest if measured else max(self._rest, PROBE_AGAIN)) - 1
+        elif phase is Phase.PROBING:
+            self._left, self._rest = PROBE_ROUNDS - 1, min(2 * self._rest, PROBE_LATEST)
+            self._forget(0.3)
+        elif phase is Phase.DRAFTING:
+            self._rest = PROBE_EVERY
+        self.phase = phase
 
     def _forget(self, share: float) -> None:
         """Let what was seen so far count less."""
         self._gain.fade(share)
         self._kept = [kept * share for kept in self._kept]
         self._tried = [tried * share for tried in self._tried]
-
-    def _asking(self, depth: int, now: Costs) -> Size:
-        self._asked = True
-        if not self._trees:
-            return Size(depth, depth)
-        return Size(depth, now.nodes, TokenValue(self._gain.expected(now), now, now.depth))
 
     def _depth(self, now: Costs) -> int:
         """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
@@ -282,7 +333,7 @@ class AutoSize:
 
     def observe(self, drafted: int, accepted: int, seconds: float) -> None:
         """See ``DraftLengthPolicy.observe``."""
-        if self._asked:  # to no avail, perhaps: that takes time too
+        if self.phase in (Phase.TRYING, Phase.DRAFTING, Phase.PROBING):  # to ask in vain takes time too
             self._gain.add(accepted + 1, seconds)
         places = min(drafted, accepted + 1)
         while len(self._tried) < places:
@@ -294,7 +345,7 @@ class AutoSize:
 
 
 class Throughput:
-    """Tokens per second of the rounds that read ahead, older ones counting less."""
+    """Tokens per second of drafting rounds, older ones counting less."""
 
     __slots__ = ("_seconds", "_tokens", "rounds")
 

@@ -1,20 +1,18 @@
-"""The target's own first layers read ahead: no second model, and no second cache.
+"""Drafts with the target's own first layers: no second model, and no second cache.
 
-The layers' keys and values of committed tokens lie in the target's cache already. Those of drafted tokens are written
-behind them, and the pass that scores the draft overwrites them with the same columns of all layers. How good such a
-draft is depends on the model: few are trained to say what they think after half of their layers (LayerSkip, Elhoushi et
-al. 2024, arXiv 2404.16710, trains for it; section 4.3 there is this way of drafting).
+The layers' keys and values of committed tokens are in the target's cache already. Those of drafted tokens are written
+behind them, and the pass that scores the draft overwrites them with the same columns of all layers. The quality of such
+a draft depends on the model: few are trained to predict tokens from their first layers (LayerSkip, Elhoushi et al.
+2024, arXiv 2404.16710, trains for it; its section 4.3 describes this way of drafting).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import DraftTreeState
-from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
+from sakiyomi.drafters.tree_reader import LevelDrafter
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.early_exit import FirstLayers
@@ -22,16 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["EarlyExit"]
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    """What is kept of a request: its sampler, and the tree that was read last, to learn from."""
-
-    sampler: Sampler
-    reading: DraftTreeState | None = None
-
-
 class EarlyExit(LevelDrafter):
-    """Drafts a tree, or a chain, by an earlier exit from the target: a level a pass of its first layers.
+    """Drafts a tree or a chain with an early exit from the target, one pass of its first layers for each level.
 
     Args:
         model: the target's first layers, on the target's cache.
@@ -42,17 +32,9 @@ class EarlyExit(LevelDrafter):
     def __init__(self, model: FirstLayers) -> None:
         super().__init__(model, model.vocab_size)
 
-    def end(self, context: Context) -> None:
-        """Forget the request."""
-        context.memory.pop(self.name, None)
-
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        request: _Request | None = context.memory.get(self.name)
-        if request is None:
-            request = context.memory[self.name] = _Request(Sampler(context.params, self.model.vocab_size))
-        if request.reading is not None:
-            request.reading.settle(context.tokens)
-        # All committed tokens but the last lie in the target's cache, and that one's columns are the draft's to use.
+        memory = RequestMemory.of(context, self.name, self.model.vocab_size)
+        # The target's cache holds all committed tokens but the last; the draft uses the columns from there on.
         held = len(context.tokens) - 1
-        request.reading = self.levels.begin(context, request.sampler, self.name, gamma, context.slot, held)
-        return request.reading
+        memory.tree = self.reader.begin(context, memory.sampler, self.name, gamma, context.slot, held)
+        return memory.tree

@@ -1,7 +1,7 @@
 """Prompt lookup: what followed the last tokens where they stood before (Saxena 2023, "prompt lookup decoding").
 
-The longest match counts, and of equally long ones the newest. All runs of up to ``most`` tokens are in hash tables that
-grow with the text, so that a round scans nothing.
+The longest match is taken, and of equally long ones the newest. All runs of up to ``most`` tokens are in hash tables
+that grow with the text, so that no round has to search it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Sequence
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.calibration import Calibration
-from sakiyomi.drafters.following import FLOOR, TextDrafter
-from sakiyomi.drafters.growth import Growth
+from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.guessed_tree import GuessedTree
+from sakiyomi.drafters.text_base import FLOOR, TextDrafter
 
 __all__ = ["MOST", "LookupReader", "PromptLookup"]
 
 MOST = 12
-# Share of tokens that were as the longest match has it, by its length (0, 1, ...): of the first token, and of later
-# ones where those before them were right, whose match is longer by so many (benchmarks/lookup_core.py shows them).
+# Share of tokens that the longest match predicts rightly, by its length (0, 1, ...): of the first token, and of later
+# ones where those before them were right (their match is longer by as many); benchmarks/lookup_core.py prints them.
 FIRST = (0.0, 0.22, 0.43, 0.56, 0.63, 0.72, 0.77, 0.80, 0.82, 0.84, 0.86, 0.88, 0.90)
 LATER = (0.0, 0.40, 0.52, 0.60, 0.66, 0.75, 0.79, 0.82, 0.85, 0.87, 0.88, 0.90, 0.92)
 
 
 class LookupReader:
-    """The runs of one text.
+    """The runs of tokens in one text.
 
     Args:
         most: longest run that is compared.
@@ -36,14 +36,14 @@ class LookupReader:
         self._after: list[dict[int, int]] = [{} for _ in range(most)]  # place behind the newest run, by its number
         self._runs: list[int] = []  # numbers of the runs that end here: of the last token, of the last two, ...
         lengths = [min(length, len(FIRST) - 1) for length in range(most + 1)]
-        self._calibration = Calibration([priors[length] for priors in (FIRST, LATER) for length in lengths])
+        self._calibration = GuessCalibration([priors[length] for priors in (FIRST, LATER) for length in lengths])
 
     def read(self, tokens: Sequence[int]) -> None:
         """See ``Reader.read``."""
         text, after, runs, most = self.text, self._after, self._runs, self._most
         position = len(text)
         for token in tokens:
-            # A run is entered when it is known how it goes on: the last one never finds itself.
+            # A run is entered when its next token is known, so that the last run never finds itself.
             for table, run in zip(after, runs, strict=False):
                 table[run] = position
             digit = token + 1
@@ -60,18 +60,18 @@ class LookupReader:
         self._runs = runs
 
     def match(self) -> tuple[int, int]:
-        """Length of the longest run of last tokens that stood here before, and the place behind its newest one."""
+        """Length of the longest run of last tokens that occurred before, and the position after it."""
         for length in range(len(self._runs), 0, -1):
             place = self._after[length - 1].get(self._runs[length - 1])
             if place is not None:
                 return length, place
         return 0, 0
 
-    def guess(self, context: Context, depth: int) -> Growth:
+    def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
         calibration, text, most = self._calibration, self.text, self._most
-        calibration.settle(context.tokens)
-        found = Growth()
+        calibration.learn(context.tokens)
+        found = GuessedTree()
         length, place = self.match()
         if not length:
             return found
@@ -79,7 +79,7 @@ class LookupReader:
         reached, ends = 1.0, context.stop_ids
         path: list[tuple[int, int]] = []
         for i in range(min(depth, context.nodes)):
-            # Where the match overlaps the end, the text goes round in a circle, and so does the draft.
+            # Where the match overlaps the end of the text, the text repeats itself, and so does the draft.
             token = text[place + i] if place + i < known else tokens[place + i - known]
             kind = min(length + i, most) + (most + 1 if i else 0)
             path.append((kind, token))
@@ -96,7 +96,7 @@ class LookupReader:
 
 
 class PromptLookup(TextDrafter):
-    """Drafts what followed the longest, newest match of the last tokens in prompt and output.
+    """Drafts what followed the longest and newest match of the last tokens in prompt and output.
 
     Args:
         most: longest match that is looked for.
@@ -108,11 +108,10 @@ class PromptLookup(TextDrafter):
     name = "prompt-lookup"
 
     def __init__(self, most: int | str = MOST) -> None:
-        super().__init__()
         if not str(most).isdecimal() or not 1 <= int(most) <= 64:
             raise InputError(
-                f"prompt-lookup:{most} names no length; expected tokens of the longest match, 1 to 64, for instance "
-                f"prompt-lookup:{MOST}"
+                f"prompt-lookup:{most} names no length; expected the tokens of the longest match, 1 to 64, for "
+                f"instance prompt-lookup:{MOST}"
             )
         self.most = int(most)
 

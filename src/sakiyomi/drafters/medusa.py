@@ -1,8 +1,8 @@
-"""Medusa heads read ahead: one small pass on the target's last hidden state guesses several tokens at once.
+"""Drafts with Medusa heads: one small pass on the target's last hidden state proposes several tokens at once.
 
-Cai et al. 2024, arXiv 2401.10774. The hidden state is that of the last token that the target has processed, which the
-pass that scored the last draft left behind: nothing of the target runs again. Head k guesses the token k + 1 places
-behind the one that the target has chosen there.
+Cai et al. 2024, arXiv 2401.10774. The hidden state is that of the last token that the target has processed. It comes
+from the pass that verified the last draft, so that the target runs no extra pass. Head k proposes the token k + 1
+positions after the one that the target has chosen there.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import torch
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import RANKS, Confidence
-from sakiyomi.drafters.levels import SHARPNESS, begun, is_drawn, kind_of
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
-from sakiyomi.drafters.reading import DraftTreeState
-from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.drafters.tree_reader import SHARPNESS, begin_tree, is_drawn, kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,29 +39,29 @@ _Found = tuple[list[int], list[float | None], list[float]]
 
 @dataclass(eq=False)
 class _Guesses(DraftTreeState):
-    """A tree of guesses: the candidates of a place depend on its level, not on what leads to it."""
+    """The tree of one request: the candidates of a place depend on its level, not on the path to it."""
 
     def begin(self, levels: Sequence[Confidence], width: int) -> None:
-        """How sure each head may be, and how many of its first guesses are considered."""
+        """Set the confidence of each head, and how many of its first guesses are considered."""
         self._levels, self._width = levels, width
         self._known: dict[int, _Found] = {}
 
-    def sureness(self, level: int) -> Confidence:
-        """See ``DraftTreeState.sureness``."""
+    def confidence_at(self, level: int) -> Confidence:
+        """See ``DraftTreeState.confidence_at``."""
         return self._levels[level]
 
-    def wanted(self, place: int) -> int:
-        """See ``DraftTreeState.wanted``."""
-        count = super().wanted(place)
+    def candidate_count(self, place: int) -> int:
+        """See ``DraftTreeState.candidate_count``."""
+        count = super().candidate_count(place)
         return min(count, self._width) if self.builder.picks else count
 
     def grow(self, logits: Tensor) -> Draft:
         """The draft, from the logits of all heads, (heads, V)."""
         places = [-1]
-        for row in logits[: self.growth.depth]:
+        for row in logits[: self.candidates.depth]:
             self.rows += [place for place in places if place >= 0]
             self.advance(places, row.expand(len(places), -1))
-            places = self.fresh
+            places = self.unread
             if not places:
                 break
         return self.draft()
@@ -73,7 +72,7 @@ class _Guesses(DraftTreeState):
     def _candidates(self, place: int, logits: Tensor, count: int, position: int) -> _Found:
         if self.drawn or self.sampler.edits:
             return super()._candidates(place, logits, count, position)
-        level = self.growth.levels
+        level = self.candidates.levels
         found = self._known.get(level)
         if found is None or len(found[0]) < count:
             found = self._known[level] = super()._candidates(place, logits, max(count, self._width), position)
@@ -81,31 +80,23 @@ class _Guesses(DraftTreeState):
         return tokens[:count], probs[:count], scores[:count]
 
 
-@dataclass(eq=False, slots=True)
-class _Request:
-    """What is kept of a request: its sampler, and the tree that was guessed last, to learn from."""
-
-    sampler: Sampler
-    guesses: _Guesses | None = None
-
-
-class MedusaDrafter:
-    """Drafts a tree, or a chain, with Medusa heads.
+class MedusaDrafter(Drafter):
+    """Drafts a tree or a chain with Medusa heads.
 
     Args:
         guesser: the heads beside the target.
         vocab_size: of the target.
-        tuned: sizes for this machine; None: as many heads and guesses as pay, by the measured costs alone.
+        tuned: sizes tuned for this machine; None: as many heads and guesses as pay, by the measured costs alone.
     """
 
     name = "medusa"
     kind: DraftKind = "chain"
+    runs_model = prefers_coupled = True
 
     def __init__(self, guesser: MedusaRunner, vocab_size: int, tuned: Tuned | None = None) -> None:
         if tuned is not None and len(tuned.accuracies) != guesser.heads:
             logger.warning(
-                "tuned.json is that of %d heads, and there are %d: it is not used; have it made again: sakiyomi tune "
-                "medusa",
+                "tuned.json is for %d heads, but there are %d: it is not used; run sakiyomi tune medusa again",
                 *(len(tuned.accuracies), guesser.heads),
             )
             tuned = None
@@ -136,12 +127,12 @@ class MedusaDrafter:
 
     @property
     def passes(self) -> int:
-        """Passes so far, one a round."""
+        """See ``Drafter.passes``; one a round."""
         return self.guesser.passes
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds inside the heads so far."""
+        """See ``Drafter.forward_seconds``."""
         return self.guesser.seconds
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
@@ -155,16 +146,8 @@ class MedusaDrafter:
             for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True))
         ]
 
-    def end(self, context: Context) -> None:
-        """Forget the request."""
-        context.memory.pop(self.name, None)
-
     def _guesses(self, context: Context, gamma: int) -> _Guesses:
-        request: _Request | None = context.memory.get(self.name)
-        if request is None:
-            request = context.memory[self.name] = _Request(Sampler(context.params, self._vocab_size))
-        if request.guesses is not None:
-            request.guesses.settle(context.tokens)
+        memory = RequestMemory.of(context, self.name, self._vocab_size)
         worth, drawn = context.worth, is_drawn(context)
         depth, nodes, width = min(gamma, self.guesser.heads), context.nodes, len(RANKS)
         if worth is not None:  # the size is a matter of what pays
@@ -173,8 +156,8 @@ class MedusaDrafter:
                 depth, nodes = min(depth, self.tuned.heads), min(nodes, self.tuned.nodes)
                 width = self.tuned.top_k
         levels = self.confidence[context.rule]
-        growth, builder = begun(context, depth, nodes, [level.ranks for level in levels[:depth]])
-        guesses = _Guesses(context, request.sampler, self.name, growth, builder, levels[0], drawn, context.slot, 0)
+        candidates, builder = begin_tree(context, depth, nodes, [level.ranks for level in levels[:depth]])
+        guesses = _Guesses(context, memory.sampler, self.name, candidates, builder, levels[0], drawn, context.slot, 0)
         guesses.begin(levels, width)
-        request.guesses = guesses
+        memory.tree = guesses
         return guesses

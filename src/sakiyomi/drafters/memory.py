@@ -1,12 +1,12 @@
-"""What earlier requests wrote, in one file: read when a drafter is made, written when requests end.
+"""The texts of earlier requests in one file: read when a drafter is made, written when requests end.
 
     8 bytes    magic
     a line     format version, and the checksum of all that follows
     a line     JSON: the tokenizer's digest, length and time of each document
     tokens     of all documents one after the other, the oldest first, 4 bytes each, little-endian
 
-A file is whole or not there: it is written under another name and moved. Several processes may share one: each adds its
-documents to what lies there at that moment. Only its owner may read it: it holds prompts and answers.
+A file is never half-written: it is written under another name and then moved. Several processes may share one: each
+adds its documents to those that are there at that moment. Only its owner may read it: it holds prompts and answers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class MemoryFile:
     """A memory file that a drafter reads and adds to.
 
     Args:
-        path: it is made when there is something to write.
+        path: of the file, which is made when there is something to write.
         tokenizer: digest of the target's.
         vocab_size: of the target.
         limit: bytes of tokens; the oldest documents go when there would be more.
@@ -110,14 +110,14 @@ class MemoryFile:
         self._pending: list[Document] = []
 
     def add(self, tokens: Sequence[int]) -> bool:
-        """Remember a document until it is saved; whether it is new. The end of one longer than the limit is kept."""
+        """Add a document, which ``save`` writes; of a long one the end. Returns whether it is new."""
         document = Document(tuple(tokens[-self.most :]), time.time())
         new = all(document.tokens != other.tokens for other in (*self.documents, *self._pending))
         self._pending.append(document)
         return new
 
     def save(self) -> None:
-        """Write what was added, behind what lies in the file now.
+        """Write what was added, after the documents that are in the file now.
 
         Raises:
             LoadError: the file was damaged meanwhile, or cannot be written; what was added is forgotten.
@@ -192,7 +192,7 @@ def _integers(body: bytes) -> array.array[int]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Other processes that write into this folder wait, where the system has a way to say so."""
+    """Lock the folder against other processes that write a memory file there, where the system has such locks."""
     handle = None
     with suppress(ImportError, OSError):
         import fcntl

@@ -1,7 +1,7 @@
-"""Several drafters propose, and their trees are merged by shared beginnings into one that a single pass scores.
+"""Several drafters propose; trees with the same beginnings are merged into one, which a single pass scores.
 
 The idea of merging is SpecInfer's (Miao et al. 2023, arXiv 2305.09781, section 3.2). A node keeps every draw that led
-to it, so that the merged draft is as lossless as its parts under every rule that takes "merged".
+to it, so that the merged draft is as lossless as its parts under every rule that accepts drafts of kind "merged".
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from sakiyomi.core.running_mean import running_mean
-from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.drafters.base import Context, Drafter, tell
-from sakiyomi.drafters.claims import Claims
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
+from sakiyomi.drafters.adapter import Proposer, as_drafter
+from sakiyomi.drafters.base import Context, Drafter, tell_end, tell_inherit
+from sakiyomi.drafters.chance_calibration import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
 __all__ = ["MergedDrafter"]
 
 logger = logging.getLogger("sakiyomi")
-_UNKNOWN = 0.5  # chance of a node whose drafter claims none
+_UNKNOWN = 0.5  # chance of a node whose drafter gives none
 
 
 @dataclass(eq=False)
 class _Node:
-    """A token of the merged tree, with the best that anybody claims of it."""
+    """A token of the merged tree, with the largest value that any member gives it."""
 
     token: int
     parent: int
@@ -36,13 +37,13 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class _Proposal:
-    """What a member proposed in a round.
+    """The proposal of a member in a round.
 
     Attributes:
         name: of the member.
-        draft: what it said.
-        claimed: chance that it claims of each node.
-        values: of each node the calibrated chance that it is accepted with all above it.
+        draft: its proposal.
+        claimed: the chance that the member gives each node.
+        values: for each node the calibrated chance that it is accepted with all above it.
     """
 
     name: str
@@ -56,61 +57,59 @@ class _Proposal:
         return min(1.0, sum(self.values[node] for node in self.draft.tree.children(-1)))
 
 
-class MergedDrafter:
-    """Merges what its members propose.
+class MergedDrafter(Drafter):
+    """Merges the proposals of its members.
 
-    The nodes of one pass are shared by value: the calibrated chance that a node is accepted with all above it. Of
-    chosen nodes only the most valuable ones are scored. Nodes that were drawn are all kept, since dropping one for what
-    it is would change the output's distribution; chosen ones then get what is left.
+    Members compete for the nodes of a pass by value: the calibrated chance that a node is accepted with all above it.
+    Of chosen nodes only the most valuable ones are scored. All nodes that were drawn stay, since leaving one out for
+    its token would change the output's distribution; chosen nodes share what is left.
 
-    Where a token's worth is known, members that run a model are left out of rounds in which the others' proposals are
-    so good that theirs could not pay for their time.
+    Where the value of a token is known, members that run a model are not asked in rounds in which the others' proposals
+    are so good that theirs could not pay for their time.
 
     Args:
-        members: in order of their proposals; those that run no model should come first. Names differ.
-        strict: a member's fault is raised; else a request goes on without that member.
+        members: in the order in which they are asked; those that run no model should come first. Names differ.
+        strict: a member's fault is raised; otherwise the request goes on without that member.
     """
 
     kind: DraftKind = "merged"
+    runs_model = True
 
-    def __init__(self, members: Sequence[Drafter], *, strict: bool = False) -> None:
-        self.members, self._strict = list(members), strict
+    def __init__(self, members: Sequence[Drafter | Proposer], *, strict: bool = False) -> None:
+        self.members, self._strict = [as_drafter(member) for member in members], strict
         self._without: dict[int, set[str]] = {}  # by request: members that failed
         self._faulty: set[str] = set()
-        self.name = "+".join(member.name for member in members)
-        self._claims = {member.name: Claims() for member in members}
+        self.name = "+".join(member.name for member in self.members)
+        self._calibrations = {member.name: ChanceCalibration() for member in self.members}
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-
-    def kind_for(self, params: object) -> DraftKind:
-        """Always merged: under "auto" the coupled rule, for which some members follow the position's noise."""
-        return "merged"
 
     @property
     def passes(self) -> int:
         """Draft passes of all members."""
-        return sum(int(getattr(member, "passes", 0)) for member in self.members)
+        return sum(member.passes for member in self.members)
 
     @property
     def forward_seconds(self) -> float:
         """Seconds inside the members' forwards."""
-        return sum(float(getattr(member, "forward_seconds", 0.0)) for member in self.members)
+        return sum(member.forward_seconds for member in self.members)
 
     @property
     def prefill_seconds(self) -> float:
         """Seconds of these over prompts."""
-        return sum(float(getattr(member, "prefill_seconds", 0.0)) for member in self.members)
+        return sum(member.prefill_seconds for member in self.members)
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""
         for member in self.members:
-            tell(member, "inherit", context, earlier)
+            tell_inherit(member, context, earlier)
 
     def end(self, context: Context) -> None:
         """See ``Drafter``."""
+        super().end(context)
         self._without.pop(context.id, None)
         for member in self.members:
-            tell(member, "end", context)
+            tell_end(member, context)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
@@ -121,7 +120,7 @@ class MergedDrafter:
             wanted = [i for i, context in enumerate(contexts) if self._pays(member, context, drafts[i])]
             if not wanted:
                 continue
-            before = float(getattr(member, "forward_seconds", 0.0))
+            before = member.forward_seconds
             try:
                 proposed = member.propose([contexts[i] for i in wanted], [gammas[i] for i in wanted])
                 found = [self._weighed(member.name, draft) for draft in proposed]
@@ -132,7 +131,7 @@ class MergedDrafter:
                     raise
                 self._leave_out(member, [contexts[i] for i in wanted], error)
                 continue
-            spent = float(getattr(member, "forward_seconds", 0.0)) - before
+            spent = member.forward_seconds - before
             if spent:
                 self._seconds[member.name] = running_mean(self._seconds.get(member.name), spent)
             for each in found:
@@ -151,38 +150,38 @@ class MergedDrafter:
     # ------------------------------------------------------------ worth
 
     def _pays(self, member: Drafter, context: Context, others: Sequence[_Proposal]) -> bool:
-        """Whether a member should be asked, after what others have proposed."""
+        """Whether a member should be asked, given what others have proposed."""
         if member.name in self._without.get(context.id, ()):
             return False
         seconds = self._seconds.get(member.name, 0.0)
         if context.worth is None or not seconds:
             return True
-        # Where the others fail at once, its own first token is what counts; where they do not, theirs are there too.
+        # The member's tokens count where the others' first token is rejected; elsewhere theirs are there too.
         sure = max((other.sure for other in others), default=0.0)
         return context.worth.pays((1.0 - sure) * self._expected.get(member.name, 1.0), seconds)
 
     def _weighed(self, name: str, draft: Draft) -> _Proposal:
-        """A proposal with the worth of its nodes; what is no draft raises here, and not in the merged one."""
+        """A proposal with the values of its nodes. A wrong draft raises here, where the member is known."""
         draft.validate()
-        claims = self._claims[name]
+        calibration = self._calibrations[name]
         claimed = {draw.node: _claim(draw) for draw in draft.draws}
         values: list[float] = []
         for node, parent in enumerate(draft.tree.parents):
             above = 1.0 if parent < 0 else values[parent]
-            values.append(above * claims.chance(claimed[node]))
+            values.append(above * calibration.chance(claimed[node]))
         return _Proposal(name, draft, [claimed[node] for node in range(len(draft))], values)
 
     def _learn(self, context: Context) -> None:
-        """Compare what was proposed last with what the target took."""
+        """Compare the last proposals with what the target accepted."""
         length, drafts = context.memory.pop(self.name, (0, ()))
         tokens = context.tokens[length:]
         for proposal in drafts:
-            claims, tree, claimed = self._claims[proposal.name], proposal.draft.tree, proposal.claimed
+            calibration, tree, claimed = self._calibrations[proposal.name], proposal.draft.tree, proposal.claimed
             place = -1
             for token in tokens:
                 found = None
                 for node in tree.children(place):
-                    claims.learn(claimed[node], tree.tokens[node] == token)
+                    calibration.learn(claimed[node], tree.tokens[node] == token)
                     if tree.tokens[node] == token:
                         found = node
                 if found is None:
@@ -208,21 +207,21 @@ class MergedDrafter:
                 nodes[node].value = max(nodes[node].value, values[len(own)])
                 own.append(node)
             for draw in draft.draws:
-                # Siblings that left each other out are not independent draws of one row. As chosen ones they are right
-                # in any company, since that is so for whatever tokens they are.
+                # Siblings drawn without replacement are not independent draws of one row. As chosen nodes they are
+                # lossless in any company, whatever tokens they hold.
                 known = draft.kind in ("chain", "iid", "merged")
                 nodes[own[draw.node]].draws.append((source, draw if known else replace(draw, row=None)))
         return _draft(nodes, self._kept(nodes, most, worth), [proposal.draft for proposal in found])
 
     @staticmethod
     def _kept(nodes: Sequence[_Node], most: int, worth: TokenValue | None) -> list[int]:
-        """Nodes of the merged tree, ascending: all that were drawn, and of the others the most valuable."""
+        """Nodes of the merged tree that stay, ascending: all that were drawn, and the most valuable of the others."""
         drawn = {i for i, node in enumerate(nodes) if any(draw.row is not None for _, draw in node.draws)}
-        for i in reversed(range(len(nodes))):  # what a drawn node hangs from stays too
+        for i in reversed(range(len(nodes))):  # the ancestors of drawn nodes stay too
             if i in drawn and nodes[i].parent >= 0:
                 drawn.add(nodes[i].parent)
-        # No node is worth more than its parent is to the same member, so that the best ones are a tree.
-        order = sorted(range(len(nodes)), key=lambda i: -nodes[i].value)
+        # No member gives a node a larger value than its parent, so that the best nodes are a tree.
+        order = best_nodes([node.value for node in nodes])
         kept = drawn | set([i for i in order if i not in drawn][: max(0, most - len(drawn))])
         if worth is not None and not drawn:
             order = [i for i in order if i in kept]
@@ -232,7 +231,7 @@ class MergedDrafter:
     # ------------------------------------------------------------ members
 
     def _leave_out(self, member: Drafter, contexts: Sequence[Context], error: Exception) -> None:
-        """Go on with these requests without a member; the first time it is said."""
+        """Go on with these requests without a member; the first time, a warning is logged."""
         if member.name not in self._faulty:
             logger.warning(
                 "drafter %s failed: %s: %s; it is left out wherever it fails, and this is not said again",
@@ -249,19 +248,18 @@ def _claim(draw: Draw) -> float:
 
 
 def _draft(nodes: Sequence[_Node], kept: Sequence[int], sources: Sequence[Draft]) -> Draft:
-    """The kept nodes with all their draws, and the rows of all sources one behind the other."""
+    """The nodes that stay with all their draws, and the rows of all proposals, concatenated."""
     first: list[int] = []
     rows: list[torch.Tensor] = []
     for draft in sources:
         first.append(sum(len(block) for block in rows))
         if draft.probs is not None:
             rows.append(draft.probs)
-    place = {node: i for i, node in enumerate(kept)} | {-1: -1}
     draws: list[tuple[int, int, Draw]] = []
     for i, kept_node in enumerate(kept):
         for source, draw in nodes[kept_node].draws:
             row = None if draw.row is None else draw.row + first[source]
             draws.append((source, draw.node, Draw(i, draw.drafter, row, draw.prob, draw.chance)))
     draws.sort(key=lambda entry: entry[:2])  # those of one member stay in the order in which they were drawn
-    tree = TokenTree(tuple(nodes[i].token for i in kept), tuple(place[nodes[i].parent] for i in kept))
-    return Draft(tree, "merged", tuple(draw for _, _, draw in draws), torch.cat(rows) if rows else None)
+    tree = TokenTree(tuple(node.token for node in nodes), tuple(node.parent for node in nodes))
+    return Draft(tree.keep(kept), "merged", tuple(draw for _, _, draw in draws), torch.cat(rows) if rows else None)

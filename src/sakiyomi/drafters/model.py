@@ -1,4 +1,4 @@
-"""A small language model reads ahead: raw passes on a cache of its own, which lives as long as the request."""
+"""Drafts with a small language model, which has a cache of its own with a slot for each request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import DraftTreeState
+from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.tree_reader import LevelDrafter
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.sampler import Sampler
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelDrafter"]
 
-LONG = 64  # tokens from which on catching up is a prompt's work, in chunks, without logits of every row
+LONG = 64  # more missing tokens than these are read like a prompt: in chunks, without logits of every row
 CHUNK = 512
 
 
 @dataclass(eq=False, slots=True)
 class _Seat:
-    """A request's place in the draft's cache.
+    """A request's slot in the draft model's cache.
 
     Attributes:
-        held: committed tokens whose keys and values lie there.
-        sure: so many of those were compared with the committed tokens before.
-        reading: the tree that was read last; its rows lie behind what is held.
-        ready: whether the draft can go on from there this round.
+        held: committed tokens whose keys and values are there.
+        sure: the first so many of them are known to equal the request's.
+        tree: the tree that was grown last; its rows are behind the held tokens.
+        ready: whether the draft model can propose this round.
         source: what the request's rows attend to beside their own text.
     """
 
@@ -42,13 +42,13 @@ class _Seat:
     held: list[int]
     sampler: Sampler
     sure: int = 0
-    reading: DraftTreeState | None = None
+    tree: DraftTreeState | None = None
     ready: bool = False
     source: Source | None = None
 
 
 class ModelDrafter(LevelDrafter):
-    """Drafts a tree, or a chain, with a small causal LM: a level a pass, all requests at once; see ``TreeReader``.
+    """Drafts a tree or a chain with a small causal LM, for all requests at once, one pass a level; see ``TreeReader``.
 
     Args:
         model: the draft.
@@ -56,34 +56,35 @@ class ModelDrafter(LevelDrafter):
         name: names the source in traces.
     """
 
+    prefill_seconds = 0.0
+
     def __init__(self, model: ModelRunner, vocab_size: int, name: str = "model") -> None:
         super().__init__(model, vocab_size)
         self.name = name
-        self.prefill_seconds = 0.0
         self._vocab_size = vocab_size
         self._seats: dict[int, _Seat] = {}
 
     def inherit(self, context: Context, earlier: Context) -> None:
-        """Take the place of an earlier request of the same conversation over, with the tokens that it holds."""
+        """See ``Drafter.inherit``: the request takes over the slot with the tokens that it holds."""
         seat: _Seat | None = earlier.memory.pop(self.name, None)
         if seat is not None:
             self._sit(context, _Seat(seat.slot, seat.held, self._sampler(context), source=context.source))
 
     def end(self, context: Context) -> None:
-        """Free the request's place."""
+        """Free the request's slot."""
         seat = context.memory.pop(self.name, None)
         if seat is not None:
             del self._seats[seat.slot]
             self.model.cache.release(seat.slot)
 
     def rewind(self, context: Context, length: int) -> None:
-        """Say that tokens from this place on may be others than in the last proposal; without that they only grow."""
+        """Declare that tokens from this position on may have changed since the last proposal; else they only grow."""
         seat: _Seat | None = context.memory.get(self.name)
         if seat is not None:
             seat.sure = max(0, min(seat.sure, length, len(context.tokens) - 1))
 
     def move(self, source: Context, destination: Context, length: int) -> None:
-        """Take a request's place to another context, whose first ``length`` tokens are the same."""
+        """Give a request's slot to another context, whose first ``length`` tokens are the same."""
         seat: _Seat | None = source.memory.pop(self.name, None)
         if seat is not None:
             sampler = self._sampler(destination)
@@ -92,7 +93,7 @@ class ModelDrafter(LevelDrafter):
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; all requests advance together, one pass a level."""
-        # The draft's own context may be shorter than the target's: where it ends, it proposes nothing more.
+        # The draft model's context may be shorter than the target's: where it ends, nothing more is proposed.
         self._follow([context for context in contexts if len(context.tokens) < self.model.max_context])
         return super().propose(contexts, gammas)
 
@@ -100,13 +101,13 @@ class ModelDrafter(LevelDrafter):
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None or not seat.ready:
             return None
-        return self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
+        return self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, len(seat.held))
 
-    def _done(self, reading: DraftTreeState) -> None:
-        if reading.growth.levels:
-            seat: _Seat = reading.context.memory[self.name]
-            seat.held.extend(reading.context.tokens[len(seat.held) :])
-            seat.reading = reading
+    def _done(self, state: DraftTreeState) -> None:
+        if state.candidates.levels:
+            seat: _Seat = state.context.memory[self.name]
+            seat.held.extend(state.context.tokens[len(seat.held) :])
+            seat.tree = state
 
     # ------------------------------------------------------------ following the text
 
@@ -114,16 +115,16 @@ class ModelDrafter(LevelDrafter):
         return Sampler(context.params, self._vocab_size)
 
     def _follow(self, contexts: Sequence[Context]) -> None:
-        """Bring requests' places up to date, a chunk of each at most.
+        """Read what the requests' slots lack, at most a chunk of each.
 
-        New prompts share their passes: one of its own for each would keep all the others waiting.
+        New prompts share their passes: a pass for each of them would keep all other requests waiting.
         """
         before = self.model.forward_seconds
         here: list[tuple[Context, _Seat]] = []
         behind: list[tuple[_Seat, list[int]]] = []
         for context in contexts:
             seat = self._seat(context)
-            if not seat.held and not self._reserve(seat, 1):  # the source is read here, at the prompt's expense
+            if not seat.held and not self._reserve(seat, 1):  # reads the source, which counts as prefill
                 continue
             if len(context.tokens) - len(seat.held) > (LONG if seat.held else 1):
                 fresh = context.tokens[len(seat.held) : min(len(seat.held) + CHUNK, len(context.tokens) - 1)]
@@ -145,7 +146,7 @@ class ModelDrafter(LevelDrafter):
             seat.ready = len(missing) <= LONG and self._knows(missing)
 
     def _seat(self, context: Context) -> _Seat:
-        """The request's place: of what was read ahead it keeps what was accepted."""
+        """The request's slot, rolled back to the tokens that were accepted."""
         seat: _Seat | None = context.memory.get(self.name)
         if seat is None:
             seat = _Seat(self.model.cache.take(), [], self._sampler(context), source=context.source)
@@ -156,19 +157,21 @@ class ModelDrafter(LevelDrafter):
         right = seat.sure
         while right < len(held) and right < len(tokens) - 1 and held[right] == tokens[right]:
             right += 1
-        if right == len(held) and seat.reading is not None:
-            self._keep(seat, seat.reading, tokens)
+        if right == len(held) and seat.tree is not None:
+            self._keep(seat, seat.tree, tokens)
             right = len(held)
+        right = self.model.cache.resume(seat.slot, right)
         del held[right:]
-        seat.sure, seat.reading, seat.ready = right, None, False
+        seat.sure, seat.tree, seat.ready = right, None, False
         return seat
 
     def _sit(self, context: Context, seat: _Seat) -> None:
         self._seats[seat.slot] = context.memory[self.name] = seat
 
     def _copy(self, seat: _Seat, tokens: list[int]) -> None:
-        """Take what another request's place holds of a new one's tokens."""
+        """Copy what another request's slot holds of a new one's tokens."""
         count, other = max((alike(other.held, tokens), slot) for slot, other in self._seats.items())
+        count = self.model.cache.resumable(other, count)
         if count >= LEAST:
             try:
                 self.model.cache.fork(seat.slot, other, 0, count)
@@ -176,19 +179,19 @@ class ModelDrafter(LevelDrafter):
                 return
             seat.held, seat.sure = tokens[:count], count
 
-    def _keep(self, seat: _Seat, reading: DraftTreeState, tokens: Sequence[int]) -> None:
-        """Keep the rows of the path that was accepted, and learn from what the target chose at every place of it."""
+    def _keep(self, seat: _Seat, state: DraftTreeState, tokens: Sequence[int]) -> None:
+        """Keep the rows of the accepted path, and learn from what the target chose at every node of it."""
         first = len(seat.held)
-        path = reading.settle(tokens)
-        self.model.cache.keep(seat.slot, first, path)
+        path = state.learn(tokens)
+        self.model.cache.commit(seat.slot, first, path)
         seat.held.extend(tokens[first : first + len(path)])
 
     def _knows(self, tokens: Sequence[int]) -> bool:
-        """Whether the draft has these tokens: the target's vocabulary may be padded further than its own."""
+        """Whether the draft model has these tokens: the target's vocabulary may be padded further than its own."""
         return self.model.vocab_size >= self._vocab_size or max(tokens) < self.model.vocab_size
 
     def _reserve(self, seat: _Seat, columns: int) -> bool:
-        """Room for more tokens. Without the memory for it, or for its source, the request goes on undrafted."""
+        """Make room for more tokens; False, and nothing is drafted, if there is no memory for them or the source."""
         if not self.model.takes(seat.source):
             return False
         try:

@@ -1,9 +1,10 @@
 """Drafts from counts of n-grams: of the text so far, or of tables trained from text (see ``ngram_file``).
 
-A token's chance is interpolated from the longest run of last tokens that was seen down to single tokens, each order
-taking as much from the next shorter one as it has seen different continuations (Witten and Bell 1991, method C). The
-simplest drafts of Leviathan et al. 2023 (arXiv 2211.17192, section 4.1). Tokens are chosen, not drawn: point masses,
-which every rule takes and keeps lossless. Under "coupled" the choice is the top of log q + the position's noise.
+A token's chance is interpolated over all runs of last tokens, from the longest that was seen down to the empty one: the
+more different continuations a run had, the more weight goes to the next shorter one (Witten and Bell 1991, method C).
+These are the simplest drafts of Leviathan et al. 2023 (arXiv 2211.17192, section 4.1). Tokens are chosen, not drawn:
+point masses, which are lossless under every rule. Under "coupled" the tokens with the largest log q + noise of the
+position are chosen.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Protocol
 import numpy as np
 
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.calibration import Calibration
-from sakiyomi.drafters.following import FLOOR, TextDrafter
-from sakiyomi.drafters.growth import Growth, grow
+from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.guessed_tree import GuessedTree, grow
+from sakiyomi.drafters.text_base import FLOOR, TextDrafter
 
 __all__ = ["NgramDrafter", "NgramReader", "OnlineTables", "Tables", "run_number"]
 
 ORDER = 4
 SIBLINGS = 4
-WIDEST = 16  # tokens among which noise chooses
-EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # a kind of guess begins at each of these chances
+WIDEST = 16  # tokens that compete under the rule "coupled"
+EDGES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # borders between kinds of guesses, by chance
 _MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True))
 _FACTOR, _MASK = 0x5851F42D4C957F2D, (1 << 63) - 1
 
@@ -33,7 +34,7 @@ Place = tuple[tuple[int, ...], int]
 
 
 def run_number(run: Sequence[int]) -> int:
-    """63 bits that stand for a run of tokens; two runs that share them only make a guess worse."""
+    """A hash of 63 bits for a run of tokens; a collision only makes a guess worse."""
     number = 0
     for token in run:
         number = (number * _FACTOR + token + 1) & _MASK
@@ -41,7 +42,7 @@ def run_number(run: Sequence[int]) -> int:
 
 
 Seen = tuple[int, int, Sequence[int], Mapping[int, int]]
-"""How often a run went on, with how many different tokens, the most frequent of them in order, and their counts."""
+"""How often a run was continued, by how many different tokens, the most frequent of them in order, and their counts."""
 
 
 class Tables(Protocol):
@@ -54,12 +55,12 @@ class Tables(Protocol):
     order: int
 
     def after(self, run: tuple[int, ...]) -> Seen | None:
-        """What is known of a run; None: it was never seen, or never went on."""
+        """What followed a run; None: it was never seen, or nothing followed."""
         ...
 
 
 class OnlineTables:
-    """Counts of a text that grows.
+    """N-gram counts of a growing text.
 
     Args:
         order: tokens of the longest n-gram.
@@ -67,7 +68,7 @@ class OnlineTables:
 
     def __init__(self, order: int = ORDER) -> None:
         self.order = order
-        # By run: how often it went on, counts by token, and its most frequent continuations in order.
+        # By run: how often it was continued, counts by token, and its most frequent continuations in order.
         self._runs: dict[tuple[int, ...], tuple[list[int], dict[int, int], list[int]]] = {}
 
     def read(self, head: Sequence[int], tokens: Sequence[int]) -> None:
@@ -110,7 +111,7 @@ class NgramReader:
     """Guesses about one text.
 
     Args:
-        tables: what is known; None: what the text itself teaches.
+        tables: trained ones; None: the text itself is counted.
         vocab_size: of the target.
     """
 
@@ -118,7 +119,7 @@ class NgramReader:
         self._online = OnlineTables() if tables is None else None
         self._tables: Tables = tables or self._online  # type: ignore[assignment]
         self._vocab_size = vocab_size
-        self._calibration = Calibration(_MIDDLES * 2)
+        self._calibration = GuessCalibration(_MIDDLES * 2)
         self._last: tuple[int, ...] = ()
         self._context: Context | None = None
         self._row = np.zeros(0, np.float32)
@@ -129,15 +130,15 @@ class NgramReader:
         """See ``Reader.read``."""
         if self._online is not None:
             self._online.read(self._last, tokens)
-        self._last = (*self._last, *tokens)[-self._longest :] if self._longest else ()
+        self._last = self._end_of((*self._last, *tokens))
 
     def branch(self, head: Sequence[int]) -> None:
         """See ``Reader.branch``."""
-        self._last = tuple(head[-self._longest :]) if self._longest else ()
+        self._last = self._end_of(head)
 
-    def guess(self, context: Context, depth: int) -> Growth:
+    def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
-        self._calibration.settle(context.tokens)
+        self._calibration.learn(context.tokens)
         self._context = context
         self._path, self._end = [], (self._last, 0)
         found = grow(self._end, self.expand, depth, context.nodes, FLOOR, context.stop_ids)
@@ -145,7 +146,7 @@ class NgramReader:
         return found
 
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
-        """What may follow a place, see ``growth.Expand``."""
+        """The continuations of a place, see ``guessed_tree.Expand``."""
         last, guessed = place
         context = self._context
         assert context is not None
@@ -159,19 +160,18 @@ class NgramReader:
         found = []
         for token, chance in ranked:
             kind = bisect(EDGES, chance) + later
-            behind = (*last, token)[-self._longest :] if self._longest else ()
-            found.append((token, known[kind], (behind, guessed + 1)))
+            found.append((token, known[kind], (self._end_of((*last, token)), guessed + 1)))
         if found and place is self._end:
             self._path.append((bisect(EDGES, ranked[0][1]) + later, found[0][0]))
             self._end = found[0][2]
         return found
 
     def chances(self, last: tuple[int, ...], width: int) -> dict[int, float]:
-        """Interpolated chances of about ``width`` tokens, the most frequent behind the longest runs that are known."""
+        """Interpolated chances of about ``width`` tokens, the most frequent ones after the longest known runs."""
         after = self._tables.after
         found = [seen for start in range(len(last) + 1) if (seen := after(last[start:])) is not None]
         if len(found) < 2 <= self._tables.order:
-            return {}  # what is most frequent anywhere is no guess about this place
+            return {}  # the most frequent tokens of the whole text say nothing about this place
         tokens: dict[int, None] = {}
         for _, _, top, _ in found:
             tokens.update(dict.fromkeys(top[:width]))
@@ -186,12 +186,13 @@ class NgramReader:
             chances[token] = chance
         return chances
 
-    @property
-    def _longest(self) -> int:
-        return self._tables.order - 1
+    def _end_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The last tokens, as many as the longest run that the tables know."""
+        longest = self._tables.order - 1
+        return tuple(tokens[-longest:]) if longest else ()
 
     def _noisy(self, context: Context, chances: dict[int, float], position: int) -> list[tuple[int, float]]:
-        """Those whose log chance + noise of the position is largest, as the target will choose among its own."""
+        """The tokens with the largest log chance + noise of the position, as the target will choose among its own."""
         if self._row.size != self._vocab_size:
             self._row = np.zeros(self._vocab_size, np.float32)
         tokens = sorted(chances)
@@ -214,7 +215,6 @@ class NgramDrafter(TextDrafter):
     name = "ngram"
 
     def __init__(self, vocab_size: int, tables: Tables | None = None) -> None:
-        super().__init__()
         self._vocab_size, self._tables = vocab_size, tables
 
     def reader(self, context: Context) -> NgramReader:

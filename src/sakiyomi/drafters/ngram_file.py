@@ -1,9 +1,9 @@
-"""Trained n-gram tables as one safetensors file, looked up where they lie: nothing is made of them at loading.
+"""Trained n-gram tables in one safetensors file, which are searched as they are: loading builds no other structure.
 
 Metadata: ``format``, ``order``, ``tokenizer`` (digest), ``vocab_size``, ``checksum``, and what they were trained on.
 For each n from 2 to the order, with runs of n - 1 tokens sorted by ``run_number``: ``runs.n`` (R) int64; ``starts.n``
-(R + 1) int64, where a run's continuations begin; ``totals.n``, ``kinds.n`` (R) int32, how often it went on and with how
-many different tokens, pruned ones included; ``tokens.n``, ``counts.n`` (E) int32. ``unigrams`` (V) int64 counts.
+(R + 1) int64, where a run's continuations begin; ``totals.n``, ``kinds.n`` (R) int32, how often it was continued and by
+how many different tokens, pruned ones included; ``tokens.n``, ``counts.n`` (E) int32. ``unigrams`` (V) int64 counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FileTables:
 
     def __init__(self, order: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         self.order = order
-        # Views whose items are Python's own integers; numpy's cost three times as much here.
+        # Views with Python integers as items; numpy's take three times as long here.
         self._orders = [tuple(memoryview(tensors[f"{part}.{n}"].data) for part in _PARTS) for n in range(2, order + 1)]
         unigrams = tensors["unigrams"]
         top = np.argsort(-unigrams, kind="stable")[:WIDEST]
@@ -60,7 +60,7 @@ class FileTables:
 
 
 def tables_bytes(order: int, tensors: Mapping[str, NDArray[Any]], about: Mapping[str, str]) -> bytes:
-    """The file's content; ``about`` holds tokenizer, vocab_size and whatever else is to be known of the tables."""
+    """The content of a file; ``about`` has tokenizer, vocab_size and other metadata."""
     metadata = {**about, "format": FORMAT, "order": str(order)}
     return bytes(save(dict(tensors), metadata | {"checksum": _checksum(metadata, tensors)}))
 

@@ -1,8 +1,8 @@
-"""The known answer as draft: what reading ahead brings with a draft that is right at a given rate and costs nothing.
+"""The known answer as draft: the speed-up with a draft that is right at a given rate and costs nothing.
 
-A ceiling to measure against, not a way to be faster: the answer comes from the target itself. The first time that a
-request is seen, the target answers it plainly, in the time of that request (counted as prefill); the answer is kept, so
-that the same request costs nothing from the second time on.
+This is an upper bound to measure against, not a way to be faster: the answer comes from the target itself. The first
+time that a request is seen, the target answers it without drafts, in the time of that request (counted as prefill); the
+answer is stored, so that the same request costs nothing from the second time on.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Callable, Sequence
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 
 __all__ = ["Answer", "Oracle"]
 
 logger = logging.getLogger("sakiyomi")
 Answer = Callable[[Context], tuple[list[int], float] | None]
-"""The target's own continuation of a request and the seconds that it took; None: not now, all places are taken."""
-KEPT = 1024  # answers
+"""The target's own continuation of a request and the seconds that it took; None: no slot is free now."""
+KEPT = 1024  # answers that are stored
 
 
-class Oracle:
+class Oracle(Drafter):
     """Proposes the target's own text with independent errors; a chain of point masses.
 
-    Greedy requests have an answer, and coupled ones; under another rule the text is not known before it is drawn.
+    Greedy and coupled requests have an answer; under other rules the text is not known before it is drawn.
 
     Args:
         answer: asks the target.
@@ -39,12 +39,12 @@ class Oracle:
 
     name = "oracle"
     kind: DraftKind = "point_mass"
+    prefill_seconds = 0.0
 
     def __init__(self, answer: Answer, vocab_size: int, rate: float = 1.0) -> None:
         if not 0.0 <= rate <= 1.0:
             raise InputError(f"the oracle's rate is {rate}; it is the chance that a proposed token is right, 0 to 1")
-        self.rate, self.prefill_seconds = rate, 0.0
-        self._answer, self._vocab_size = answer, vocab_size
+        self.rate, self._answer, self._vocab_size = rate, answer, vocab_size
         self._said = False
         self._known: OrderedDict[tuple[object, ...], list[int]] = OrderedDict()
 
@@ -69,10 +69,10 @@ class Oracle:
         return Draft(TokenTree.chain(tokens), self.kind, draws)
 
     def _ahead(self, context: Context) -> list[int]:
-        """What the target will say from here on; asked anew where the text has taken another way than foretold.
+        """The target's answer from here on; asked for again where the text differs from the known answer.
 
-        That happens where two tokens are as good as equal and rounding decides, which passes of unlike sizes do in
-        unlike ways (``exact=True`` prevents it).
+        That happens where two tokens are nearly equal and rounding decides, which differs between passes of different
+        sizes (``exact=True`` prevents it).
         """
         start: int
         answer: list[int]
@@ -101,7 +101,9 @@ class Oracle:
             found = self._answer(context)
             if found is None:
                 if not self._said:
-                    logger.warning("the oracle finds no free slot to answer in and drafts nothing yet; raise max_batch")
+                    logger.warning(
+                        "the oracle drafts nothing: no slot is free to compute the answer in; raise max_batch"
+                    )
                 self._said = True
                 return None
             self._known[key], seconds = found

@@ -1,11 +1,11 @@
-"""The target reads ahead on an excerpt of its own cache: no second model, and the fewer keys the longer the context.
+"""Drafts with the target itself on an excerpt of its cache: no second model, for long contexts.
 
-What a long context costs is reading its keys and values; most of what attention sees lies in few of them. The draft is
-the target itself on those few, and the target on all of them checks it, so that the text is the target's own. The
-excerpt is drawn anew every few rounds by the queries of the last token that was checked (as in TriForce, Sun et al.
-2024, arXiv 2404.11912): pages of neighbours by how large a product with one of their keys can be, from the least and
-largest number in each place of them (Quest, Tang et al. 2024, arXiv 2406.10774), the first page and the last tokens
-always. The mean of a page's keys would not find the one key of a page that answers.
+The cost of a long context is reading its keys and values, and most attention goes to few of them. The target on those
+few drafts, and the target on all of them verifies, so that the text is its own. The excerpt is selected anew every few
+rounds by the queries of the last verified token (as in TriForce, Sun et al. 2024, arXiv 2404.11912): the pages of
+neighbouring tokens that may hold the key with the largest product, by the minimum and maximum of each coordinate
+(Quest, Tang et al. 2024, arXiv 2406.10774), and always the first page and the last tokens. The mean of a page's keys
+would not find the single key that matters.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sakiyomi.cache.eviction import QueryTrackingCache
 from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.levels import LevelDrafter
-from sakiyomi.drafters.reading import DraftTreeState
+from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
+from sakiyomi.drafters.tree_reader import LevelDrafter
 from sakiyomi.model_executor.sparse_view import Excerpt
-from sakiyomi.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -32,77 +30,66 @@ __all__ = ["SelfEvicted"]
 BUDGET = 1024  # pairs of a head
 PAGE = 16
 AGAIN = 2  # rounds on one excerpt, beside the first
-ROOM = 320  # columns behind an excerpt: what comes until the next one is drawn, and a tree
+ROOM = 320  # columns behind an excerpt: for the tokens until the next selection, and for a tree
 
 
 @dataclass(eq=False, slots=True)
-class _Seat:
+class _Seat(RequestMemory):
     """A request's excerpt.
 
     Attributes:
-        slot: in the excerpts' cache.
-        sampler: of the request.
-        base: tokens of the text when it was drawn; 0: it was not yet.
-        held: tokens that it is up to date with.
-        rounds: since it was drawn.
-        pages: of each layer the least and the largest numbers of each page's keys, (heads, pages, 2 x dim).
-        reading: the tree that was read last.
+        slot: in the excerpts' cache; -1: it has none yet.
+        base: tokens of the text when it was selected; 0: it was not yet.
+        held: tokens of the text that it includes or has left out; later ones are missing.
+        rounds: since it was selected.
+        pages: for each layer the minima and maxima of each page's keys, (heads, pages, 2 x dim).
     """
 
-    slot: int
-    sampler: Sampler
+    slot: int = -1
     base: int = 0
     held: int = 0
     rounds: int = 0
     pages: list[Tensor] = field(default_factory=list)
-    reading: DraftTreeState | None = None
 
 
 class SelfEvicted(LevelDrafter):
-    """Drafts by the target on an excerpt of its cache.
+    """Drafts with the target on an excerpt of its cache.
 
     Args:
-        target: made with ``watched``.
+        target: its cache holds all keys and values; from now on the queries of each slot's last row are kept too.
         budget: pairs of a head in an excerpt.
 
     Raises:
-        UnsupportedError: the target's cache is an excerpt itself, or not one of ours alone.
+        UnsupportedError: the target's cache does not hold all keys and values.
         InputError: the budget is too small.
     """
 
     name = "self-evicted"
 
     def __init__(self, target: ModelRunner, budget: int = BUDGET) -> None:
-        if (
-            not isinstance(target.eviction, QueryTrackingCache)
-            or target.weights.own_attention
-            or target.sources is not None
-        ):
-            raise UnsupportedError(
-                f"draft self-evicted: it draws from all keys and values of {type(target.module).__name__}, and these "
-                "are not all there, or the model keeps them otherwise; use cache='full', or another draft"
-            )
         if budget < 4 * PAGE:
-            raise InputError(f"draft self-evicted:{budget}: an excerpt has {4 * PAGE} pairs or more")
-        self._target, self._eviction, self._budget = target, target.eviction, budget
+            raise InputError(
+                f"draft self-evicted:{budget}: expected at least {4 * PAGE} pairs of a head; write self-evicted:1024"
+            )
+        try:
+            self._queries = target.track_queries().queries
+        except UnsupportedError as error:
+            raise UnsupportedError(f"draft self-evicted: {error}, or another draft") from None
+        self._target, self._budget = target, budget
         super().__init__(Excerpt(target, budget + ROOM), target.vocab_size)
 
     def end(self, context: Context) -> None:
-        """Free the request's place."""
+        """Free the request's slot."""
         seat: _Seat | None = context.memory.pop(self.name, None)
-        if seat is not None:
+        if seat is not None and seat.slot >= 0:
             self.model.cache.release(seat.slot)
 
     # ------------------------------------------------------------ excerpts
 
     def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
-        seat: _Seat | None = context.memory.get(self.name)
-        if seat is None:
-            sampler = Sampler(context.params, self.model.vocab_size)
-            seat = context.memory[self.name] = _Seat(self.model.cache.take(), sampler)
-        if seat.reading is not None:
-            seat.reading.settle(context.tokens)
-            seat.reading = None
+        seat = _Seat.of(context, self.name, self.model.vocab_size)
+        if seat.slot < 0:
+            seat.slot = self.model.cache.take()
         length = len(context.tokens) - 1
         try:
             if not self._bring_up(seat, context.slot, length):
@@ -110,12 +97,12 @@ class SelfEvicted(LevelDrafter):
         except MemoryLimitError:
             return None
         gamma = min(gamma, max(1, self._budget + ROOM - 1 - (length - self.model.cache.least(seat.slot))))
-        seat.reading = self.levels.begin(context, seat.sampler, self.name, gamma, seat.slot, length)
-        return seat.reading
+        seat.tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, length)
+        return seat.tree
 
     def _bring_up(self, seat: _Seat, slot: int, length: int) -> bool:
-        """Have the excerpt end with the target's own pairs of all tokens but the last."""
-        queries = self._eviction.queries(slot)
+        """Update the excerpt up to the last token but one; False where it cannot be selected yet."""
+        queries = self._queries(slot)
         if queries is None or length < 1:
             return False
         seat.rounds += 1
@@ -131,7 +118,7 @@ class SelfEvicted(LevelDrafter):
         return True
 
     def _choose(self, seat: _Seat, slot: int, length: int, queries: list[Tensor]) -> list[Tensor]:
-        """Of each layer the columns of an excerpt, (heads, n)."""
+        """The columns of an excerpt for each layer, (heads, n)."""
         cache, chosen = self._target.cache, []
         for layer, shape in enumerate(cache.shapes):
             if length <= self._budget:
@@ -153,7 +140,7 @@ def _pages(pages: Tensor, query: Tensor, length: int, budget: int, window: int) 
     """Columns of the best pages: (heads, budget), ascending; the last quarter are the last of the text.
 
     Args:
-        pages: (heads, pages, 2 x dim), least and largest numbers of their keys.
+        pages: (heads, pages, 2 x dim), minima and maxima of their keys.
         query: (query heads x dim), scaled.
         length: of the text.
         budget: columns.

@@ -1,9 +1,9 @@
-"""Drafts from a suffix automaton over prompt, output and, if wanted, what was written before.
+"""Drafts from a suffix automaton over prompt, output and, if wanted, the texts of earlier requests.
 
 Sources: SAM-Decoding (Hu et al. 2024, arXiv 2411.10666) for the automaton and the choice between this text and others
 by the length of the match; SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) for trees of the most frequent
-continuations whose size follows the match. Of several continuations that comes first which stands behind the place that
-was copied last: see ``source``. The chances are this text's own: see ``calibration``.
+continuations whose size follows the match. Of several continuations the one that follows the place copied last comes
+first: see ``copy_source``. The chances are this text's own: see ``guess_calibration``.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from heapq import nlargest
 from sakiyomi.core.errors import LoadError
 from sakiyomi.drafters.automaton import ROOT, Cursor, SuffixAutomaton
 from sakiyomi.drafters.base import Context
-from sakiyomi.drafters.calibration import Calibration
-from sakiyomi.drafters.following import FLOOR, TextDrafter
-from sakiyomi.drafters.growth import Growth, grow
+from sakiyomi.drafters.copy_source import CopySource
+from sakiyomi.drafters.guess_calibration import GuessCalibration
+from sakiyomi.drafters.guessed_tree import GuessedTree, grow
 from sakiyomi.drafters.memory import MemoryFile
-from sakiyomi.drafters.source import Source
+from sakiyomi.drafters.text_base import FLOOR, TextDrafter
 
 __all__ = ["SuffixDrafter", "SuffixReader"]
 
 logger = logging.getLogger("sakiyomi")
 SAVE_SECONDS = 5.0
-LENGTHS = (0, 1, 2, 3, 4, 6, 9, 14)  # a kind of guess begins at each of these match lengths ...
-SHARES = (0.0, 0.3, 0.5, 0.7)  # ... and at each of these shares of the likeliest continuation among those seen
-WIDEST = 48  # continuations of a place; of more only the newest is looked at
+LENGTHS = (0, 1, 2, 3, 4, 6, 9, 14)  # kinds of guesses: from each of these match lengths to the next ...
+SHARES = (0.0, 0.3, 0.5, 0.7)  # ... and from each of these shares of the likeliest continuation to the next
+WIDEST = 48  # where a place has more continuations, only the newest is considered
 SIBLINGS = 4
-# Share of guesses that came true, (length, share): of the first token, and of later ones where those before them were
-# right. Means of texts of a model and of edited sources (benchmarks/lookup_core.py shows them).
+# Share of right guesses by (length, share): of the first token, and of later ones where those before them were right.
+# Means over texts of a model and edited sources (benchmarks/lookup_core.py prints them).
 FIRST = (
     (0.0, 0.0, 0.0, 0.0),
     (0.14, 0.20, 0.25, 0.50),
@@ -54,13 +54,13 @@ LATER = (
     (0.40, 0.50, 0.93, 0.97),
 )
 
-# Of tokens that stand where the text was copied from, by length.
+# The same of tokens that the text copies, by length.
 COPIED_FIRST = (0.0, 0.3, 0.45, 0.6, 0.7, 0.75, 0.82, 0.9)
 COPIED_LATER = (0.0, 0.5, 0.6, 0.7, 0.75, 0.82, 0.88, 0.94)
 
 Place = tuple[int, int, bool, int]
-"""State, how many of the last tokens match, whether this is the end of the text itself, and the place in the text that
-is copied; -1: none is.
+"""State, how many of the last tokens match, whether this is the end of the text itself, and the position in the text
+that is copied (-1: none is).
 """
 
 
@@ -75,9 +75,9 @@ class SuffixReader:
         self.own = SuffixAutomaton()
         self._shared = shared
         self._cursor = None if shared is None else Cursor(shared)
-        self._source = Source(self.own.text)
+        self._source = CopySource(self.own.text)
         tables = (*LATER, *FIRST, COPIED_LATER, COPIED_FIRST)
-        self._calibration = Calibration([prior for row in tables for prior in row])
+        self._calibration = GuessCalibration([prior for row in tables for prior in row])
         self._automaton = self.own
         self._path: list[tuple[int, int]] = []  # kinds and tokens of the likeliest path
         self._end: Place = (ROOT, 0, True, -1)
@@ -97,14 +97,14 @@ class SuffixReader:
             self._cursor = Cursor(self._shared)
             self._cursor.read(head[-64:])
 
-    def guess(self, context: Context, depth: int) -> Growth:
+    def guess(self, context: Context, depth: int) -> GuessedTree:
         """See ``Reader.guess``."""
-        self._calibration.settle(context.tokens)
+        self._calibration.learn(context.tokens)
         self._automaton = self.own
         state, length = self.own.match()
         copied = self._source.next(length)
         if self._cursor is not None:
-            self._cursor.settle()
+            self._cursor.refresh()
             if self._cursor.length > length:
                 assert self._shared is not None
                 self._automaton, state, length = self._shared, self._cursor.state, self._cursor.length
@@ -116,12 +116,12 @@ class SuffixReader:
         return found
 
     def expand(self, place: Place) -> list[tuple[int, float, Place]]:
-        """What followed a place in the text, see ``growth.Expand``."""
+        """What followed a place in the text, see ``guessed_tree.Expand``."""
         automaton = self._automaton
         state, length, first, copied = place
         following = automaton.following[state]
         while not following and state > ROOT:
-            # It was only seen at the end of the text: what a shorter run was followed by.
+            # It was seen at the end of the text only: take what followed a shorter run.
             state = automaton.links[state]
             following = automaton.following[state]
             length = min(length, automaton.lengths[state])
@@ -133,7 +133,7 @@ class SuffixReader:
             ranked = [(counts[behind] + 1.0, token, behind)]
             total = counts[behind] + 1.0
         elif len(following) <= WIDEST:
-            # Of equals the newest, which counts once more.
+            # The newest counts once more, and so comes first among equals.
             ranked = [(counts[s] + (t == newest), t, s) for t, s in following.items()]
             total = sum(counts[s] for s in following.values()) + 1.0
             ranked = nlargest(SIBLINGS, ranked)
@@ -164,17 +164,16 @@ class SuffixReader:
 
 
 class SuffixDrafter(TextDrafter):
-    """Drafts what the suffix automaton of prompt and output knows to follow.
+    """Drafts what followed the same tokens before, by the suffix automaton of prompt and output.
 
     Args:
-        memory: of earlier requests, whose texts are looked up too; what is written from now on is added. None: only a
-            request's own text is known.
+        memory: texts of earlier requests, which are looked up too; the texts of new requests are added to it. None:
+            only a request's own text is looked up.
     """
 
     name = "suffix"
 
     def __init__(self, memory: MemoryFile | None = None) -> None:
-        super().__init__()
         self._memory = memory
         self._shared: SuffixAutomaton | None = None
         self._active: set[int] = set()
@@ -188,14 +187,14 @@ class SuffixDrafter(TextDrafter):
         return SuffixReader(self._shared)
 
     def inherit(self, context: Context, earlier: Context) -> None:
-        """The later request's text holds the earlier one's, and is remembered in its place."""
+        """See ``Drafter.inherit``. The later request's text includes the earlier one's, and is stored instead of it."""
         super().inherit(context, earlier)
         if earlier.id in self._active:
             self._active.remove(earlier.id)
             self._active.add(context.id)
 
     def end(self, context: Context) -> None:
-        """Forget the request, or remember it in the file; written when no other request runs, or some seconds on."""
+        """Store the request's text. The file is written when no other request runs, else every few seconds."""
         super().end(context)
         if context.id not in self._active:
             return
@@ -207,14 +206,14 @@ class SuffixDrafter(TextDrafter):
             self._shared.begin()
             self._shared.extend(context.tokens)
             if len(self._shared.text) > 2 * self._memory.most:
-                # The oldest texts have left the file long since.
+                # The oldest texts are no longer in the file.
                 self._shared = _automaton(self._memory)
         if not self._active or time.monotonic() - self._saved > SAVE_SECONDS:
             self._saved = time.monotonic()
             try:
                 self._memory.save()
             except LoadError as error:
-                logger.warning("what requests wrote is not remembered: %s", error)
+                logger.warning("texts of requests are not remembered: %s", error)
 
 
 def _automaton(memory: MemoryFile) -> SuffixAutomaton:
@@ -231,5 +230,5 @@ def _kind(length: int, share: float, first: bool) -> int:
 
 
 def _copied_kind(length: int, first: bool) -> int:
-    """The same of a token that stands where the text is copied from, behind those."""
+    """The index of a token that the text copies: these kinds come after the others."""
     return 2 * len(LENGTHS) * len(SHARES) + first * len(LENGTHS) + bisect(LENGTHS, length) - 1

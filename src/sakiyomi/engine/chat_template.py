@@ -1,4 +1,4 @@
-"""What was said, and the prompt that it makes: by a chat template, or, where there is none, as one text that goes on.
+"""Messages, and the prompt made of them: by a chat template, or, without one, as plain text.
 
 Knows a tokenizer and files of messages; it knows no model and no engine.
 """
@@ -19,7 +19,7 @@ from sakiyomi.core.errors import InputError, LoadError
 __all__ = ["Dialogue", "Exchange", "read_template"]
 
 WORDS = ("auto", "none")
-"""What may stand in the place of a template."""
+"""What may be given instead of a template."""
 Exchange = tuple[str, str]
 """A message and the reply to it."""
 _OPENING = '"(“'
@@ -47,10 +47,10 @@ class Dialogue:
     Args:
         tokenizer: a transformers tokenizer.
         template: a Jinja text; "auto" for the tokenizer's own, or none where it has none; "none" for plain text.
-        system: what the model is told before everything else; "" for nothing.
+        system: the system prompt; "" for none.
 
     Attributes:
-        exchanges: what was said, the oldest first.
+        exchanges: messages and replies, the oldest first.
 
     Raises:
         InputError: the template does not work, or a system prompt has no place in it.
@@ -69,7 +69,7 @@ class Dialogue:
 
     @property
     def system(self) -> str:
-        """The system prompt. Setting it raises InputError where the model would not be told of it."""
+        """The system prompt. Setting it raises InputError if the prompt would not contain it."""
         return self._system
 
     @system.setter
@@ -93,7 +93,7 @@ class Dialogue:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Everything that was said, by role."""
+        """All messages with their roles."""
         return _messages(self._system, self.exchanges)
 
     def prompt(self, message: str, before: Sequence[Exchange]) -> list[int]:
@@ -114,8 +114,8 @@ class Dialogue:
 
         Args:
             messages: what the template takes; without one, texts of users and assistants.
-            tools: that it is to tell of, as JSON schemas.
-            options: what the template knows besides, by name.
+            tools: JSON schemas of tools for the template.
+            options: further values for the template, by name.
 
         Raises:
             InputError: the template does not take them.
@@ -126,7 +126,7 @@ class Dialogue:
             if options:
                 raise InputError("without a chat template nothing is done with values for it; leave them out")
             if tools:
-                raise InputError("without a chat template nothing tells the model of tools; leave them out")
+                raise InputError("the model has no chat template that could describe tools to it; leave tools out")
             text = ""
             for message in messages:
                 role, said = message["role"], message["content"]
@@ -165,7 +165,7 @@ class Dialogue:
                 beside.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
-        """Take the messages of a file in the place of these.
+        """Replace the messages by those of a file.
 
         Raises:
             LoadError: it cannot be read, or holds something else.
@@ -186,7 +186,7 @@ class Dialogue:
         how = {**options, "chat_template": self._template, "add_generation_prompt": True, "tokenize": False}
         try:
             return str(self._tokenizer.apply_chat_template(messages, tools=tools or None, **how))
-        except Exception as error:  # a template is a program of somebody else's
+        except Exception as error:  # a template is a program that may raise anything
             raise InputError(
                 f"the chat template fails ({type(error).__name__}: {error}); give another one, or none for plain text"
             ) from None
@@ -200,7 +200,7 @@ def _messages(system: str, exchanges: Sequence[Exchange], message: str | None = 
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """A lone surrogate, which JSON and a command line can hold, is none: nobody could tokenize or write it."""
+    """Whether this is Unicode text: a lone surrogate, which JSON can hold, cannot be tokenized or written."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -214,7 +214,7 @@ def _as_text(said: str) -> str:
 
 
 def _joint(before: str, after: str) -> str:
-    """A space where a word typed behind a text would run into its last one."""
+    """A space, if a message would otherwise run into the last word of the text before it."""
     end, head = before[-1:], after[:1]
     if not end or not head or end.isspace() or not end.isascii():
         return ""

@@ -1,4 +1,4 @@
-"""`Conversation`: requests that follow one another and compute what their prompts share only once."""
+"""`Conversation`: successive requests that compute only the new part of each prompt."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ __all__ = ["Conversation"]
 
 
 class Conversation:
-    """Requests one after the other, each with its whole prompt, in one place of the caches; see ``LLM.conversation``.
+    """Successive requests, each with its whole prompt, in one slot of the cache; see ``LLM.conversation``.
 
-    Of a prompt only those tokens are computed that stand behind its longest common beginning with what the cache holds:
-    the last prompt and the reply to it, as far as they are the same tokens. So a conversation may go on, be taken back
-    or be edited anywhere; ``Stats.reused`` says how much was there. Greedy or with a seed, the tokens are those that
+    The slot holds the last prompt and its reply. The longest beginning that a new prompt shares with them is used
+    again, and only the tokens behind it are computed. So a conversation may be continued, taken back or edited
+    anywhere; ``Stats.reused`` says how many tokens were used again. Greedy or with a seed, the tokens are those that
     ``LLM.generate`` gives the same prompt: in float32, and, bit for bit, with ``exact=True``. There only whole chunks
-    of earlier prompts (of ``chunk_size`` tokens) are used again: all other rows round otherwise than a fresh request's.
+    of earlier prompts (of ``chunk_size`` tokens) are used again: other rows were rounded differently.
 
-    With a seed the randomness of a reply depends on the seed, on ``index`` and on the places of its tokens, and on
-    nothing that was said before.
+    With a seed the randomness of a reply depends on the seed, on ``index`` and on the positions of its tokens only.
 
-    One request at a time. The place is kept until ``close``; when other requests need it, or the memory, it is taken
-    from the conversation that was longest idle, whose next prompt is then computed as a whole.
+    One request at a time. The slot is kept until ``close``. When other requests need a slot or its memory, the
+    conversation that was idle longest loses its own; its next prompt is then computed as a whole.
     """
 
     def __init__(self, engine: Engine, prefix: Prefix | None = None, *, beginning: bool = False) -> None:
@@ -39,17 +38,17 @@ class Conversation:
 
     @property
     def stats(self) -> Stats:
-        """Figures of the last request, also of one that was left."""
+        """Figures of the last request, also if it was left early."""
         return self._request.stats if self._request is not None else Stats()
 
     def stream(
         self, prompt: Any, params: SamplingParams | None = None, *, index: int = 0
     ) -> Generator[Step, None, None]:
-        """Every round's tokens and text as they come. Leaving the loop early ends the request; what it wrote is kept.
+        """Yield every round's tokens and text. Leaving the loop early ends the request; its tokens are kept.
 
         Args:
             prompt: text or token ids: all of the conversation so far and what is new. Where the target has an encoder,
-                its source: of that nothing is used again.
+                its source, of which nothing is used again.
             params: None for the defaults.
             index: with a seed the text is that which ``generate`` gives the prompt in this place of a list.
 
@@ -77,15 +76,15 @@ class Conversation:
         """The whole reply at once; arguments and errors as of ``stream``."""
         params = as_params(params)
         if params.n > 1:
-            raise InputError(f"n={params.n} samples are no one reply; use LLM.generate")
+            raise InputError(f"n={params.n} samples cannot be one reply; use LLM.generate")
         return self._engine.complete(self._submit(prompt, params, key=(index,), live=False) for _ in range(1))[0]
 
     def snapshot(self, text: str, recipe: dict[str, str]) -> Prefix:
-        """What is held of the last prompt and its reply, see ``LLM.prefix``."""
+        """A prefix of the last prompt and its reply, see ``LLM.prefix``."""
         return self._engine.snapshot(self._place, text, recipe)
 
     def close(self) -> None:
-        """Free the place. The next prompt, if there is one, is computed as a whole and kept again."""
+        """Free the slot. The next prompt, if there is one, is computed as a whole and kept again."""
         self._engine.release(self._place)
 
     def _submit(self, prompt: Any, params: SamplingParams, **options: Any) -> Request:

@@ -1,4 +1,4 @@
-"""What transformers' ``generate`` does to the logits of an encoder-decoder model by its generation settings alone."""
+"""The logits processors that transformers' ``generate`` makes of an encoder-decoder model's generation settings."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def default_processors(
     """Transformers' own processors in the order in which ``generate`` has them.
 
     Args:
-        settings: a GenerationConfig; what it says of beams and sampling is not asked.
-        begin: tokens that the decoder begins with.
+        settings: a GenerationConfig; its settings of beams and sampling are not used.
+        begin: number of tokens that the decoder begins with.
         last: most tokens of the decoder, those included.
         source: (1, n) the encoder's tokens; None: it has none.
-        no_end: end tokens do not end the text: none is asked for or put off.
+        no_end: end tokens do not end the text, so that none is forced or suppressed.
     """
     ends = settings.eos_token_id
     end = torch.tensor(ends if isinstance(ends, list) else [ends]) if ends is not None else None

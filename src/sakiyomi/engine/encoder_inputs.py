@@ -1,4 +1,4 @@
-"""What a user gives to an encoder-decoder model: a source for its encoder, and what its decoder goes on from."""
+"""Prompts of encoder-decoder models: a source for the encoder, and the first tokens of the decoder."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["SourceInputProcessor", "token_source"]
 
 
 class SourceInputProcessor:
-    """Sources from texts and token ids, or from sounds and their features, whichever the encoder takes.
+    """Makes sources from texts and token ids, or from sounds and their features, as the encoder takes them.
 
-    What transformers' ``generate`` does by the model's generation settings is done here too: the first tokens of the
-    decoder, and processors for its logits, before those of the user.
+    Follows the model's generation settings as transformers' ``generate`` does: the first tokens of the decoder, and
+    processors for its logits, which come before those of the user.
 
     Args:
         model: the user's model, for its settings.
         tokenizer: of the model.
-        extractor: of a model that takes sounds: makes features of samples; None: only features can be given.
+        extractor: of a speech model: makes features of samples; None: only features can be given.
         vocab_size: width of the logits.
         max_context: most tokens of the decoder.
-        first: the first token's logits (V,) for a source behind these decoder tokens, by which a language is heard.
+        first: gives the next token's logits (V,) for a source and the decoder's first tokens; it detects the language.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SourceInputProcessor:
         self._begin = self._start_token()
 
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
-        """See ``intake.Intake``."""
+        """See ``InputProcessor``."""
         source = self._source(prompt)
         tokens = self._prompt(prompt, source)
         if len(tokens) >= self._max_context:
@@ -72,7 +72,7 @@ class SourceInputProcessor:
     # ------------------------------------------------------------ sources
 
     def _source(self, prompt: Any) -> Source:
-        # Samples of one prompt come one after the other: they share what the encoder makes of it.
+        # Several samples of one prompt come one after the other: they share the encoder's output.
         key = tuple(prompt) if isinstance(prompt, list) else prompt
         if self._last is not None:
             known, source = self._last
@@ -88,10 +88,8 @@ class SourceInputProcessor:
                 f"the prompt is a sound, and the model ({self._config.model_type}) reads text; give a text, or a list "
                 "of token ids, or load a speech model (whisper)"
             )
-        size = int(self._config.vocab_size)
-        limit = self._limit + 1 if self._limit is not None else 1 << 30
-        tokens = prompt_tokens(prompt, self._tokenizer, size, 1 << 30)
-        if len(tokens) >= limit:
+        tokens = prompt_tokens(prompt, self._tokenizer, int(self._config.vocab_size), 1 << 30)
+        if self._limit is not None and len(tokens) > self._limit:
             raise InputError(
                 f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; "
                 "shorten it, or give its parts one by one"
@@ -107,7 +105,7 @@ class SourceInputProcessor:
             features = prompt[None] if prompt.dim() == 2 else prompt
         else:
             raise InputError(
-                f"the prompt is {prompt!r:.60}, and the model ({self._config.model_type}) hears; give a "
+                f"the prompt is {prompt!r:.60}, and the model ({self._config.model_type}) is a speech model; give a "
                 "sakiyomi.Audio (Audio.read('x.wav')) or a tensor of input features"
             )
         if tuple(features.shape) != (1, mels, frames) or not features.is_floating_point():
@@ -149,13 +147,14 @@ class SourceInputProcessor:
         )
 
     def _prompt(self, prompt: Any, source: Source) -> list[int]:
-        wanted = (prompt.language, prompt.task) if isinstance(prompt, Audio) else (None, None)
         if not self._family.hears:
             return [self._begin]
-        return self._whisper(source, *wanted)
+        if isinstance(prompt, Audio):
+            return self._whisper(source, prompt.language, prompt.task)
+        return self._whisper(source, None, None)
 
     def _whisper(self, source: Source, language: str | None, task: str | None) -> list[int]:
-        """Start, language, task and that no times are wanted, as transformers' whisper puts them together."""
+        """The tokens for start, language, task and no timestamps, in the order of transformers' whisper."""
         settings = self._settings
         languages: dict[str, int] = getattr(settings, "lang_to_id", None) or {}
         tasks: dict[str, int] = getattr(settings, "task_to_id", None) or {}
@@ -176,15 +175,15 @@ class SourceInputProcessor:
                         f"the model's forced_decoder_ids are {forced}; expected one for each place from 1 on"
                     )
                 tokens.append(token)
-        heard: int | None = None
+        code: int | None = None
         if language is not None:
-            heard = _language(language, languages)
+            code = _language(language, languages)
         elif languages and (len(tokens) < 2 or tokens[1] is None):
             logits = self._first(source, [self._begin])
             known = sorted(languages.values())
-            heard = known[int(logits[known].argmax())]
-        if heard is not None:
-            tokens[1:2] = [heard]
+            code = known[int(logits[known].argmax())]
+        if code is not None:
+            tokens[1:2] = [code]
         if task is not None:
             if task not in tasks:
                 raise InputError(f"task is {task!r}; expected one of {', '.join(map(repr, tasks))}")

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sakiyomi.cache.eviction import neg_log_prob
 from sakiyomi.cache.prefix import Prefix
+from sakiyomi.cache.slot_record import neg_log_prob
 from sakiyomi.core.errors import DraftError, InputError, MemoryLimitError, RemovedError
 from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
 from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
+from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
 from sakiyomi.engine.batch import Batch, score_alone
@@ -67,7 +68,7 @@ class Engine:
     def __init__(
         self,
         target: ModelRunner,
-        drafter: Drafter | None,
+        drafter: Drafter | Proposer | None,
         tokenizer: Any,
         *,
         intake: InputProcessor | None = None,
@@ -79,6 +80,7 @@ class Engine:
         settle: Callable[[], None] = lambda: None,
         depth: int | None = None,
     ) -> None:
+        drafter = as_drafter(drafter) if drafter is not None else None
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
@@ -86,7 +88,7 @@ class Engine:
         self._settle, self._depth = settle, depth
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._slots = SlotManager(target.cache, target.eviction, drafter, chunk_size, exact)
+        self._slots = SlotManager(target, drafter, chunk_size, exact)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._speculation = SpeculationController(target, drafter, exact=exact, strict=strict)
@@ -98,9 +100,11 @@ class Engine:
         return bool(self._waiting or self._running)
 
     @property
-    def cached(self) -> int:
-        """Tokens of running requests whose keys and values are in the target's cache."""
-        return sum(request.cached for request in list(self._running))
+    def cache_usage(self) -> float:
+        """Share of the target's cache that running requests and retained slots hold; 1 if all slots were full."""
+        return min(
+            1.0, self._slots.held_bytes / self.target.cache.capacity(self.target.cache.max_slots, self.max_context)
+        )
 
     def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
         """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
@@ -270,7 +274,8 @@ class Engine:
         """A copy of what a conversation holds between two of its requests, of all tokens that were read."""
         with self._lock:
             assert place.slot is not None, "the place holds nothing"
-            return Prefix.of_slot(place.held, text, recipe, self.target, place.slot)
+            tensors = self.target.eviction.snapshot(place.slot, len(place.held))
+            return Prefix(place.held, text, recipe, tensors)
 
     def find(self, request: int) -> Request | None:
         """The state of a request that is waiting or running."""
@@ -329,18 +334,18 @@ class Engine:
         eviction = self.target.eviction
         nodes = (0, *(node + 1 for node in verdict.path))
         if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
-            eviction.keep(request.slot, request.cached, nodes)
+            eviction.commit(request.slot, request.cached, nodes)
             request.cached += len(nodes)
         if eviction.needs_log_probs:
             tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token]
-            eviction.learn(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
+            eviction.add_log_probs(request.slot, neg_log_prob(rows.raw[list(nodes)], tokens))
 
     def _evict(self, request: Request) -> None:
         """Where this is an eviction boundary, drop what the cache is not to hold; say where the next one is."""
         assert request.slot is not None
         eviction = self.target.eviction
-        eviction.settle(request.slot, request.prompt_tokens, request.cached)
-        request.border = eviction.border(request.slot, request.prompt_tokens)
+        eviction.evict(request.slot, request.prompt_tokens, request.cached)
+        request.boundary = eviction.boundary(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ coming and going
 

@@ -1,4 +1,4 @@
-"""What users give, as token ids: prompts, and words that must not be written."""
+"""Turns what users give (prompts, and words that must not be generated) into token ids."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["InputProcessor", "TextInputProcessor", "TokenizedPrompt", "prompt_to
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """What a request begins with.
+    """A checked prompt.
 
     Attributes:
-        tokens: that the model goes on from.
-        params: with words as token ids.
-        source: what it attends to besides; None: nothing.
+        tokens: of the prompt.
+        params: of the request, with words as token ids.
+        source: what the model's encoder reads; None: the model has no encoder.
     """
 
     tokens: list[int]
@@ -33,7 +33,7 @@ class TokenizedPrompt:
 
 
 class InputProcessor(Protocol):
-    """Makes of what a user gives what a request begins with."""
+    """Turns what a user gives into a checked prompt."""
 
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """Check both.
@@ -45,7 +45,7 @@ class InputProcessor(Protocol):
 
 
 class TextInputProcessor:
-    """For models that go on with their prompt.
+    """Prompts of decoder-only models.
 
     Args:
         tokenizer: of the model.
@@ -59,9 +59,7 @@ class TextInputProcessor:
     def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
         """See ``InputProcessor``."""
         if isinstance(prompt, Audio):
-            raise InputError(
-                f"the prompt is {prompt!r}, and the model goes on with text; load a speech model (whisper)"
-            )
+            raise InputError(f"the prompt is {prompt!r}, and the model reads text; load a speech model (whisper)")
         tokens = prompt_tokens(prompt, self._tokenizer, self._vocab_size, self._max_context)
         return TokenizedPrompt(tokens, with_ids(params, self._tokenizer))
 
@@ -70,13 +68,13 @@ def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, 
     """The tokens of a prompt; token ids are used as they are.
 
     Raises:
-        InputError: it is empty, is no text, has unknown tokens, or leaves no room for a new one.
+        InputError: it is empty, is no text, has unknown tokens, or leaves no room for a new token.
     """
     if isinstance(prompt, str):
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise InputError(f"the prompt {prompt!r:.80} is no text ({error}); give it as valid Unicode") from None
+            raise InputError(f"the prompt {prompt!r:.80} is no text ({error}); pass valid Unicode") from None
         tokens: list[int] = list(tokenizer(prompt)["input_ids"]) if prompt else []
         if not tokens:
             first = tokenizer.bos_token_id

@@ -124,7 +124,7 @@ def costs(target: ModelRunner, drafter: Drafter | None, *, context: int = 128, r
         ``target_ms`` and ``v`` (in plain target steps) by T; ``draft_ms`` and ``c`` (None without a draft model).
     """
     passes = pass_seconds(target, ROWS, context=context, repeats=repeats)
-    model: ModelRunner | None = getattr(drafter, "model", None)
+    model = drafter.model if drafter is not None else None
     draft = None if model is None else pass_seconds(model, (1,), context=context, repeats=repeats)[1]
     return {
         "context": context,
@@ -144,7 +144,7 @@ def pass_seconds(model: ModelRunner, rows: Sequence[int], *, context: int = 128,
     tokens = [(7 * i + 1) % model.vocab_size for i in range(context + max(rows))]
     with model.cache.lent(context + max(rows)) as slot:
         model.score([SequenceRows(slot, 0, tokens[:context], prompt=True)], last=True)
-        model.cache.keep(slot, 0, range(context))
+        model.cache.commit(slot, 0, range(context))
         times: dict[int, list[float]] = {count: [] for count in rows}
         for lap in range(repeats + 1):
             for count in rows:

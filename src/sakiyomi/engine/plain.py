@@ -10,7 +10,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.engine import Engine
 
 if TYPE_CHECKING:
-    from sakiyomi.drafters import Drafter
+    from sakiyomi.drafters import Drafter, Proposer
     from sakiyomi.engine.llm import LLM
     from sakiyomi.engine.request import Request
 
@@ -26,7 +26,7 @@ class EngineView:
         strict: as of ``LLM``.
     """
 
-    def __init__(self, llm: LLM, drafter: Drafter | None = None, *, strict: bool = False) -> None:
+    def __init__(self, llm: LLM, drafter: Drafter | Proposer | None = None, *, strict: bool = False) -> None:
         own = llm.engine
         self.engine = Engine(
             llm.target,

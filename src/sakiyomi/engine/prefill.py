@@ -57,7 +57,7 @@ class Prefill:
         for request in running:
             if request.prefilled or request.over or self._slots.waits(request):
                 continue
-            unread = min(request.prompt_tokens, request.border) - request.cached
+            unread = min(request.prompt_tokens, request.boundary) - request.cached
             count = min(self._chunk_size, unread)
             if batch.requests and (count > budget or self._exact):
                 break
@@ -97,7 +97,7 @@ class Prefill:
             assert request.slot is not None
             request.cached += len(rows.tokens)
             if request.place is None or not request.place.beginning:
-                request.cached = eviction.go_on(request.slot, request.prompt_tokens, request.cached)
+                request.cached = eviction.reread_from(request.slot, request.prompt_tokens, request.cached)
             if request.prefilled:
                 complete.add(request, Draft.empty(), rows)
                 ends.append(i)
@@ -117,7 +117,7 @@ class Prefill:
             count, at = len(rows.tokens), rows.length
             logits = output.logits[first : first + count]
             try:
-                self._target.eviction.learn_prompt(request.slot, logits, request.tokens, at, at + count)
+                self._target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
             except Exception as error:
                 reason = no_memory(error)
                 if reason is None:

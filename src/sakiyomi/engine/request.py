@@ -34,7 +34,7 @@ class RetainedSlot:
     Attributes:
         prefix: what requests go on from where nothing else is held.
         beginning: what is read here is the beginning of other prompts: nothing is asked at its end.
-        open: other requests may go on from what is kept, and take it over if they go on where its request ended.
+        shareable: other requests may go on from what is kept, and take it over if they go on where its request ended.
         slot: in the target's cache; None: nothing is kept.
         held: the tokens whose keys and values lie there.
         prompt: so many of them were its request's prompt.
@@ -44,7 +44,7 @@ class RetainedSlot:
 
     prefix: Prefix | None = None
     beginning: bool = False
-    open: bool = False
+    shareable: bool = False
     slot: int | None = None
     held: list[int] = field(default_factory=list)
     prompt: int = 0
@@ -76,7 +76,7 @@ class Request:
         slot: place in the target's cache; None while waiting.
         cached: tokens whose keys and values the target has computed.
         fresh: all of them lie there as they do for a request that has read its prompt from the first token on.
-        border: where something of them may be dropped next, in tokens; no round goes beyond it.
+        boundary: where something of them may be dropped next, in tokens; no round goes beyond it.
     """
 
     context: Context
@@ -95,7 +95,7 @@ class Request:
     slot: int | None = None
     cached: int = 0
     fresh: bool = True
-    border: int = 0
+    boundary: int = 0
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     stats: Stats = field(default_factory=Stats)

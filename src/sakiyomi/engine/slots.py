@@ -1,28 +1,30 @@
 """Who has which slot of the cache: a running request, or a conversation between two of its requests.
 
-Knows no passes and no tokens' meaning; what of one slot is used again, there or copied into another, is decided here
-alone.
+Decides what of a slot's text is reused, in place or copied into another slot. Knows no passes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from sakiyomi.cache.eviction import EvictingCache, FullCache
 from sakiyomi.cache.prefix import LEAST, alike
-from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
-from sakiyomi.drafters.base import Drafter, tell
+from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
+
+if TYPE_CHECKING:
+    from sakiyomi.cache.eviction import ManagedCache
+    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["SlotManager"]
 
-RECENTLY = 0.5  # seconds for which it holds what the system said of its memory: asking takes longer than all the rest
-AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read in one pass by all who ask
+RECENTLY = 0.5  # seconds for which an answer of the system about free memory is believed: asking is slow
+AWAITED = 64  # tokens, or a chunk of them, that are worth waiting for: fewer are read anew in one pass
 
 Kin = list[tuple[Request, int]]
-"""Requests that were seated before, and the tokens that they have in common with one."""
+"""Requests that got their slots before another one, and how many first tokens each has in common with it."""
 
 
 class SlotManager:
@@ -36,8 +38,7 @@ class SlotManager:
     first of those who share something never waits, and none waits for longer than it would read.
 
     Args:
-        cache: the target's.
-        keeping: what stays there.
+        target: whose cache has the slots.
         drafter: hears of the end of every request, or of the next one of its conversation.
         chunk_size: prompt tokens in one pass.
         exact: only what any request with the same prompt would compute in the same way is used again.
@@ -45,23 +46,34 @@ class SlotManager:
 
     def __init__(
         self,
-        cache: SlotCache,
-        eviction: EvictingCache | FullCache,
+        target: ModelRunner,
         drafter: Drafter | None,
         chunk_size: int,
         exact: bool,
     ) -> None:
-        self._cache, self._eviction = cache, eviction
+        self._target, self._cache = target, target.cache
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._seated: dict[Request, Kin] = {}
         self._kept: list[RetainedSlot] = []  # the longest unused first
         self._fitted = (0, 0, -RECENTLY)  # requests and columns for which there was memory, and when
 
-    def seat(self, request: Request) -> None:
-        """A slot for a request: that of its conversation or of an open place that it goes on from, rolled back to what
-        the prompt shares with it, or a free one, with what others have read of the prompt.
+    @property
+    def _eviction(self) -> ManagedCache:
+        """What stays in the cache; another object once a drafter has asked for queries to be tracked."""
+        return self._target.eviction
 
-        Not all requests that run at once may be seated already.
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values that requests and retained slots hold; evicted ones are not among them."""
+        seated = [(request.slot, request.cached) for request in list(self._seated)]
+        kept = [(place.slot, len(place.held)) for place in list(self._kept)]
+        return sum(self._cache.held_bytes(slot, length) for slot, length in seated + kept if slot is not None)
+
+    def seat(self, request: Request) -> None:
+        """Give a request a slot: that of its conversation, or of a shareable place that it goes on from, rolled back to
+        what the prompt shares with it; or a free one, with what others have read of the prompt.
+
+        Fewer requests must have slots than may run at once.
 
         Raises:
             MemoryLimitError: there is no storage for a prefix.
@@ -78,39 +90,37 @@ class SlotManager:
             self._eviction.begin(request.slot)
             self._go_on(request)
         if lender is not None and lender.slot is not None and not self._eviction.chunked:
-            self._copy(request, lender.slot, self._held(lender, request))
+            self._copy(request, lender.slot, self._lendable(lender.slot, self._held(lender, request)))
         self._share(request)
 
     def _hand_over(self, place: RetainedSlot, request: Request) -> None:
-        """The place's slot is the request's from now on, rolled back to what is used again."""
+        """Give a retained slot to a request, rolled back to what can be reused."""
         assert place.slot is not None and place.context is not None
         same = request.context.source is None  # else what is held was made from another source
         shared = self._held(place, request) if same else 0
         self._kept.remove(place)
-        if not self._eviction.roll_back(place.slot, shared):
-            shared = 0
-            self._eviction.begin(place.slot)
+        shared = self._eviction.resume(place.slot, shared, self._chunk_size if self._exact else 1)
         request.slot, place.slot = place.slot, None
         request.cached = request.stats.reused = shared
         request.fresh = not (shared and self._eviction.chunked)
         if same:
-            tell(self._drafter, "inherit", request.context, place.context)
-        tell(self._drafter, "end", place.context)
+            tell_inherit(self._drafter, request.context, place.context)
+        tell_end(self._drafter, place.context)
 
     def _go_on(self, request: Request) -> None:
-        """From a prefix, if the request has one and begins with all of it."""
+        """Fill the slot from the request's prefix, if it has one and begins with all of it."""
         prefix = request.place.prefix if request.place is not None else None
         if prefix is None or (self._exact and len(prefix.tokens) % self._chunk_size):
             return  # the rows of its last chunk round otherwise than in a chunk that is longer
         count = len(prefix.tokens)
         if count < request.prompt_tokens and request.tokens[:count] == prefix.tokens:
             assert request.slot is not None
-            prefix.take(self._cache, self._eviction, request.slot)
+            self._eviction.restore(request.slot, count, prefix.tensors)
             request.cached = request.stats.reused = count
             request.fresh = not self._eviction.chunked
 
     def _held(self, place: RetainedSlot, request: Request) -> int:
-        """Tokens of a request's prompt that a kept place has, as far as they may be used again."""
+        """How many first tokens of a request's prompt a retained slot holds that can be reused."""
         shared = place.shared(request.tokens) - self._eviction.needs_log_probs  # of the token behind them
         shared = min(max(shared, 0), request.prompt_tokens - 1)  # the last one is wanted
         if self._exact:
@@ -119,15 +129,15 @@ class SlotManager:
         return shared
 
     def _lender(self, request: Request) -> RetainedSlot | None:
-        """The open place that has most of a request's prompt."""
+        """The shareable place that has most of a request's prompt."""
         if not request.shares or request.context.source is not None:
             return None
-        held = {place: self._held(place, request) for place in self._kept if place.open}
+        held = {place: self._held(place, request) for place in self._kept if place.shareable}
         best = max(held, key=held.__getitem__, default=None)
         return best if best is not None and held[best] >= LEAST else None
 
     def _taken_over(self, request: Request, lender: RetainedSlot | None) -> RetainedSlot | None:
-        """The lender, if the request goes on where that one's ended, or if its slot is wanted; else a slot is free."""
+        """The lender, if the request continues its whole text or no other slot is free; None: another one is free."""
         while True:
             full = not self._cache.free or len(self._seated) + len(self._kept) > self._fitted[0]
             wanted = full and self._kept[:1] == [lender]
@@ -140,11 +150,11 @@ class SlotManager:
     # ------------------------------------------------------------ what others read
 
     def waits(self, request: Request) -> bool:
-        """Whether more of a request's prompt is about to be read by another one."""
+        """Whether another request is about to read more of this one's prompt."""
         return any(self._coming(request, other, count) for other, count in self._seated[request])
 
     def share(self) -> None:
-        """Have all requests copy what others have read of their prompts, unless more of it is about to come."""
+        """Copy to each request what others have read of its prompt, unless they are about to read more of it."""
         for request in self._seated:
             self._share(request)
 
@@ -156,22 +166,27 @@ class SlotManager:
         for other, count in self._seated[request]:
             if other.slot is not None and other.error is None and not self._coming(request, other, count):
                 lent = self._lent(request, other, count, other.cached)
-                if lent > best and self._eviction.lends(other.slot, lent):
+                if lent > best and (lent := self._lendable(other.slot, lent)) > best:
                     best, slot = lent, other.slot
         self._copy(request, slot, best)
 
+    def _lendable(self, slot: int, count: int) -> int:
+        """Of a slot's first `count` tokens those that can be copied; whole chunks where the chunks matter."""
+        whole = self._exact or self._eviction.chunked
+        return self._eviction.lendable(slot, count, self._chunk_size if whole else 1)
+
     def _akin(self, request: Request, other: Request) -> bool:
-        """Whether they may share anything: what an encoder has read is shared elsewhere."""
+        """Whether two requests may share anything; what an encoder has read is shared by ``SourceCache``."""
         return other is not request and request.shares and other.shares and request.context.source is None
 
     def _coming(self, request: Request, other: Request, count: int) -> bool:
-        """Whether another request is about to read what is worth waiting for."""
+        """Whether another request is about to read enough that waiting for it pays."""
         most = self._lent(request, other, count, other.prompt_tokens)
         reading = other in self._seated and not other.prefilled and not other.over
         return reading and request.cached <= other.cached <= most - min(AWAITED, self._chunk_size)
 
     def _lent(self, request: Request, other: Request, count: int, read: int) -> int:
-        """Of `count` tokens in common those that may be used again when the other request has read so many."""
+        """How many of `count` common tokens can be reused when the other request has read so many."""
         tail = self._eviction.tail
         count = min(count - self._eviction.needs_log_probs, read, request.prompt_tokens - tail)
         if not self._exact and not self._eviction.chunked:
@@ -179,7 +194,7 @@ class SlotManager:
         return min(count, other.prompt_tokens - tail) // self._chunk_size * self._chunk_size if other.fresh else 0
 
     def _copy(self, request: Request, slot: int, count: int) -> None:
-        """Have a request go on from the first tokens of another slot, if that is worth it and there is storage."""
+        """Copy the first tokens of another slot to a request, if that pays and there is storage."""
         if count - request.cached < LEAST:
             return
         assert request.slot is not None
@@ -192,12 +207,12 @@ class SlotManager:
             raise
         request.stats.reused += count - request.cached
         request.cached = count
-        request.border = self._eviction.border(request.slot, request.prompt_tokens)
+        request.boundary = self._eviction.boundary(request.slot, request.prompt_tokens)
 
     # ------------------------------------------------------------ at the end
 
     def free(self, request: Request) -> None:
-        """Take the slot of a request back, or leave it to its conversation if the request did not end by an error."""
+        """Free the slot of a request, or leave it to its conversation if the request did not end with an error."""
         self._seated.pop(request, None)
         if request.error is None:
             self.share()  # nobody waits for it any more
@@ -207,7 +222,7 @@ class SlotManager:
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
-            read_once = max(0, request.prompt_tokens - self._eviction.again)
+            read_once = max(0, request.prompt_tokens - self._eviction.reread_tokens)
             place.whole = min(request.cached, read_once) // self._chunk_size * self._chunk_size
             place.slot, place.context = slot, request.context
             self._kept.append(place)
@@ -215,7 +230,7 @@ class SlotManager:
         if slot is not None:
             self._eviction.end(slot)
             self._cache.release(slot)
-        tell(self._drafter, "end", request.context)
+        tell_end(self._drafter, request.context)
 
     def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; nothing if it keeps nothing."""
@@ -226,7 +241,7 @@ class SlotManager:
         self._eviction.end(place.slot)
         self._cache.release(place.slot)
         place.slot = None
-        tell(self._drafter, "end", place.context)
+        tell_end(self._drafter, place.context)
 
     def check_memory(self, requests: Sequence[Request]) -> None:
         """Refuse the last of these requests if all of them would not fit at their longest; kept places make way when a

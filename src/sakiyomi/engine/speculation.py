@@ -108,17 +108,21 @@ class SpeculationController:
         Raises:
             InputError: the rule that was asked for does not take what the drafter proposes.
         """
-        kind_for = getattr(self.drafter, "kind_for", None)
-        kind = None if self.drafter is None else kind_for(params) if kind_for else self.drafter.kind
-        return choose_verifier(params, kind, branches=kind_for is not None and kind != "chain")
+        if self.drafter is None:
+            return choose_verifier(params, None)
+        kind = self.drafter.kind_for(params)
+        return choose_verifier(params, kind, branches=self.drafter.prefers_coupled and kind != "chain")
 
     def propose(self, requests: Sequence[Request]) -> DraftBatch:
         """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end."""
-        seconds, catching_up, passes = self._clock("forward_seconds"), self._clock("prefill_seconds"), self._passes()
-        drafts = self._propose(requests) if self.drafter is not None else [Draft.empty()] * len(requests)
-        catching_up = self._clock("prefill_seconds") - catching_up
-        passes = self._passes() - passes or max((draft.tree.depth for draft in drafts), default=0)
-        return DraftBatch(drafts, self._clock("forward_seconds") - seconds - catching_up, catching_up, passes)
+        drafter = self.drafter
+        if drafter is None:
+            return DraftBatch([Draft.empty()] * len(requests), 0.0, 0.0, 0)
+        seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
+        drafts = self._propose(drafter, requests)
+        catching_up = drafter.prefill_seconds - catching_up
+        passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
+        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes)
 
     def check(self, request: Request) -> None:
         """Where drafts are strict, raise what the drafter did wrong for this request.
@@ -160,8 +164,7 @@ class SpeculationController:
 
     # ------------------------------------------------------------ one round
 
-    def _propose(self, requests: Sequence[Request]) -> list[Draft]:
-        assert self.drafter is not None
+    def _propose(self, drafter: Drafter, requests: Sequence[Request]) -> list[Draft]:
         drafts = [Draft.empty()] * len(requests)
         costs = functools.cache(functools.partial(self._costs, len(requests)))  # the same for all of a round
         wanted: list[tuple[int, int]] = []
@@ -176,18 +179,18 @@ class SpeculationController:
         if not wanted:
             return drafts
         try:
-            proposed = self.drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
+            proposed = drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
             if len(proposed) != len(wanted):
                 raise ValueError(f"{len(proposed)} drafts for {len(wanted)} requests; give one for each, in order")
         except Exception as error:
             for i, _ in wanted:
-                self._leave_out(requests[i], error)
+                self._leave_out(drafter, requests[i], error)
             return drafts
         for (i, _), draft in zip(wanted, proposed, strict=True):
             try:
                 drafts[i] = self._checked(draft, requests[i])
             except Exception as error:
-                self._leave_out(requests[i], error)
+                self._leave_out(drafter, requests[i], error)
         return drafts
 
     def _costs(self, batch: int) -> Costs:
@@ -224,9 +227,9 @@ class SpeculationController:
             draft = draft.cut(draft.tree.depth - 1)
         return draft
 
-    def _leave_out(self, request: Request, error: Exception) -> None:
+    def _leave_out(self, drafter: Drafter, request: Request, error: Exception) -> None:
         """Go on with a request without the drafter, or end it where drafts are strict; the first time it is said."""
-        text = f"drafter {getattr(self.drafter, 'name', self.drafter)} failed: {type(error).__name__}: {error}"
+        text = f"drafter {drafter.name} failed: {type(error).__name__}: {error}"
         if self._strict:
             fault = self._faults[request.id] = DraftError(f"{text}; without strict the text goes on undrafted")
             fault.__cause__ = error
@@ -235,13 +238,7 @@ class SpeculationController:
         self._without.add(request.id)
         self.broken += 1
 
-    def _clock(self, name: str) -> float:
-        return float(getattr(self.drafter, name, 0.0))
-
-    def _passes(self) -> int:
-        return int(getattr(self.drafter, "passes", 0))
-
 
 def _room(request: Request) -> int:
     """Draft tokens that may still be committed: the target's own token comes on top, and is in no cache yet."""
-    return min(request.last - len(request.tokens) - 1, request.border - len(request.tokens))
+    return min(request.last - len(request.tokens) - 1, request.boundary - len(request.tokens))

@@ -133,6 +133,24 @@ class BatchPlan:
             return np.arange(part.length, part.length + row + 1)
         return part.length - part.done + _paths(part.parents)[part.done + row]
 
+    def lineage(self, segment: int, count: int) -> Ints:
+        """Columns of the last `count` tokens on the way to each row of a segment, itself last: (rows, count) int64.
+
+        What layers read that see a few tokens only. Negative columns lie before the text.
+        """
+        _, _, rows, length, _ = self.table[segment]
+        part = self.parts[segment]
+        columns = [np.arange(length, length + rows)]
+        for _ in range(count - 1):
+            before = columns[-1] - 1
+            if part.parents is not None:
+                first = length - part.done  # column of the tree's root
+                parents = np.array(part.parents, np.int64)
+                inside = columns[-1] >= first
+                before[inside] = first + parents[columns[-1][inside] - first]
+            columns.append(before)
+        return np.stack(columns[::-1], 1)
+
     @cached_property
     def prompts(self) -> bool:
         """Whether a chunk of a prompt is among the segments."""

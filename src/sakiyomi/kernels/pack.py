@@ -5,39 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from sakiyomi.cache.slots import LayerShape
 from sakiyomi.kernels.native import PackedLinear, PackedWeights, can_pack
 
-if TYPE_CHECKING:
-    from sakiyomi.kernels.quantization import QuantizationReport
-
-__all__ = ["PACKED", "Prepared", "Watch", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
+__all__ = ["PACKED", "Watch", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
 
 PACKED = (nn.Linear, Conv1D)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is known of a model whose linear layers are packed already, or rounded by somebody else.
-
-    Attributes:
-        native: tables that hold its weights; None: it has weights of its own.
-        shapes: of the cache, a layer each; None: not known yet.
-        report: what rounding changed; None where nothing was rounded.
-        siblings: names of layers that are computed together.
-    """
-
-    native: PackedWeights | None
-    shapes: list[LayerShape] | None
-    report: QuantizationReport | None
-    siblings: list[list[str]]
 
 
 class Watch:

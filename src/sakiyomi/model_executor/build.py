@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from sakiyomi.cache.cross_attention import SourceCache
-from sakiyomi.cache.eviction import EvictingCache, QueryTrackingCache
+from sakiyomi.cache.eviction import EvictingCache
+from sakiyomi.cache.eviction_plan import Capacity, EvictionPlan
+from sakiyomi.cache.layer_state import make_states
 from sakiyomi.cache.mapped_files import MappedFiles
-from sakiyomi.cache.policies.looking import note_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native_at_hand
-from sakiyomi.kernels.pack import Prepared
 from sakiyomi.model_executor.attention import choose_backend
+from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import SIZES, TARGET_SIZES, ModelRunner
 from sakiyomi.model_executor.weights import ModelWeights
@@ -36,8 +37,7 @@ def build_runner(
     quantize: str | None = None,
     text: Sequence[int] = (),
     prepared: Prepared | None = None,
-    eviction: EvictingCache | None = None,
-    watched: bool = False,
+    eviction: EvictionPlan | None = None,
     offloaded: MappedFiles | None = None,
 ) -> ModelRunner:
     """A session of a model of its own.
@@ -48,7 +48,6 @@ def build_runner(
         compile, exact, first_sizes: see ``ModelRunner``.
         text: token ids on which quantizing is judged, and the levels of a quantized cache are fitted.
         eviction: keeps the cache within a budget; None: all pairs stay.
-        watched: where all pairs stay, the queries of each slot's last row are kept beside them.
         offloaded: where the cache's files lie; None: it lies in memory.
 
     Raises:
@@ -64,27 +63,32 @@ def build_runner(
     if not weights.unsettled:
         weights.pack()
         weights.check_quantized()
+    capacity = Capacity()
     if eviction is not None:  # what is tried out below is read at once
-        eviction.slack = max(eviction.slack, len(weights.text) if quantize else 0, TRIAL if exact else 0)
-    cache, sources = _caches(weights, max_slots, eviction, offloaded, exact=exact, watched=watched)
+        alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)
+        slots = max_slots + int(weights.encoder is not None)
+        capacity = eviction.capacity(weights.shapes, weights.dtype.itemsize, slots, alone=alone)
+    evicts = eviction is not None
+    cache, sources = _caches(weights, max_slots, capacity, offloaded, exact=exact, evicts=evicts)
     sizes: tuple[int, ...] = SIZES
-    if cache.spare:  # captures cost no compiler's seconds: there all have larger ones
+    if choose_backend(
+        weights.needs(exact=exact, evicts=evicts)
+    ).spare:  # captures cost no compiler's seconds: there all have larger ones
         sizes = (*SIZES, 128, 256)
     elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # what many requests draft has no place in the common sizes
         sizes = (*SIZES, 128)
-    observed = eviction.noted if eviction is not None else None
+    observed = eviction.observer if eviction is not None else None
     runner = ModelRunner(
         weights,
         cache,
         sources=sources,
-        eviction=QueryTrackingCache(cache) if watched else None,
-        note=note_queries if watched else observed.note if observed is not None else None,
+        note=observed.observe if observed is not None else None,
         noted=observed,
         compile=compile,
         exact=exact,
         sizes=sizes,
         first_sizes=first_sizes,
-        evicts=eviction is not None or watched,
+        evicts=evicts,
     )
     cache.on_move = runner.moved
     if sources is not None:
@@ -96,19 +100,20 @@ def build_runner(
     if exact:
         _make_exact(runner)
     if eviction is not None:
-        eviction.attach(runner)
-        runner.keep_by(eviction)
+        name = type(weights.module).__name__
+        eviction.check_model(name, own_attention=weights.own_attention, has_encoder=sources is not None)
+        runner.evict_by(eviction, EvictingCache(eviction, capacity, cache, runner))
     return runner
 
 
 def _caches(
     weights: ModelWeights,
     max_slots: int,
-    eviction: EvictingCache | None,
+    capacity: Capacity,
     offloaded: MappedFiles | None,
     *,
     exact: bool,
-    watched: bool,
+    evicts: bool,
 ) -> tuple[SlotCache, SourceCache | None]:
     """The cache of a session; and, where there is an encoder, that of what cross-attention reads."""
     encoder, shapes = weights.encoder, weights.shapes
@@ -117,7 +122,7 @@ def _caches(
     def left() -> int:
         return int(available_bytes(str(weights.device)) * 0.9)
 
-    needs = weights.needs(exact=exact, evicts=eviction is not None or watched)
+    needs = weights.needs(exact=exact, evicts=evicts)
     cache = SlotCache(
         shapes,
         dtype=weights.dtype,
@@ -125,8 +130,9 @@ def _caches(
         spare=choose_backend(needs).spare,
         extra=extra,
         available=left if offloaded is None else offloaded.available,
-        limits=eviction.limits(shapes, weights.dtype.itemsize) if eviction is not None else None,
-        packed=eviction.packed(shapes, max_slots + extra) if eviction is not None else None,
+        limits=capacity.limits,
+        packed=capacity.packed,
+        states=make_states(weights.stateful, max_slots + extra),
         offloaded=offloaded,
     )
     if encoder is None:

@@ -33,6 +33,9 @@ class FirstLayers(ModelRunner):
         layers = int(whole.config.num_hidden_layers)
         if not 1 <= count < layers:
             raise InputError(f"early exit after layer {count}; the model has {layers}: give one of 1 to {layers - 1}")
+        if whole.weights.stateful:
+            name = type(whole.module).__name__
+            raise UnsupportedError(f"early exit: {name} has layers that keep something else than keys and values")
         self._whole = whole
         super().__init__(
             whole.weights,

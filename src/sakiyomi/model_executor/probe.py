@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.cache.slots import LayerShape, SlotCache
+from sakiyomi.cache.layout import LayerShape
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.pack import Watch

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source, SourceCache
-from sakiyomi.cache.eviction import ENDLESS, EvictingCache, FullCache
+from sakiyomi.cache.eviction import FullCache, ManagedCache, QueryTrackingCache
+from sakiyomi.cache.eviction_plan import ENDLESS, EvictionPlan
 from sakiyomi.cache.policies import Policy
+from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
@@ -83,7 +85,7 @@ class ModelRunner:
         *,
         module: Any = None,
         sources: SourceCache | None = None,
-        eviction: EvictingCache | FullCache | None = None,
+        eviction: ManagedCache | None = None,
         note: op.Note | None = None,
         noted: Policy | None = None,
         compile: bool | str = "auto",
@@ -95,7 +97,7 @@ class ModelRunner:
     ) -> None:
         self.weights, self.cache, self.sources = weights, cache, sources
         self.module: Any = weights.module if module is None else module
-        self.eviction: EvictingCache | FullCache = FullCache(cache) if eviction is None else eviction
+        self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
         self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
         self.max_context = weights.max_context
         self.forward_seconds = 0.0
@@ -207,7 +209,7 @@ class ModelRunner:
 
     def _make_recorder(self) -> PassRecorder | None:
         weights = self.weights
-        if not self.compile or weights.offloaded or weights.unsettled:
+        if not self.compile or weights.offloaded or weights.unsettled or weights.stateful:
             return None
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
@@ -317,7 +319,7 @@ class ModelRunner:
     def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> PassOutput:
         """One pass over the rows of these segments.
 
-        The rows' keys and values are written behind each slot's pairs (`SlotCache.keep` decides which stay); slots
+        The rows' keys and values are written behind each slot's pairs (`SlotCache.commit` decides which stay); slots
         must have room.
 
         Args:
@@ -353,9 +355,10 @@ class ModelRunner:
         with self.lock, torch.no_grad():
             ids, positions = self._inputs(plan, size)
             self.backend.begin(plan, size)
+            self.cache.begin(plan)
             prompts = self._prompts if plan.prompts else None
             take_over(prompts, plan, size)
-            observe.listen(self.eviction.notes, plan)
+            observe.listen(self.eviction.observations, plan)
             began = time.perf_counter()
             found = None
             if self.recorder is not None and keep is None and prompts is None:
@@ -437,15 +440,42 @@ class ModelRunner:
         plan.positions = [position]
         self.run(plan, self.padded(1))
 
-    def keep_by(self, eviction: EvictingCache) -> None:
-        """Have the cache kept by this from now on; what was tried out before saw everything."""
+    def evict_by(self, plan: EvictionPlan, eviction: ManagedCache) -> None:
+        """Have the cache managed by this from now on; what was tried out before saw everything."""
         self.eviction = eviction
-        self._reassigned = eviction.reassigned
-        if eviction.sparse is not None:
-            needs = replace(self.weights.needs(exact=False, evicts=True), distances=None, sparse=eviction.sparse)
+        self._reassigned = plan.reassigned
+        if plan.sparse is not None:
+            needs = replace(self.weights.needs(exact=False, evicts=True), distances=None, sparse=plan.sparse)
             self._prompts = TorchBackend(needs, self.cache)
-        if eviction.reassigned:
+        if plan.reassigned:
             self.max_context = ENDLESS
+
+    def track_queries(self) -> QueryTrackingCache:
+        """Keep the queries of each slot's last row from now on, if that is not done already.
+
+        Running requests go on; their slots' queries are kept from the next text on. Passes are recorded anew.
+
+        Raises:
+            UnsupportedError: the cache does not hold all keys and values, or the model keeps its own.
+        """
+        with self.lock:
+            tracked = self.eviction.tracking_queries()
+            apart = self.weights.own_attention or self.sources is not None or self.weights.stateful
+            if tracked is None or apart:
+                raise UnsupportedError(
+                    f"the cache of {type(self.module).__name__} does not hold all keys and values that the model "
+                    "attends to, or the model keeps them itself; use cache='full'"
+                )
+            if tracked is self.eviction:
+                return tracked
+            self.eviction = tracked
+            self._note, self._evicts = scaled_queries, True
+            if self.device.type == "cpu":  # the backend stays: an early exit may share it
+                self._listen()
+                self._adopt(self.backend)
+            else:
+                self.take_backend()
+            return tracked
 
     # ------------------------------------------------------------ what passes cost
 

@@ -1,4 +1,4 @@
-"""A model's modules once more around the same tensors: what is switched or replaced in them is not the user's."""
+"""Copies a model's modules around the same tensors, so that changes to them do not touch the user's model."""
 
 from __future__ import annotations
 

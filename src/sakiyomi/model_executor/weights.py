@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.cache.layer_state import serve_modules
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
-from sakiyomi.kernels.pack import PACKED, Prepared, pack_linears
+from sakiyomi.kernels.pack import PACKED, pack_linears
 from sakiyomi.kernels.quantization import (
     QuantizationReport,
     check_quantization,
@@ -30,6 +31,7 @@ from sakiyomi.model_executor.attention import BackendNeeds
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
+from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.probe import probe
 from sakiyomi.model_executor.structural_copy import structural_copy
@@ -58,6 +60,7 @@ class ModelWeights:
             same whatever the number of rows.
         stream: where those come from that lie in files; None: no weights do.
         shapes: of the cache, by layer.
+        stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
         own_attention: the class keeps its own attention and cannot be switched to another.
         packed: linear layers in the compiled kernels; None: none are.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
@@ -109,11 +112,12 @@ class ModelWeights:
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._together: list[list[nn.Module]] = []
+        self.stateful = serve_modules(self.module)
         self.own_attention = False
         if prepared is not None and prepared.shapes is not None:
             self.shapes = prepared.shapes
         else:
-            layers = int(self.config.num_hidden_layers)
+            layers = int(self.config.num_hidden_layers) - len(self.stateful)
             found = probe(self.module, self.vocab_size, layers, self.dtype, self.device)
             self.shapes, self._together, self.own_attention = found
         self._before: Tensor | None = None
@@ -167,7 +171,7 @@ class ModelWeights:
             packed=self.packed,
             own_attention=self.own_attention,
             exact=exact,
-            evicts=evicts,
+            evicts=evicts or bool(self.stateful),
             offloaded=self.offloaded,
             encoder=self.encoder is not None,
             distances=getattr(self.module, "distances", None),

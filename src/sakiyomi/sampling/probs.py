@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p of one row: the fast way on the CPU, and the clear way that it agrees with."""
+"""Temperature, top-k, top-p and min-p of one row: a fast form for the CPU, and a clear form that gives the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sakiyomi.sampling.rows import Row, Tokens, as_row, top_tokens
 
 __all__ = ["best", "best_token", "chance", "fill_row", "leading", "reference_probs", "require_number"]
 
-# Longest list of tokens that the kernel gives back, and its answer for a row that has none (row.h).
+# Longest list of tokens that the kernel returns, and its answer for a row that is no distribution (row.h).
 _FEW, _NO_NUMBER = 1024, -2
 # Below this, logits / temperature may overflow float32; above it they are what transformers computes, to the bit.
 _COLD = 1e-3
@@ -53,7 +53,7 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
     kernels = _kernels(logits)
     if kernels is None:
         out[:] = as_row(reference_probs(logits[None], params)[0])
-        # Where a row is not a number, all of its distribution is not.
+        # If one logit is NaN, so is the whole distribution.
         require_number(float(out[0]))
         return None
     support = np.empty(_FEW, np.intp)
@@ -122,18 +122,17 @@ def best(logits: Tensor) -> tuple[int, float]:
         if found >= 0:
             return found >> 32, float(_FLOAT.unpack(_INT.pack(found & 0xFFFFFFFF))[0])
     token = best_token(logits)
-    if math.isinf(float(logits[token])):  # leaves nothing to the others
+    if math.isinf(float(logits[token])):  # +inf: the other tokens have probability 0
         return token, 1.0
     return token, chance(logits, token)
 
 
 def leading(logits: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
-    """Of each row the most probable tokens, the likeliest first and of equal ones the lower first, with their log
-    softmax.
+    """The most probable tokens of each row with their log softmax, the likeliest first, of equal ones the lower first.
 
     Args:
         logits: (R, V) of any float type, on any device.
-        count: how many; rows of fewer give all.
+        count: how many; all of a shorter row.
 
     Raises:
         InputError: a row is not a number, or has no token left.
@@ -161,7 +160,7 @@ def leading(logits: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
 def _leading(row: Row, count: int) -> tuple[list[int], list[float]]:
     require_number(float(row.max()))  # numpy takes a NaN for the largest
     first = top_tokens(row, count)
-    if math.isinf(float(row[first[0]])):  # leaves nothing to the others
+    if math.isinf(float(row[first[0]])):  # +inf: the other tokens have probability 0
         return first[:1], [0.0]
     total = float(row[first[0]]) + math.log(float(np.exp(row - row[first[0]]).sum(dtype=np.float64)))
     return first, [float(row[token]) - total for token in first]

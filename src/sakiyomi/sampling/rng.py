@@ -1,9 +1,9 @@
-"""Randomness of one request: nothing in it depends on other requests, on the batch, or on what was drafted.
+"""Randomness of one request: it does not depend on other requests, on the batch, or on what was drafted.
 
-Two kinds are kept apart. *Keyed noise* is a function of (seed, request, position, token): whoever asks, in whatever
-order and on whatever device, finds the same value. It makes the coupled rule (arXiv 2408.07978) independent of the
-draft. *Streams* are sequences of uniforms for the ratio rule, one per purpose, so that drawing, accepting and drawing
-again never share a number.
+There are two kinds. *Keyed noise* is a function of (seed, request, position, token): every caller gets the same value,
+in any order and on any device. It makes the coupled rule (arXiv 2408.07978) independent of the draft. *Streams* are
+sequences of uniforms for the ratio rule, one per purpose, so that drawing, accepting and drawing again never share a
+number.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _mix(value: int) -> int:
 
 
 class Uniforms:
-    """A stream of uniforms in [0, 1), determined by its key (64 bits): splitmix64, which costs nothing to begin."""
+    """A stream of uniforms in [0, 1), determined by its key (64 bits): splitmix64, which needs no set-up."""
 
     __slots__ = ("_next",)
 
@@ -88,11 +88,11 @@ class RequestNoise(Uniforms):
 
     @property
     def state(self) -> int:
-        """64 bits of which all keyed noise is a function: equal for equal (seed, key)."""
+        """64 bits that determine all keyed noise: equal for equal (seed, key)."""
         return self._state
 
     def fork(self, name: str) -> Uniforms:
-        """The stream called ``name``, for instance a drafter's; it goes on where it stopped when asked for again."""
+        """The stream called ``name``, for instance a drafter's; every call returns the same one."""
         stream = self._forks.get(name)
         if stream is None:
             state = self._state
@@ -143,7 +143,7 @@ class RequestNoise(Uniforms):
         return _best(weights[tokens], noise[tokens], tokens, count)
 
     def forget(self, before: int) -> None:
-        """Free the noise held of positions before this one: they are committed. It could be had again, at a price."""
+        """Free the noise of positions before this one, which are committed. If needed, it would be computed again."""
         for position in [held for held in self._held if held < before]:
             self._spare.append(self._held.pop(position))
 
@@ -172,7 +172,7 @@ class RequestNoise(Uniforms):
         return hashed.astype(np.float32)
 
     def _hold(self, position: int, vocab_size: int) -> Row:
-        """Noise of a position's whole vocabulary, (>= V,) float32, unscaled, kept for the next who asks."""
+        """Noise of a position's whole vocabulary, (>= V,) float32, unscaled, kept for later calls."""
         held = self._held.get(position)
         if held is not None and held.size >= vocab_size:
             return held

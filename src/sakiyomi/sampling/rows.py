@@ -1,8 +1,8 @@
-"""Selecting and drawing from one row of V numbers without a sort of V: on a CPU these decide what a round costs.
+"""Selecting and drawing from one row of V numbers without a sort of V: on a CPU much of a round's time is spent here.
 
-All work on one row, (V,) float32 as a numpy array: by the compiled kernels where they are loaded, else by numpy, whose
-comparisons and maxima of such a row take microseconds where torch's take tens. Rows are never batched, so that a row's
-result does not depend on what else was scored with it.
+All functions work on one row, (V,) float32 as a numpy array: with the compiled kernels where they are loaded, else with
+numpy, whose comparisons and maxima of such a row take a few microseconds where torch's take tens. Rows are never
+batched, so that a row's result does not depend on what else was scored with it.
 """
 
 from __future__ import annotations

@@ -15,27 +15,17 @@ from torch import Tensor
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import TokenTree
-from sakiyomi.sampling.probs import best_token, fill_row, reference_probs
-from sakiyomi.sampling.rows import Row, Tokens, as_row, draw, draw_distinct, top_tokens
+from sakiyomi.sampling.probs import fill_row, reference_probs
+from sakiyomi.sampling.rows import Row, Tokens
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessor
 
-__all__ = [
-    "Sampler",
-    "SamplingParams",
-    "as_row",
-    "best_token",
-    "draw",
-    "draw_distinct",
-    "reference_probs",
-    "to_probs",
-    "top_tokens",
-]
+__all__ = ["Sampler", "to_probs"]
 
 
 class Sampler:
-    """Sampling parameters made ready for one vocabulary.
+    """Sampling parameters prepared for one vocabulary.
 
     Args:
         params: what the user asked for; ``bad_words`` as token ids by now.
@@ -43,8 +33,8 @@ class Sampler:
 
     Attributes:
         greedy: temperature 0: the distribution is the first largest logit.
-        needs_history: some option looks at the tokens before, so that ``process`` must be told them.
-        edits: ``process`` changes logits at all.
+        needs_history: whether some option reads the tokens before, so that ``process`` needs them.
+        edits: whether ``process`` changes logits at all.
 
     Raises:
         InputError: an option names a token that does not exist.
@@ -93,7 +83,7 @@ class Sampler:
     def process(
         self, logits: Tensor, paths: Sequence[Sequence[int]] = (), committed: Sequence[int] | Tensor = ()
     ) -> Tensor:
-        """Bias, penalties, bans and the user's processors: every row with its own history.
+        """Apply bias, penalties, bans and the user's processors, to every row with its own history.
 
         Args:
             logits: (R, V) of any float type; not changed.

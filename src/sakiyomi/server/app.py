@@ -20,6 +20,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
 from sakiyomi.server.intake import Intake
+from sakiyomi.server.jobs import Call, Job, JobState
 from sakiyomi.server.logs import failure
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
 from sakiyomi.server.page import page
@@ -27,7 +28,7 @@ from sakiyomi.server.replies import ChatStyle, CompletionStyle, Piece, Sample, S
 from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest
 from sakiyomi.server.stream import DONE, EventStream, event, gone
 from sakiyomi.server.tokens import TokenNames
-from sakiyomi.server.worker import Call, Job, Worker
+from sakiyomi.server.worker import Worker
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
@@ -56,15 +57,16 @@ class Server:
         self.intake = Intake(llm, config)
         self.name = self.intake.name
         self.names = TokenNames(llm.tokenizer)
-        self.metrics = Metrics(self.name, self._cache_used)
+        self.metrics = Metrics(
+            self.name,
+            running=lambda: self.worker.count(JobState.RUNNING),
+            waiting=lambda: self.worker.count(JobState.WAITING),
+            cache_used=lambda: llm.engine.cache_usage,
+            cache_bytes=lambda: llm.target.cache.bytes,
+        )
         self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
         self.began = int(time.time())
         self._threads = ThreadPoolExecutor(INTAKE_THREADS, "intake")
-
-    def _cache_used(self) -> tuple[float, int]:
-        cache = self.llm.target.cache
-        held = self.llm.engine.cached
-        return min(1.0, held / max(1, cache.max_slots * self.llm.max_context)), cache.bytes
 
     async def answer(self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: type[Any]) -> Response:
         """The reply to a body: a stream, or one object.
@@ -121,32 +123,31 @@ class Server:
                 task.cancel()
             await asyncio.gather(writing, leaving, return_exceptions=True)
 
-    async def _pieces(self, call: Call) -> list[Piece]:
+    async def _read(self, call: Call) -> AsyncIterator[Piece]:
+        """What each round gave to a choice; raises what ended one of them instead of its text."""
         samples = [Sample(job, self.names, self.llm.tokenizer) for job in call.jobs]
-        pieces = [Piece(job.index) for job in call.jobs]
         async for happened in call:
             if happened.step.error is not None:
                 raise happened.step.error
-            index = happened.job.index
-            pieces[index].add(samples[index].read(happened))
+            yield samples[happened.job.index].read(happened)
+
+    async def _pieces(self, call: Call) -> list[Piece]:
+        pieces = [Piece(job.index) for job in call.jobs]
+        async for piece in self._read(call):
+            pieces[piece.index].add(piece)
         return pieces
 
     async def _events(
         self, call: Call, style: Style, figures: bool, until: float, told: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        samples = [Sample(job, self.names, self.llm.tokenizer) for job in call.jobs]
-        fresh = set(range(len(samples)))
+        fresh = {job.index for job in call.jobs}
         try:
             async with asyncio.timeout_at(until):
-                async for happened in call:
-                    if happened.step.error is not None:
-                        raise happened.step.error
-                    index = happened.job.index
-                    piece = samples[index].read(happened)
+                async for piece in self._read(call):
                     if self.config.log_prompts:
                         told["reply"] = told.get("reply", "") + piece.text
-                    yield event(style.chunk(piece, index in fresh))
-                    fresh.discard(index)
+                    yield event(style.chunk(piece, piece.index in fresh))
+                    fresh.discard(piece.index)
             if figures:
                 yield event(style.figures(usage(call.jobs)))
             yield DONE
@@ -162,7 +163,7 @@ class Server:
         # The client is not to try again by itself: that would take as long.
         return ApiError(
             504,
-            f"the text was not done within {self.config.request_timeout:g} s; ask for fewer tokens",
+            f"the text was not finished within {self.config.request_timeout:g} s; ask for fewer tokens",
             code="timeout",
             headers={"x-should-retry": "false"},
         )
@@ -196,7 +197,7 @@ class Server:
             "created": self.began,
             "owned_by": "sakiyomi",
             "max_model_len": self.llm.max_context,
-            "drafter": getattr(self.llm.draft, "name", None),
+            "drafter": self.intake.drafter,
             "chat_template": self.intake.has_template,
         }
 
@@ -226,7 +227,7 @@ def make_app(server: Server) -> FastAPI:
 
     @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Go on with a prompt."""
+        """Complete a prompt."""
         return await server.answer(request, body, server.intake.completion, CompletionStyle)
 
     @app.post("/v1/chat/completions", responses=REPLIES)
@@ -236,12 +237,12 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that there is."""
+        """The model of this server."""
         return {"object": "list", "data": [server.card()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The same by its name."""
+        """The model by its name."""
         if name != server.name:
             raise ApiError(
                 404, f"there is no model {name!r:.80}; this server has {server.name!r}", code="model_not_found"
@@ -250,19 +251,19 @@ def make_app(server: Server) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether requests are taken and rounds go well."""
+        """Whether requests are accepted and the last round succeeded."""
         if not server.worker.alive:
-            raise ApiError(503, "the server is stopping, or its last round failed; its log says how", code="unhealthy")
+            raise ApiError(503, "the server is stopping, or its last round failed; see its log", code="unhealthy")
         return {"status": "ok"}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """The server's own."""
+        """The version of the server."""
         return {"version": __version__}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(server.metrics.page(), media_type=CONTENT_TYPE)
 
     return app

@@ -1,4 +1,4 @@
-"""What the server may be told besides its model: one dataclass, of which flags, environment and file are made."""
+"""Settings of the server besides its model: flags, environment variables and file are made from one dataclass."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Where the server listens, whom it serves, and what it bears.
+    """Where the server listens, whom it serves, and its limits.
 
     Attributes:
-        host: address to listen at; 0.0.0.0 for all.
-        port: 0 takes a free one.
-        api_key: clients must send it as a bearer token; better given by SAKIYOMI_API_KEY than on the command line,
-            where other users of the machine see it.
-        served_name: what clients call the model; the target's name if not given.
-        chat_template: auto (the tokenizer's own, or plain text where it has none), none, or a Jinja file.
-        max_queue: requests that may wait beyond those that run; the next ones are told to come again later (429).
-        request_timeout: seconds after which a request ends, whatever it has written by then.
-        shutdown_timeout: seconds that running requests have to end when the server is told to stop.
-        max_body: bytes of a request's body at most.
-        max_n: samples of one request at most, prompts times n.
-        cors_origins: web pages of these origins may call the server (* for all); none by default.
-        reuse: prompts go on from what others with the same beginning have in the cache.
-        warm_up: what is compiled before listening: what one request needs (one), what full batches need besides (all;
-            minutes the first time, then seconds), or nothing (none). The rest is compiled when it is first wanted.
-        log_format: text, or json (a line is an object).
-        log_prompts: write prompts and replies to the log; they never are otherwise.
+        host: address to listen on; 0.0.0.0 for all interfaces.
+        port: port to listen on; 0 takes a free one.
+        api_key: bearer token that clients must send. Prefer SAKIYOMI_API_KEY to the flag: other users of the machine
+            can see a command line.
+        served_name: model name for clients; by default the target's name.
+        chat_template: auto (the tokenizer's own, or plain text if it has none), none, or a Jinja file.
+        max_queue: most requests that wait while others run; further ones are refused with status 429.
+        request_timeout: seconds after which a request is ended, finished or not.
+        shutdown_timeout: seconds that running requests get to finish when the server is stopped.
+        max_body: largest request body, in bytes.
+        max_n: most samples per request, prompts times n.
+        cors_origins: origins whose web pages may call the server (* for all); none by default.
+        reuse: requests share the keys and values of a common prompt prefix (prefix caching).
+        warm_up: what to compile before listening: what one request needs (one), what full batches need too (all;
+            minutes the first time, then seconds), or nothing (none). The rest is compiled on first use.
+        log_format: text, or json (one object per line).
+        log_prompts: write prompts and replies to the log.
     """
 
     host: str = "127.0.0.1"

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from sakiyomi.core.errors import InputError, MemoryLimitError, SakiyomiError, UnsupportedError
 
-__all__ = ["ApiError", "ErrorReply", "api_error", "body_of", "install", "reply_to"]
+__all__ = ["ApiError", "ErrorReply", "api_error", "bad_request", "body_of", "install", "reply_to"]
 
 logger = logging.getLogger("sakiyomi.server")
 
@@ -69,6 +69,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def bad_request(message: str, param: str | None = None, *, code: str | None = "invalid_value") -> ApiError:
+    """A 400 that names the field to blame."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def api_error(error: BaseException) -> ApiError:
     """What a client is told of an error: the whole of what a user can cause, nothing of what is our own fault."""
     if isinstance(error, ApiError):
@@ -76,10 +81,10 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, MemoryLimitError):
         return ApiError(503, error.message, code="out_of_memory", headers={"retry-after": "5"})
     if isinstance(error, InputError | UnsupportedError):
-        return ApiError(400, error.message, code="invalid_value")
+        return bad_request(error.message)
     if isinstance(error, SakiyomiError):
         return ApiError(500, error.message, code="failed")
-    return ApiError(500, "the server failed; its log says how", code="internal_error")
+    return ApiError(500, "internal error; see the log of the server", code="internal_error")
 
 
 def reply_to(error: BaseException) -> JSONResponse:
@@ -101,20 +106,18 @@ def body_of(error: RequestValidationError) -> ApiError:
         place = next((part for part in first["loc"] if isinstance(part, int)), None)
         where = "" if place is None else f" at character {place}"
         what = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"the body is no JSON: {what}{where}", code="invalid_json")
+        return bad_request(f"the body is not valid JSON: {what}{where}", code="invalid_json")
     if len(first["loc"]) < 2 and isinstance(error.body, dict):
-        return ApiError(400, "the body has a name in it that is no Unicode text", code="invalid_body")
+        return bad_request("the body has a name in it that is no Unicode text", code="invalid_body")
     if len(first["loc"]) < 2:
         found = "empty, or null" if error.body is None else _cut(error.body)
-        return ApiError(400, f"the body is {found}; send a JSON object", code="invalid_body")
+        return bad_request(f"the body is {found}; send a JSON object", code="invalid_body")
     path, value = _place(first, error.body)
     name = ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"the field {name!r} is not supported here; leave it out", param=name, code="unsupported_field"
-        )
+        return bad_request(f"the field {name!r} is not supported here; leave it out", name, code="unsupported_field")
     if first["type"] == "missing":
-        return ApiError(400, f"the field {name!r} is missing", param=name, code="missing_field")
+        return bad_request(f"the field {name!r} is missing", name, code="missing_field")
     # Where a field may be of several kinds, there is a complaint for each of them: the one that is not about the kind
     # tells most, then those that are about a part of it.
     places = [(e, *_place(e, error.body)) for e in errors if e["loc"][: 1 + len(path)] == first["loc"][: 1 + len(path)]]
@@ -123,9 +126,7 @@ def body_of(error: RequestValidationError) -> ApiError:
     path, value = max(((found[1], found[2]) for found in about), key=lambda found: len(found[0]))
     wanted = dict.fromkeys(found[0]["msg"] for found in about if found[1] == path)
     name = ".".join(map(str, path))
-    return ApiError(
-        400, f"the field {name!r} is {_cut(value)}: {'; or: '.join(wanted)}", param=name, code="invalid_value"
-    )
+    return bad_request(f"the field {name!r} is {_cut(value)}: {'; or: '.join(wanted)}", name)
 
 
 def _place(error: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
@@ -147,10 +148,10 @@ def _cut(value: Any) -> str:
 
 
 ELSEWHERE = {
-    "/v1/embeddings": "this server writes text and gives no embeddings",
-    "/v1/responses": "this server has chats at /v1/chat/completions",
-    "/api/": "that is Ollama's; OpenAI's clients find chats at /v1/chat/completions",
-    "/completion": "that is llama.cpp's; this server has /v1/completions",
+    "/v1/embeddings": "this server generates text and has no embeddings",
+    "/v1/responses": "this server has /v1/chat/completions",
+    "/api/": "that is Ollama's API; this server has OpenAI's, with /v1/chat/completions",
+    "/completion": "that is llama.cpp's API; this server has /v1/completions",
 }
 """What users of other servers look for, by the beginning of the path."""
 
@@ -164,11 +165,11 @@ def install(app: FastAPI) -> None:
         if isinstance(error.body, bytes) and "json" not in kind:
             what = f"of the type {kind!r:.80}" if kind else "of no type"
             return reply_to(
-                ApiError(
-                    400, f"the body is {what}; send JSON, and the header content-type: application/json",
+                bad_request(
+                    f"the body is {what}; send JSON, and the header content-type: application/json",
                     code="invalid_content_type",
                 )
-            )  # fmt: skip
+            )
         return reply_to(body_of(error))
 
     @app.exception_handler(HTTPException)
@@ -178,7 +179,11 @@ def install(app: FastAPI) -> None:
             (text for begin, text in ELSEWHERE.items() if path.startswith(begin)), "/openapi.json lists all paths"
         )
         packed = request.headers.get("content-encoding")
-        why = f"it is packed by {packed!r:.40}; send it as it is" if packed else "it is not UTF-8, or nested too deeply"
+        why = (
+            f"it is compressed with {packed!r:.40}; send it uncompressed"
+            if packed
+            else "it is not UTF-8, or nested too deeply"
+        )
         methods = (error.headers or {}).get("Allow", "other methods")
         known = {
             400: (f"the body cannot be read as JSON: {why}", "invalid_json"),

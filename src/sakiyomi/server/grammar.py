@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.schema import FunctionTool
 from sakiyomi.server.tools import ToolFormat
 
@@ -140,8 +140,8 @@ class Grammars:
                         self._tokenizer, n_vocab=self._vocab_size, eos_token=self._stop_ids or None
                     )
                 except (ValueError, TypeError, AttributeError) as error:
-                    raise ApiError(
-                        400, f"this model's tokenizer cannot keep to grammars: {error}", param=field
+                    raise bad_request(
+                        f"this model's tokenizer does not support grammars: {error}", field, code=None
                     ) from None
             return self._made
 
@@ -210,6 +210,4 @@ class _Lark:
 
 
 def _refused(reason: str, field: str) -> ApiError:
-    return ApiError(
-        400, f"{field} cannot be kept to: {' '.join(reason.split())[:300]}", param=field, code="invalid_schema"
-    )
+    return bad_request(f"{field} cannot be enforced: {' '.join(reason.split())[:300]}", field, code="invalid_schema")

@@ -17,8 +17,9 @@ from sakiyomi.engine.chat_template import Dialogue, read_template
 from sakiyomi.engine.inputs import prompt_tokens
 from sakiyomi.model_executor.loading import has_encoder
 from sakiyomi.server.config import ServerConfig
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
+from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
 from sakiyomi.server.schema import (
     Ask,
@@ -30,7 +31,6 @@ from sakiyomi.server.schema import (
     ToolCall,
 )
 from sakiyomi.server.tools import ToolFormat, tool_format
-from sakiyomi.server.worker import Job
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -53,11 +53,10 @@ class Intake:
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         if has_encoder(llm.target.config):
-            raise UnsupportedError(
-                f"{llm.name} has an encoder, and the server is for models that go on with their prompt"
-            )
+            raise UnsupportedError(f"{llm.name} has an encoder; the server supports decoder-only models")
         self._llm, self._config = llm, config
         self.name = config.served_name or llm.name
+        self.drafter = None if llm.draft is None else llm.draft.name
         self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template))
         self._budget = llm.recipe()["kv_budget"]
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
@@ -90,12 +89,9 @@ class Intake:
         """
         self._check(body)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
-            raise ApiError(
-                400, "max_tokens is the old name of max_completion_tokens; give one", param="max_tokens",
-                code="invalid_value",
-            )  # fmt: skip
+            raise bad_request("max_tokens is the old name of max_completion_tokens; give one", "max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+            raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         self._check_count(body.n or 1)
         messages = [_plain(message, i) for i, message in enumerate(body.messages)]
         tools, matcher, form = self._tools(body)
@@ -120,31 +116,29 @@ class Intake:
     def _check(self, body: Ask) -> None:
         if body.model != self.name:
             raise ApiError(
-                404, f"there is no model {body.model!r:.80}; this server has {self.name!r}", param="model",
+                404,
+                f"there is no model {body.model!r:.80}; this server has {self.name!r}",
+                param="model",
                 code="model_not_found",
-            )  # fmt: skip
+            )
         if body.stream_options is not None and not body.stream:
-            raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+            raise bad_request("stream_options needs stream: true", "stream_options")
         if wrong := [token for token in body.stop_token_ids if token >= self._llm.vocab_size]:
-            raise ApiError(
-                400, f"stop_token_ids has {wrong[0]}; the model's vocabulary has {self._llm.vocab_size} tokens",
-                param="stop_token_ids", code="invalid_value",
-            )  # fmt: skip
+            raise bad_request(
+                f"stop_token_ids has {wrong[0]}; the model's vocabulary has {self._llm.vocab_size} tokens",
+                "stop_token_ids",
+            )
         if body.kv_budget is not None and str(body.kv_budget) != self._budget:
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"kv_budget is {body.kv_budget!r:.40}; it is fixed when the model is loaded, and here "
                 + ("there is none" if self._budget == "None" else self._budget),
-                param="kv_budget",
+                "kv_budget",
                 code="unsupported_value",
             )
 
     def _check_count(self, count: int) -> None:
         if count > self._config.max_n:
-            raise ApiError(
-                400, f"{count} samples in one request; this server gives {self._config.max_n} at most", param="n",
-                code="invalid_value",
-            )  # fmt: skip
+            raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", "n")
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
         with _blaming(field):
@@ -154,18 +148,16 @@ class Intake:
         """New tokens at most."""
         room = self._llm.max_context - len(tokens)
         if room < 1:
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"the prompt has {len(tokens)} tokens, and the context holds {self._llm.max_context} with at least one "
                 "new one; shorten it",
-                param=source,
+                source,
                 code="context_length_exceeded",
             )
         if asked is not None and asked > room:
-            raise ApiError(
-                400,
-                f"{field} is {asked}, and behind the prompt's {len(tokens)} tokens the context has room for {room}",
-                param=field,
+            raise bad_request(
+                f"{field} is {asked}, and after the prompt's {len(tokens)} tokens the context has room for {room}",
+                field,
                 code="context_length_exceeded",
             )
         return room if asked is None else asked
@@ -180,10 +172,7 @@ class Intake:
         matcher: LLMatcher | None,
     ) -> list[Job]:
         if matcher is not None and body.ignore_eos:
-            raise ApiError(
-                400, "with a grammar the text ends where it is whole; leave ignore_eos out", param="ignore_eos",
-                code="invalid_value",
-            )  # fmt: skip
+            raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
         count = body.n or 1
         keys = [(number, j) if count > 1 else (number,) for j in range(count)]
         drafted = self._drafted(body)
@@ -199,10 +188,9 @@ class Intake:
         if wanted is None or wanted.type == "text":
             return None
         if (wanted.json_schema is None) != (wanted.type == "json_object"):
-            raise ApiError(
-                400, "response_format has a json_schema where its type is json_schema, and only there",
-                param="response_format", code="invalid_value",
-            )  # fmt: skip
+            raise bad_request(
+                "response_format has a json_schema where its type is json_schema, and only there", "response_format"
+            )
         schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.schema_
         return self._grammars.of_schema(schema, "response_format")
 
@@ -210,44 +198,38 @@ class Intake:
         """Tools to tell the model of, what its text must keep to, and how it writes calls."""
         if not body.tools:
             if body.tool_choice not in (None, "none", "auto"):
-                raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_value")
+                raise bad_request("tool_choice needs tools", "tool_choice")
             return (), self._format(body), None
         choice = body.tool_choice or "auto"
         if choice == "none":
             return body.tools, self._format(body), None
         if body.response_format is not None and body.response_format.type != "text":
-            raise ApiError(
-                400, "a reply calls a tool or keeps to response_format; give one of them", param="response_format",
-                code="invalid_value",
-            )  # fmt: skip
+            raise bad_request("tools and response_format cannot be combined; send one of them", "response_format")
         form = tool_format(self._dialogue.template)
         offered = body.tools
         if isinstance(choice, NamedChoice):
             offered = [tool for tool in body.tools if tool.function.name == choice.function.name]
             if not offered:
-                raise ApiError(
-                    400, f"tool_choice names {choice.function.name!r}, which is not among tools", param="tool_choice",
-                    code="invalid_value",
-                )  # fmt: skip
+                raise bad_request(
+                    f"tool_choice names {choice.function.name!r}, which is not among tools", "tool_choice"
+                )
         several = body.parallel_tool_calls is not False and not isinstance(choice, NamedChoice)
         return body.tools, self._grammars.of_tools(offered, form, forced=choice != "auto", several=several), form
 
     def _drafted(self, body: Ask) -> bool:
         wanted = body.speculation
-        own = getattr(self._llm.draft, "name", None)
+        own = self.drafter
         if wanted.drafter in ("off", "none"):
             if (wanted.gamma, wanted.tree, wanted.nodes) != ("auto", "auto", "auto"):
-                raise ApiError(
-                    400, "speculation is off, so that gamma, tree and nodes have no meaning; leave them out",
-                    param="speculation", code="invalid_value",
-                )  # fmt: skip
+                raise bad_request(
+                    "speculation is off, so that gamma, tree and nodes have no meaning; leave them out", "speculation"
+                )
             return False
         if wanted.drafter not in ("auto", own):
             known = '"off", "auto"' + (f", {own!r}" if own is not None else "")
-            raise ApiError(
-                400,
+            raise bad_request(
                 f"speculation.drafter is {wanted.drafter!r:.60}; this server knows {known}",
-                param="speculation.drafter",
+                "speculation.drafter",
                 code="unsupported_value",
             )
         return own is not None
@@ -288,17 +270,16 @@ def _blaming(field: str | None, others: Collection[str] = ()) -> Iterator[None]:
     except InputError as error:
         name = error.message.split()[0]
         param = name if name in others else field
-        raise ApiError(400, error.message, param=param, code="invalid_value") from None
+        raise bad_request(error.message, param) from None
 
 
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     found: dict[int, float] = {}
     for name, bias in (given or {}).items():
         if not (name.isascii() and name.isdigit() and int(name[:12]) < vocab_size):
-            raise ApiError(
-                400, f"logit_bias has {name!r:.40}; its keys are token ids below {vocab_size}, as texts",
-                param="logit_bias", code="invalid_value",
-            )  # fmt: skip
+            raise bad_request(
+                f"logit_bias has {name!r:.40}; its keys are token ids below {vocab_size}, as texts", "logit_bias"
+            )
         found[int(name)] = bias
     return found or None
 
@@ -307,8 +288,8 @@ def _plain(message: Message, number: int) -> dict[str, Any]:
     """A message as templates take it."""
     content = message.content
     if content is None and not (message.role == "assistant" and message.tool_calls):
-        raise ApiError(
-            400, f"the {message.role} message has no content", param=f"messages.{number}.content", code="missing_field"
+        raise bad_request(
+            f"the {message.role} message has no content", f"messages.{number}.content", code="missing_field"
         )
     text = content if isinstance(content, str) else "".join(part.text for part in content or ())
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}

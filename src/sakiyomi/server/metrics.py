@@ -1,4 +1,4 @@
-"""Figures for Prometheus: under vLLM's names, so that its dashboards work, and our own where it has none.
+"""Metrics for Prometheus: under vLLM's names, so that its dashboards work, and our own where it has none.
 
 Counted in the engine's thread, once a round and sample; read by whoever asks ``/metrics``.
 """
@@ -6,15 +6,12 @@ Counted in the engine's thread, once a round and sample; read by whoever asks ``
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from sakiyomi.core.outputs import Step
-
-if TYPE_CHECKING:
-    from sakiyomi.server.worker import Job
+from sakiyomi.server.jobs import Job
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -26,55 +23,65 @@ POSITIONS = 16  # deeper ones are counted with the last
 
 
 class Metrics:
-    """All figures of one server.
+    """All metrics of one server.
 
     Args:
         model: label of all of them, as vLLM has it.
-        cache_used: share of the cache's columns that are in use, and its bytes.
+        running, waiting: count the samples in these states.
+        cache_used: share of the cache's columns that are held.
+        cache_bytes: that are allocated for it.
     """
 
-    def __init__(self, model: str, cache_used: Callable[[], tuple[float, int]]) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        cache_used: Callable[[], float],
+        cache_bytes: Callable[[], float],
+    ) -> None:
         self.registry = CollectorRegistry()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model_name", *labels), registry=self.registry)
+        def labelled(name: str, text: str, label: str) -> Counter:
+            return Counter(name, text, ("model_name", label), registry=self.registry)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ("model_name",), registry=self.registry).labels(model)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
-            return made.labels(model)
+            return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry).labels(model)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, ("model_name",), registry=self.registry).labels(model)
+        def gauge(name: str, text: str, value: Callable[[], float]) -> None:
+            Gauge(name, text, ("model_name",), registry=self.registry).labels(model).set_function(value)
 
         self._model = model
-        self.running = gauge("vllm:num_requests_running", "Samples that have a place in the cache")
-        self.waiting = gauge("vllm:num_requests_waiting", "Samples that wait for one")
-        gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are in use, 1 is all").set_function(
-            lambda: cache_used()[0]
-        )
-        gauge("sakiyomi:kv_cache_bytes", "Bytes that the cache takes").set_function(lambda: float(cache_used()[1]))
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts that were read").labels(model)
-        self.new_tokens = counter("vllm:generation_tokens", "New tokens").labels(model)
-        self._queried = counter("vllm:prefix_cache_queries", "Prompt tokens that were looked for").labels(model)
-        self._hits = counter("vllm:prefix_cache_hits", "Of these, how many the cache held already").labels(model)
-        self._ended = counter("vllm:request_success", "Samples that are over, by reason", "finished_reason")
-        self.refused = counter("sakiyomi:requests_refused", "Requests turned away by a full queue").labels(model)
+        gauge("vllm:num_requests_running", "Samples that have a slot of the cache", running)
+        gauge("vllm:num_requests_waiting", "Samples that wait for one", waiting)
+        gauge("vllm:kv_cache_usage_perc", "Share of the cache's columns that are held, 1 is all", cache_used)
+        gauge("sakiyomi:kv_cache_bytes", "Bytes that are allocated for the cache", cache_bytes)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens prefilled")
+        self.new_tokens = counter("vllm:generation_tokens", "New tokens")
+        self._queried = counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache")
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache")
+        self._ended = labelled("vllm:request_success", "Finished samples, by reason", "finished_reason")
+        self.refused = counter("sakiyomi:requests_refused", "Requests refused because the queue was full")
         self.first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token", FAST)
         self.between = histogram("vllm:inter_token_latency_seconds", "Time for a token after the first", FAST)
         self.whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token", SLOW)
-        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to a place in the cache", FAST)
+        self.queued = histogram("vllm:request_queue_time_seconds", "From arrival to a slot of the cache", FAST)
         self.prompt_sizes = histogram("vllm:request_prompt_tokens", "Prompt tokens of a sample", SIZES)
         self.new_sizes = histogram("vllm:request_generation_tokens", "New tokens of a sample", SIZES)
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Rounds that had a draft").labels(model)
-        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted").labels(model)
-        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Of these, how many were kept").labels(model)
-        by_place = counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Kept tokens by their place in the draft", "position"
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Rounds with draft tokens")
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens proposed")
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted")
+        by_place = labelled(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by depth", "position"
         )
         self._by_place = [by_place.labels(model, str(place)) for place in range(POSITIONS)]
-        self._rounds = counter("sakiyomi:rounds", "Target passes after the prefill, times their samples").labels(model)
-        self._committed = counter("sakiyomi:committed_tokens", "Tokens that these passes gave").labels(model)
-        gauge("sakiyomi:tau", "Tokens that a target pass gives a sample, since the start").set_function(self._tau)
+        self._rounds = counter("sakiyomi:rounds", "Target passes after the prefill, times their samples")
+        self._committed = counter("sakiyomi:committed_tokens", "Tokens committed by these passes")
+        gauge("sakiyomi:tau", "Tokens per target pass and sample, since the start", self._tau)
         self._totals = [0, 0]
 
     def _tau(self) -> float:
@@ -87,8 +94,6 @@ class Metrics:
         assert request is not None
         count = len(step.token_ids)
         if not job.first and count:
-            self.waiting.dec()
-            self.running.inc()
             self.queued.observe(max(0.0, request.began - job.arrived))
             self.first_token.observe(now - job.arrived)
             self._queried.inc(request.prompt_tokens)
@@ -117,10 +122,6 @@ class Metrics:
             self.whole.observe(now - job.arrived)
             self.prompt_sizes.observe(request.prompt_tokens)
             self.new_sizes.observe(request.stats.tokens)
-
-    def left(self, job: Job) -> None:
-        """A sample that the engine had is gone."""
-        (self.running if job.first else self.waiting).dec()
 
     def ended(self, reason: str) -> None:
         """Why a sample is over: stop, length, abort (by its client, or by the time limit) or error."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from sakiyomi.core.outputs import Stats, TokenTrace
 from sakiyomi.core.text import TextStream
+from sakiyomi.server.jobs import Event, Job
 from sakiyomi.server.tokens import TokenNames
 from sakiyomi.server.tools import ToolReader, shown
-from sakiyomi.server.worker import Event, Job
 
 __all__ = ["ChatStyle", "CompletionStyle", "Piece", "Sample", "Style", "usage"]
 

@@ -47,7 +47,7 @@ class StreamOptions(Strict):
 
 
 class Speculation(Strict):
-    """How far to read ahead for this request; the text does not depend on it.
+    """How this request speculates; its text does not depend on it.
 
     ``drafter`` is "off", or "auto" for the server's own, which may also be named.
     """
@@ -90,7 +90,7 @@ class Ask(Strict):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    user: str | None = Field(None, max_length=512, description="Goes to the log, and nowhere else.")
+    user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
     response_format: ResponseFormat | None = None
     # Ours, named as in other servers where they have them.
     top_k: Annotated[Whole, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens.")] = 0
@@ -100,9 +100,11 @@ class Ask(Strict):
     ignore_eos: bool = False
     speculation: Speculation = Speculation()
     kv_budget: int | str | None = Field(
-        None, description="Only the server's own: it is fixed when the model is loaded."
+        None, description="Must equal the server's own, which is fixed when the model is loaded."
     )
-    trace: bool = Field(False, description="Every token's origin, and every round's tree, come with the text.")
+    trace: bool = Field(
+        False, description="Return the source of every token and the draft tree of every round with the text."
+    )
 
 
 class CompletionRequest(Ask):
@@ -196,5 +198,5 @@ class ChatRequest(Ask):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="As in vLLM: what the chat template knows besides, enable_thinking for instance."
+        None, description="As in vLLM: further arguments of the chat template, for instance enable_thinking."
     )

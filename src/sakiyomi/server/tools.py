@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sakiyomi.core.text import profile
-from sakiyomi.server.errors import ApiError
+from sakiyomi.server.errors import bad_request
 
 __all__ = ["FORMATS", "ToolFormat", "ToolReader", "shown", "tool_format"]
 
@@ -117,16 +117,16 @@ def tool_format(template: str) -> ToolFormat:
         if all(sign in template for sign in form.signs) and not any(sign in template for sign in form.foreign):
             return form
     if not template:
-        raise ApiError(
-            400, "without a chat template nothing tells the model of tools; leave them out", param="tools",
+        raise bad_request(
+            "the model has no chat template that could describe tools to it; leave tools out",
+            "tools",
             code="unsupported_value",
-        )  # fmt: skip
-    raise ApiError(
-        400,
-        "the model's chat template has it call tools in a way that this server does not know; it knows those of "
+        )
+    raise bad_request(
+        "the model's chat template uses a format of tool calls that this server does not know; it knows those of "
         f"{', '.join(form.models for form in FORMATS)}. Leave tools out, or start the server with a --chat-template of "
         "one of these",
-        param="tools",
+        "tools",
         code="unsupported_value",
     )
 

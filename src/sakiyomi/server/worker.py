@@ -12,100 +12,23 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sakiyomi.core.outputs import RoundTrace, Stats, Step
-from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.outputs import Step
 from sakiyomi.core.process import release_workers
-from sakiyomi.engine.request import Request, RetainedSlot
-from sakiyomi.server.errors import ApiError
+from sakiyomi.engine.request import RetainedSlot
+from sakiyomi.server.errors import ApiError, bad_request
+from sakiyomi.server.jobs import Call, Event, Job, JobState
+from sakiyomi.server.metrics import Metrics
 
 if TYPE_CHECKING:
     from sakiyomi.engine.engine import Engine
-    from sakiyomi.server.metrics import Metrics
-    from sakiyomi.server.tools import ToolFormat
 
-__all__ = ["Call", "Event", "Job", "Worker"]
+__all__ = ["Worker"]
 
 logger = logging.getLogger("sakiyomi.server")
-
-
-@dataclass(eq=False)
-class Job:
-    """One sample of one prompt.
-
-    Attributes:
-        prompt: its tokens.
-        params: how to go on.
-        key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
-        drafted: whether to read ahead.
-        traced: every round's tree is wanted.
-        index: its place among the samples of its call.
-        arrived: when it was asked for, by ``time.perf_counter``.
-        first: when its first token came; 0: it has not.
-        last: when its last tokens came.
-        drafted_before: tokens drafted for it until its last step.
-        request: the engine's, once it has it.
-        call: that it belongs to.
-        over: it was cancelled.
-        tools: how calls are written in its text; None: there are none.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    key: tuple[int, ...] = (0,)
-    drafted: bool = True
-    traced: bool = False
-    index: int = 0
-    arrived: float = field(default_factory=time.perf_counter)
-    first: float = 0.0
-    last: float = 0.0
-    drafted_before: int = 0
-    request: Request | None = None
-    call: Call | None = None
-    over: bool = False
-    tools: ToolFormat | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What a round gave to one sample.
-
-    Attributes:
-        job: the sample.
-        step: tokens and text; the last one says why it ended.
-        tree, stats: the round, and the sample's figures so far, where the job is traced.
-    """
-
-    job: Job
-    step: Step
-    tree: RoundTrace | None = None
-    stats: Stats | None = None
-
-
-class Call:
-    """The samples of one client's request; iterate over it for what they write. Closing it ends what is not over."""
-
-    def __init__(self, worker: Worker, jobs: Sequence[Job]) -> None:
-        self._worker, self.jobs = worker, jobs
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._left = len(jobs)
-
-    def put(self, event: Event) -> None:
-        """Called in the event loop."""
-        self._events.put_nowait(event)
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        while self._left:
-            event = await self._events.get()
-            self._left -= event.step.finish_reason is not None or event.step.error is not None
-            yield event
-
-    def close(self) -> None:
-        """Free what is still running; nothing where all samples are over."""
-        self._worker.cancel(self.jobs)
 
 
 class Worker:
@@ -148,6 +71,10 @@ class Worker:
         """Samples that run or wait."""
         return len(self._open)
 
+    def count(self, state: JobState) -> int:
+        """Samples in this state; those that have left may not have been told of yet."""
+        return sum(job.state is state for job in self._open)
+
     @property
     def alive(self) -> bool:
         """Whether it takes requests and the last round did not fail."""
@@ -162,17 +89,17 @@ class Worker:
         if self._draining or not self._thread.is_alive():
             raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
         if len(jobs) > self._most:
-            raise ApiError(400, f"{len(jobs)} samples at once; this server takes {self._most}", code="invalid_value")
+            raise bad_request(f"{len(jobs)} samples at once; this server takes {self._most}")
         if self.load + len(jobs) > self._most:
             self.metrics.refused.inc()
             wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
             raise ApiError(
                 429,
-                f"{self.load} requests are under way, as many as this server takes; try again in about {wait} s",
+                f"{self.load} requests run or wait, as many as this server takes; try again in about {wait} s",
                 code="queue_full",
                 headers={"retry-after": str(wait)},
             )
-        call = Call(self, jobs)
+        call = Call(jobs, self.cancel)
         for job in jobs:
             job.call = call
             self._open.add(job)
@@ -208,7 +135,7 @@ class Worker:
             job = event.job
             if job not in self._open:
                 continue
-            if event.step.finish_reason is not None or event.step.error is not None:
+            if event.over:
                 self._open.discard(job)
                 self.metrics.ended(event.step.finish_reason or "error")
             assert job.call is not None
@@ -256,18 +183,18 @@ class Worker:
             else:
                 job.over = True
                 if job.request is not None and not job.request.over:
-                    self.engine.remove(job.request.id)
-                    self._forget(job)
+                    self._remove(job.request.id)
 
     def _add(self, job: Job) -> None:
         if job.over:
             return
         try:
             job.request = self.engine.submit(
-                *(job.prompt, job.params),
+                job.prompt,
+                job.params,
                 key=job.key,
                 rounds_trace=job.traced,
-                place=RetainedSlot(open=True) if self._reuse else None,
+                place=RetainedSlot(shareable=True) if self._reuse else None,
                 shares=self._reuse,
                 drafted=job.drafted,
             )
@@ -275,29 +202,27 @@ class Worker:
             self._tell([Event(job, Step("", error=error))])
             return
         self._jobs[job.request.id] = job
-        self.metrics.waiting.inc()
 
     def _failed(self, job: Job, error: Exception) -> Event:
         assert job.request is not None
-        self.engine.remove(job.request.id)
-        self._forget(job)
+        self._remove(job.request.id)
         return Event(job, Step("", request=job.request.id, error=error))
 
-    def _forget(self, job: Job) -> None:
-        assert job.request is not None
-        self._jobs.pop(job.request.id, None)
-        self.metrics.left(job)
+    def _remove(self, request: int) -> None:
+        self.engine.remove(request)
+        self._jobs.pop(request, None)
 
     def _event(self, job: Job, step: Step) -> Event:
         request = job.request
         assert request is not None
         now = time.perf_counter()
         self.metrics.step(job, step, now)
-        job.last = now
-        job.first = job.first or now
+        if step.token_ids:
+            job.last = now
+            job.first = job.first or now
         tree = request.rounds.pop() if request.rounds else None
         if request.over:
             self._seconds += 0.1 * (now - job.arrived - self._seconds)
-            self._forget(job)
+            del self._jobs[request.id]
         stats = replace(request.stats, seconds=now - request.began) if job.traced else None
         return Event(job, step, tree, stats)

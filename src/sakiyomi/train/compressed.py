@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import Policy, View, read_cache
 from sakiyomi.cache.policies.merging.convolutions import Convolutions
-from sakiyomi.cache.slots import LayerShape
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.retaining_labels import attention_by, layer_shapes
@@ -42,7 +42,7 @@ def policy_of(spec: str, budget: int, merged: int) -> Policy:
         or any(others)
         or policy.merger is not None
         or policy.recalls
-        or policy.surprise_wanted
+        or policy.needs_log_probs
         or type(policy).prepare is not Policy.prepare
     ):
         raise InputError(f"scores is {spec!r}; expected a policy that reads attention or heads, as h2o or locret:HEADS")
@@ -102,10 +102,9 @@ class Compressed:
         """Around all passes: the target's attention is computed here, and its modules are listened to."""
         device, dtype = self._target.device, self._target.dtype
         # What policies read of a model that listen to it.
-        model = SimpleNamespace(
-            module=self._target, cache=SimpleNamespace(shapes=self.shapes), device=device, dtype=dtype, state=None
-        )
-        if self._policy.notes:
+        cache = SimpleNamespace(shapes=self.shapes)
+        model = SimpleNamespace(module=self._target, cache=cache, device=device, dtype=dtype, packed_weights=None)
+        if self._policy.needs_queries:
             self._policy.listen(cast(Any, model))
         try:
             with attention_by(self._target, self._attend):
@@ -153,9 +152,9 @@ class Compressed:
         held.keys = torch.cat([held.keys.to(key.dtype), key[0]], 1)
         held.values = torch.cat([held.values.to(value.dtype), value[0]], 1)
         held.places = torch.cat([held.places, rows.expand(len(held.places), -1)], 1)
-        if self._policy.notes:
+        if self._policy.needs_queries:
             with torch.no_grad():
-                held.notes = self._policy.note(layer, query, scale)
+                held.notes = self._policy.observe(layer, query, scale)
         heads = len(held.keys)
         own = query[0].unflatten(0, (heads, -1))
         scores = (own @ held.keys[:, None].mT).float() * scale
@@ -179,14 +178,14 @@ class Compressed:
                 prompt=prompt,
                 length=length,
                 budget=self._budgets[layer],
-                fresh=len(self._rows),
+                new_count=len(self._rows),
                 moved=0,
                 places=held.places,
                 keys=held.keys,
                 values=held.values,
-                notes=held.notes,
+                observations=held.notes,
                 neg_log_prob=None,
-                former=held.scores,
+                previous_scores=held.scores,
             )
             held.scores = self._policy.score(view).float()
             best = self._policy.best(view, held.scores, shape.window)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
 from sakiyomi.train.data import Ids, Library, TextSpec, check_shares, parse_text
-from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed
-from sakiyomi.train.export import read_card, save, write_card
+from sakiyomi.train.export import Result, read_card, save
 from sakiyomi.train.labels import SoftLabels, vocabulary
 from sakiyomi.train.llama import new_llama
-from sakiyomi.train.loop import Loop, Progress, compile_layers, compiled_loss
+from sakiyomi.train.loop import Loop, compile_layers, compiled_loss
 from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.preflight import check_run
+from sakiyomi.train.recipe import TextRecipe, train
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import FixedRows, Mixture
 from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
@@ -36,119 +34,106 @@ POSITIONS = 2048
 
 
 def train_draft(config: DraftConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train draft`.
-
-    Args:
-        config: the settings.
-        command: the command line, for the card.
-
-    Returns:
-        The summary that `--json` prints; `finished` is False after SIGINT.
-    """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    done = _distil(config)
-    if not done.finished:
-        progress = done.progress
-        return {"finished": False, "out": config.out, "step": progress.step, "tokens": progress.tokens}
-    save(config, done.model, done.tokenizer)
-    speed = _speed(config)
-    for values in done.measures.values():
-        values |= expected(values, config.gamma, speed)
-    return write_card(
-        config,
-        done.model,
-        done.progress,
-        done.measures,
-        command,
-        done.epochs,
-        cost=speed.cost,
-        cost_source=speed.source,
-        held_back=done.held_back,
-        init=done.origin,
-    )
+    """Run `sakiyomi train draft`, see `recipe.train`."""
+    return train(_Draft(config), command)
 
 
-@dataclass(frozen=True)
-class _Distilled:
-    """What is left of a training run when the target is gone."""
+class _Draft(TextRecipe[DraftConfig]):
+    """A small Llama learns the target's probabilities on text and on what the target writes."""
 
-    finished: bool
-    model: LlamaForCausalLM
-    tokenizer: PreTrainedTokenizerBase
-    progress: Progress
-    measures: dict[str, dict[str, Any]]
-    epochs: dict[str, float]
-    held_back: int
-    origin: dict[str, Any] | None
+    def prompts(self) -> list[TextSpec]:
+        """Files whose beginnings the target continues."""
+        specs = [parse_text(spec) for spec in self.config.sampling.prompts or self.config.text.text]
+        check_shares("--prompts", specs)
+        return specs
 
+    def read(self) -> None:
+        """See `Recipe`; the target writes its samples and its answers to the held-out prompts."""
+        config = self.config
+        target, self.tokenizer = load_target(config.target)
+        self.positions, self.vocab = _check_positions(config, target), vocabulary(target)
+        self.start = _start(config, self.vocab, self.tokenizer) if config.init else None
+        library = Library(self.tokenizer, self.vocab)
+        documents = _held_out(config, library, self.specs, self.valid)
+        self.held_back = 0 if self.valid else sum(map(len, documents.values()))
+        prompts = self.prompts()
+        pools = [library.documents(spec.path) for spec in prompts]
+        texts = [library.documents(spec.path) for spec in self.specs]
+        samples = (
+            Samples(_plan(config), target, self.tokenizer, prompts, self.held_back) if config.sampling.samples else None
+        )
+        # Batches of this size have no graph.
+        llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sampling.sample_batch)
+        if samples is not None:
+            samples.extend(llm, pools, self.reporter)
+        new_tokens = min(NEW_TOKENS, self.positions - PROMPT_TOKENS)
+        self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in documents.items()}
+        self.mixture, self.names = _mixture(config, self.specs, texts, library, samples)
+        self.target = target
 
-def _distil(config: DraftConfig) -> _Distilled:
-    specs, prompts = ([parse_text(spec) for spec in some] for some in (config.text, config.prompts or config.text))
-    valid = parse_valid(config.valid)
-    check_shares("--text", specs)
-    check_shares("--prompts", prompts)
-    check_run(config, [*(spec.path for spec in (*specs, *prompts)), *valid.values()])
-    target, tokenizer = load_target(config.target)
-    positions = _check_positions(config, target)
-    torch.manual_seed(config.seed)
-    draft, origin = _start(config, target, tokenizer, positions)
-    library = Library(tokenizer, vocabulary(target))
-    documents = _held_out(config, library, specs, valid)
-    held_back = 0 if valid else sum(map(len, documents.values()))
-    pools = [library.documents(spec.path) for spec in prompts]
-    texts = [library.documents(spec.path) for spec in specs]
+    def loop(self) -> Loop:
+        """See `Recipe`."""
+        config, target = self.config, self.target
+        if self.start is not None:
+            draft = self.start[0]
+        else:
+            draft = new_llama(
+                config.sizes, self.tokenizer, layers=config.sizes.layers, vocab=self.vocab, max_positions=self.positions
+            )
+        if isinstance(target, LlamaForCausalLM):
+            compile_layers(target, config.loop.compile)
+        self.labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
+        loss = compiled_loss(distillation_loss, config.loop.compile)
 
-    reporter = Reporter(config.log_seconds)
-    samples = Samples(_plan(config), target, tokenizer, prompts, held_back) if config.samples else None
-    # Batches of this size have no graph.
-    llm = LLM((target, tokenizer), "none", compile=False, max_batch=config.sample_batch)
-    if samples is not None:
-        samples.extend(llm, pools, reporter)
-    held_out = {
-        name: continuations(llm, some, new_tokens=min(NEW_TOKENS, positions - PROMPT_TOKENS))
-        for name, some in documents.items()
-    }
-    del llm
-    mixture, names = _mixture(config, specs, texts, library, samples)
-    if isinstance(target, LlamaForCausalLM):
-        compile_layers(target, config.compile)
-    labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
-    loss = compiled_loss(distillation_loss, config.compile)
+        def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+            # One row in, one row of labels out: the last column has no label of its own to be compared with.
+            inputs = ids[:, :-1]
+            with torch.autocast(inputs.device.type, enabled=False):
+                top_ids, top_probs = self.labels(inputs)
+            hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
+            return loss(hidden, model.lm_head.weight, top_ids, top_probs, config.greedy_weight)
 
-    def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-        # One row in, one row of labels out: the last column has no label of its own to be compared with.
-        inputs = ids[:, :-1]
-        with torch.autocast(inputs.device.type, enabled=False):
-            top_ids, top_probs = labels(inputs)
-        hidden = model.model(input_ids=inputs, use_cache=False).last_hidden_state
-        return loss(hidden, model.lm_head.weight, top_ids, top_probs, config.greedy_weight)
+        return Loop(config, draft, batch_loss, self.mixture, self._measures, optimizers=text_optimizers(config))
 
-    def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+    def finish(self, loop: Loop) -> Result:
+        """See `Recipe`."""
+        config = self.config
+        measures: dict[str, dict[str, Any]] = self._measures(loop.model)
+        for name, values in measures.items():
+            values["target_distinct_4grams"] = distinct_ngrams(self.held_out[name].greedy)
+        del self.target, self.labels  # two targets need not fit: what a step costs is measured with another
+        save(config, loop.model, self.tokenizer)
+        speed = _speed(config, self.reporter)
+        for values in measures.values():
+            values |= expected(values, config.gamma, speed)
+        more = {
+            "cost": speed.cost,
+            "cost_source": speed.source,
+            "held_back": self.held_back,
+            "init": None if self.start is None else self.start[1],
+        }
+        return Result(loop.model, loop.model.config.num_hidden_layers, measures, loop.epochs(self.names), more)
+
+    def _measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
         model.eval()
-        measures = {name: acceptance(model, target, texts, config.gamma) for name, texts in held_out.items()}
+        found = {
+            name: acceptance(model, self.target, texts, self.config.gamma) for name, texts in self.held_out.items()
+        }
         model.train()
-        return measures
-
-    loop = Loop(config, draft, batch_loss, mixture, evaluate, optimizers=text_optimizers(config))
-    finished = loop.run()
-    measures: dict[str, dict[str, Any]] = evaluate(loop.model) if finished else {}
-    for name, values in measures.items():
-        values["target_distinct_4grams"] = distinct_ngrams(held_out[name].greedy)
-    epochs = loop.epochs(names)
-    return _Distilled(finished, loop.model, tokenizer, loop.progress, measures, epochs, held_back, origin)
+        return found
 
 
 def _plan(config: DraftConfig) -> Plan:
+    loop, asked = config.loop, config.sampling
     return Plan(
-        Path(config.out) / "samples.jsonl",
-        config.samples,
-        config.sample_minutes,
-        config.sample_tokens,
-        config.sample_batch,
-        config.temperatures,
-        config.seed,
-        keep=config.resume,
+        Path(loop.out) / "samples.jsonl",
+        asked.samples,
+        asked.sample_minutes,
+        asked.sample_tokens,
+        asked.sample_batch,
+        asked.temperatures,
+        loop.seed,
+        keep=loop.resume,
     )
 
 
@@ -177,30 +162,28 @@ def _check_positions(config: DraftConfig, target: PreTrainedModel) -> int:
     positions = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or POSITIONS)
     if positions <= PROMPT_TOKENS:
         raise InputError(f"target {config.target!r} has {positions} positions, expected more than {PROMPT_TOKENS}")
-    if config.row_tokens[0] > positions:
+    if config.loop.row_tokens[0] > positions:
         raise InputError(
-            f"row_tokens is {config.row_tokens[0]}, target {config.target!r} has {positions} positions; "
+            f"row_tokens is {config.loop.row_tokens[0]}, target {config.target!r} has {positions} positions; "
             "set --row-tokens to at most that"
         )
-    if config.samples and LONGEST_PROMPT + config.sample_tokens > positions:
+    tokens = config.sampling.sample_tokens
+    if config.sampling.samples and LONGEST_PROMPT + tokens > positions:
         raise InputError(
-            f"sample_tokens is {config.sample_tokens}, target {config.target!r} has {positions} positions for them and "
-            f"prompts of {LONGEST_PROMPT}; lower --sample-tokens, or set --samples 0"
+            f"sample_tokens is {tokens}, target {config.target!r} has {positions} positions for them "
+            f"and prompts of {LONGEST_PROMPT}; lower --sample-tokens, or set --samples 0"
         )
     return positions
 
 
 def _start(
-    config: DraftConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, positions: int
-) -> tuple[LlamaForCausalLM, dict[str, Any] | None]:
-    """A draft with random weights, or the one to start from with what its card says.
+    config: DraftConfig, vocab: int, tokenizer: PreTrainedTokenizerBase
+) -> tuple[LlamaForCausalLM, dict[str, Any]]:
+    """The draft to start from, with what its card says.
 
     Raises:
-        LoadError: the model to start from is no Llama of the target's vocabulary.
+        LoadError: it is no Llama of the target's vocabulary.
     """
-    vocab = vocabulary(target)
-    if not config.init:
-        return new_llama(config, tokenizer, layers=config.layers, vocab=vocab, max_positions=positions), None
     loaded = load_model(config.init, dtype="float32", device="cpu")
     start = loaded.model
     if not isinstance(start, LlamaForCausalLM):
@@ -223,7 +206,7 @@ def _held_out(
     """
     if not valid:
         paths = [spec.path for spec in specs]
-        return {"held_back": library.hold_back(paths, config.eval_prompts, PROMPT_TOKENS, config.seed)}
+        return {"held_back": library.hold_back(paths, config.eval_prompts, PROMPT_TOKENS, config.loop.seed)}
     found: dict[str, list[Ids]] = {}
     for name, path in valid.items():
         long = [document for document in library.documents(path) if len(document) > PROMPT_TOKENS]
@@ -248,13 +231,14 @@ def _mixture(
     stable, decay = [spec.stable for spec in specs], [spec.decay for spec in specs]
     if samples is not None and samples.count:
         names.append(samples.path.name)
-        sources.append(library.documents(samples.path)[: config.samples])
-        stable = _beside(stable, config.sample_share)
-        decay = _beside(decay, config.sample_share_decay)
+        sources.append(library.documents(samples.path)[: config.sampling.samples])
+        stable = _beside(stable, config.sampling.sample_share)
+        decay = _beside(decay, config.sampling.sample_share_decay)
     streams = [
-        FixedRows(documents, config.row_tokens[0], seed=config.seed, key=key) for key, documents in enumerate(sources)
+        FixedRows(documents, config.loop.row_tokens[0], seed=config.loop.seed, key=key)
+        for key, documents in enumerate(sources)
     ]
-    return Mixture(streams, stable, decay, config.seed), names
+    return Mixture(streams, stable, decay, config.loop.seed), names
 
 
 def _beside(shares: Sequence[float], last: float) -> list[float]:
@@ -262,10 +246,9 @@ def _beside(shares: Sequence[float], last: float) -> list[float]:
     return [share / sum(shares) * (1 - last) for share in shares] + [last]
 
 
-def _speed(config: DraftConfig) -> Speed:
+def _speed(config: DraftConfig, reporter: Reporter) -> Speed:
     """What a draft step costs, as given or as measured with the finished draft."""
     if config.cost != "measured":
         return given_speed(config.given_cost)
-    # The target of the labels is gone by now, but for what cycles hold: two of them need not fit.
-    gc.collect()
-    return measured_speed(config, Reporter(config.log_seconds))
+    gc.collect()  # cycles may still hold the target
+    return measured_speed(config, reporter)

@@ -49,7 +49,7 @@ def measured_speed(config: DraftConfig, reporter: Reporter) -> Speed:
 
     reporter.note("timing a step of the target and of the draft")
     try:
-        llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile=config.compile)
+        llm = LLM(config.target, draft=f"model:{model_folder(config)}", compile=config.loop.compile)
         found = machine.costs(llm.target, llm.draft)
     except SakiyomiError as error:
         return Speed(None, {1: 1.0}, f"not measured: {error}")

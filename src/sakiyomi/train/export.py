@@ -2,92 +2,94 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.cache.policies.merging.convolutions import Convolutions
-from sakiyomi.cache.policies.retaining.heads import RetainingHeads
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
-from sakiyomi.train.config import LoopConfig
+from sakiyomi.train.config import RunConfig
 from sakiyomi.train.llama import save_model
-from sakiyomi.train.loop import Progress
 from sakiyomi.train.plot import plot_losses
+from sakiyomi.train.progress import Progress
 from sakiyomi.train.writing import writing
 
 # The final loss of the card is a mean over the last steps: one step's loss depends on the rows it drew.
 LAST_STEPS = 50
 
 
-def model_folder(config: LoopConfig) -> Path:
+def model_folder(config: RunConfig) -> Path:
     """OUT/model."""
-    return Path(config.out) / "model"
+    return Path(config.loop.out) / "model"
 
 
-def save(config: LoopConfig, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+def save(config: RunConfig, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the trained model and its tokenizer to OUT/model."""
     with writing(model_folder(config)):
         save_model(model_folder(config), model, tokenizer)
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a finished run has made, for its card.
+
+    Attributes:
+        model: what was trained.
+        layers: of it.
+        measures: of the finished model, by held-out file.
+        epochs: how often each source was read.
+        more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source`, `init`, `trees`,
+            `memory`, `about`, `overlaps`, `throughput`, and the `unit` of the loss.
+    """
+
+    model: nn.Module
+    layers: int
+    measures: dict[str, Any]
+    epochs: dict[str, float]
+    more: dict[str, Any] = field(default_factory=dict)
+
+
 def write_card(
-    config: LoopConfig,
-    model: PreTrainedModel | MedusaHeads | RetainingHeads | Convolutions,
-    progress: Progress,
-    measures: dict[str, Any],
-    command: str,
-    epochs: dict[str, float],
-    *,
-    folder: Path | None = None,
-    **more: Any,
+    config: RunConfig, result: Result, progress: Progress, command: str, *, folder: Path | None = None
 ) -> dict[str, Any]:
     """Write the card and the loss curve to OUT/model and return the summary that is also its `card.json`.
 
     Args:
         config: settings of the run, kept in the card.
-        model: the trained model.
+        result: of the run.
         progress: steps, tokens, losses.
-        measures: held-out measures of the finished model, by file.
         command: the command line that rebuilds it.
-        epochs: how often each source was read.
         folder: which becomes OUT/model, where it is not yet there.
-        more: what else belongs into the summary; `card` knows `held_back`, `cost`, `cost_source`, `init`, `trees`,
-            `memory`, `about`, `overlaps`, `throughput`, and the `unit` of the loss.
     """
-    folder = folder or model_folder(config)
-    if isinstance(model, MedusaHeads | RetainingHeads | Convolutions):
-        layers = model.shape.layers
-    else:
-        layers = int(model.config.num_hidden_layers)
-    unit = str(more.get("unit", "nats"))
+    folder, model = folder or model_folder(config), result.model
+    unit = str(result.more.get("unit", "nats"))
     last = [loss for _, _, _, loss in progress.losses[-LAST_STEPS:]]
     with writing(folder):
         drawn = plot_losses(progress, folder / "loss.png", f"{unit} per token" if unit else "")
         summary = {
             "finished": True,
-            "name": config.name or Path(config.out).name,
+            "name": config.loop.name or Path(config.loop.out).name,
             "model": str(model_folder(config)),
             "architecture": type(model).__name__.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration"),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "layers": layers,
+            "layers": result.layers,
             "steps": progress.step,
             "tokens": progress.tokens,
             "minutes": round(progress.seconds / 60, 2),
             "final_loss": round(sum(last) / max(len(last), 1), 4),
             "loss_curve": "loss.png" if drawn else None,
-            "epochs": epochs,
-            "held_out": measures,
-            "notes": list(config.note),
-            "seed": config.seed,
+            "epochs": result.epochs,
+            "held_out": result.measures,
+            "notes": list(config.loop.note),
+            "seed": config.loop.seed,
             "command": command,
-            "config": dataclasses.asdict(config),
+            "config": config.flat(),
             "versions": {name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
-        } | more
+        } | result.more
         (folder / "card.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         (folder / "README.md").write_text(card(summary), encoding="utf-8")
     return summary

@@ -108,7 +108,7 @@ class HeadsLoss:
         self._qkv: Tensor | None = None
         self._prompt = 0
         self._each: Each = _nothing
-        self._term = compiled_loss(self._scored_loss, config.compile, dynamic=True)
+        self._term = compiled_loss(self._scored_loss, config.loop.compile, dynamic=True)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.train.config import DraftConfig, RetrieverConfig, TargetConfig
+from sakiyomi.train.config import LlamaSizes
 
 
 def new_llama(
-    sizes: TargetConfig | DraftConfig | RetrieverConfig,
+    sizes: LlamaSizes,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    layers: int,
     vocab: int,
     max_positions: int,
+    layers: int | None = None,
 ) -> LlamaForCausalLM:
-    """A Llama with random weights; widths from `sizes`, special tokens from the tokenizer."""
+    """A Llama with random weights; `layers` replaces the depth of `sizes`, special tokens are the tokenizer's."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=vocab,
             hidden_size=sizes.hidden,
             intermediate_size=sizes.intermediate,
-            num_hidden_layers=layers,
+            num_hidden_layers=layers or sizes.layers,
             num_attention_heads=sizes.heads,
             num_key_value_heads=sizes.kv_heads,
             head_dim=sizes.hidden // sizes.heads,

@@ -6,141 +6,114 @@ values were merged; nothing but the convolutions is trained.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
 
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
-from sakiyomi.cache.policies.merging.formats import rounded, write_merging
+from sakiyomi.cache.policies.merging.formats import write_merging
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import split_rows
+from sakiyomi.train.beside import BesideTarget, rounded
 from sakiyomi.train.compressed import Compressed, policy_of
 from sakiyomi.train.config import LococoConfig
-from sakiyomi.train.data import parse_text
-from sakiyomi.train.draft import load_target
-from sakiyomi.train.export import model_folder, write_card
-from sakiyomi.train.loop import Loop, accelerator, compiled_loss, on_device
-from sakiyomi.train.optim import with_peaks
-from sakiyomi.train.prompts import check_prompts, read_prompts
-from sakiyomi.train.report import Reporter
+from sakiyomi.train.export import Result, model_folder
+from sakiyomi.train.loop import Loop, compiled_loss
+from sakiyomi.train.recipe import train
 from sakiyomi.train.writing import writing
 
 __all__ = ["MergingLoss", "train_lococo"]
 
 
 def train_lococo(config: LococoConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train lococo`.
-
-    Args:
-        config: the settings.
-        command: the command line, for the card.
-
-    Returns:
-        The summary that `--json` prints; `finished` is False after SIGINT.
-
-    Raises:
-        InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
-    """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    parse_device(config.device)
-    policy = policy_of(config.scores, config.kv_budget, config.merged)
-    check_prompts(config)
-    device = accelerator(config.device, config.precision).device
-    target, tokenizer = load_target(config.target)
-    nn.Module.to(target, device, torch.float32 if config.precision == "no" else target.dtype)
-    reporter = Reporter(config.log_seconds)
-    given = read_prompts(config, target, tokenizer, reporter, marked=True)
-    questions = given.questions
-    checked = {name: on_device(batch, device) for name, batch in given.held_out.items()}
-    torch.manual_seed(config.seed)
-    compressed = Compressed(target, policy, config.kv_budget, config.chunk_size)
-    shape = MergingShape(
-        tuple((layer.key_dim, layer.value_dim) for layer in compressed.shapes),
-        tuple(layer.heads for layer in compressed.shapes),
-        config.merged,
-        config.kernel,
-        config.again,
-    )
-    convolutions = Convolutions(shape, norm=config.norm).to(device)
-    loss = MergingLoss(config, compressed, convolutions)
-    whole = MergingLoss(config, Compressed(target, policy, 0, config.chunk_size), None)
-    with compressed.listening():
-        beside = {name: {"dropped": loss.measure(batch, None)} for name, batch in checked.items()}
-    with whole.passes.listening():
-        for name, batch in checked.items():
-            beside[name]["full"] = whole.measure(batch, None)
-
-    def measures(_: Any = None) -> dict[str, dict[str, float]]:
-        return {
-            name: {"nats_per_token": loss.measure(batch, convolutions)} | beside[name]
-            for name, batch in checked.items()
-        }
-
-    loop = Loop(
-        config,
-        convolutions,
-        lambda _, batch: loss(batch),
-        questions,
-        measures,
-        optimizers=_optimizers(config),
-        device=str(device),
-        precision=config.precision,
-        warmup_share=config.warmup_share,
-    )
-    folder = model_folder(config)
-    with compressed.listening():
-        if not loop.run():
-            return {"finished": False, "out": config.out, "step": loop.progress.step, "tokens": questions.tokens}
-        with writing(folder):
-            write_merging(
-                rounded(convolutions),
-                folder,
-                base=config.target,
-                recipe=_recipe(config),
-                fingerprint=fingerprint(target, tokenizer),
-            )
-        found = measures()
-    return write_card(
-        config,
-        convolutions,
-        dataclasses.replace(loop.progress, tokens=questions.tokens),
-        found,
-        command,
-        given.epochs(),
-        about=f"Convolutions (LoCoCo) that merge what a cache of {config.target} drops into {config.merged} pairs of "
-        f"each head in its {len(shape.dims)} layers",
-        measured_on=f"Losses of held-out answers behind a prompt of which {config.kv_budget} pairs stay, chosen by "
-        f"`{policy.name}`: with {config.merged} of them merged, with what goes `dropped`, and with everything kept "
-        "(`full`).",
-        tasks=given.tasks,
-        held_back=given.held_back,
-        base=config.target,
-    )
+    """Run `sakiyomi train lococo`, see `recipe.train`."""
+    return train(_Lococo(config), command)
 
 
-def _recipe(config: LococoConfig) -> dict[str, Any]:
-    """What a user of the convolutions may have to know of their training."""
-    names = ("scores", "kv_budget", "chunk_size", "norm", "tasks", "text_weight", "seed")
-    data = [Path(parse_text(spec).path).name for spec in config.data]
-    return {name: getattr(config, name) for name in names} | {"data": data, "row_tokens": list(config.row_tokens)}
+class _Lococo(BesideTarget[LococoConfig]):
+    """Convolutions learn to merge what goes into what stays."""
 
+    marked = True
 
-def _optimizers(config: LococoConfig) -> Callable[[nn.Module], list[Optimizer]]:
-    def make(model: nn.Module) -> list[Optimizer]:
-        betas = (config.beta1, config.beta2)
-        return with_peaks(
-            [AdamW(model.parameters(), lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)]
+    def check(self) -> None:
+        """See `Recipe`."""
+        config = self.config
+        parse_device(config.device)
+        self.policy = policy_of(config.scores, config.kv_budget, config.merged)
+        super().check()
+
+    def look(self) -> None:
+        """See `BesideTarget`; gradients pass through this target."""
+        if self.config.precision == "no":
+            nn.Module.to(self.target, torch.float32)
+
+    def loop(self) -> Loop:
+        """See `Recipe`."""
+        config, target = self.config, self.target
+        self.compressed = Compressed(target, self.policy, config.kv_budget, config.chunk_size)
+        shape = MergingShape(
+            tuple((layer.key_dim, layer.value_dim) for layer in self.compressed.shapes),
+            tuple(layer.heads for layer in self.compressed.shapes),
+            config.merged,
+            config.kernel,
+            config.again,
+        )
+        self.convolutions = Convolutions(shape, norm=config.norm).to(self.device)
+        self.loss = MergingLoss(config, self.compressed, self.convolutions)
+        whole = MergingLoss(config, Compressed(target, self.policy, 0, config.chunk_size), None)
+        with self.compressed.listening():
+            dropped = {name: self.loss.measure(batch, None) for name, batch in self.held_out.items()}
+        with whole.passes.listening():
+            full = {name: whole.measure(batch, None) for name, batch in self.held_out.items()}
+        self.beside = {name: {"dropped": dropped[name], "full": full[name]} for name in self.held_out}
+        return Loop(
+            config,
+            self.convolutions,
+            lambda _, batch: self.loss(batch),
+            self.given.questions,
+            self._measures,
+            optimizers=self.optimizers,
+            device=str(self.device),
+            precision=config.precision,
+            warmup_share=config.warmup_share,
         )
 
-    return make
+    def listening(self) -> AbstractContextManager[object]:
+        """See `Recipe`."""
+        return self.compressed.listening()
+
+    def finish(self, loop: Loop) -> Result:
+        """See `Recipe`."""
+        config, folder, convolutions = self.config, model_folder(self.config), self.convolutions
+        names = ("scores", "kv_budget", "chunk_size", "norm", "tasks", "text_weight", "seed")
+        with writing(folder):
+            write_merging(
+                rounded(convolutions, Convolutions(convolutions.shape, torch.bfloat16)),
+                folder,
+                base=config.target,
+                recipe=self.settings(names),
+                fingerprint=fingerprint(self.target, self.tokenizer),
+            )
+        more = {
+            "about": f"Convolutions (LoCoCo) that merge what a cache of {config.target} drops into {config.merged} "
+            f"pairs of each head in its {len(convolutions.shape.dims)} layers",
+            "measured_on": f"Losses of held-out answers behind a prompt of which {config.kv_budget} pairs stay, chosen "
+            f"by `{self.policy.name}`: with {config.merged} of them merged, with what goes `dropped`, and with "
+            "everything kept (`full`).",
+        }
+        with self.listening():
+            measures = self._measures()
+        return Result(convolutions, convolutions.shape.layers, measures, self.given.epochs(), more | self.origin())
+
+    def _measures(self, _: Any = None) -> dict[str, dict[str, float]]:
+        return {
+            name: {"nats_per_token": self.loss.measure(batch, self.convolutions)} | self.beside[name]
+            for name, batch in self.held_out.items()
+        }
 
 
 class MergingLoss:
@@ -155,7 +128,7 @@ class MergingLoss:
     def __init__(self, config: LococoConfig, passes: Compressed, convolutions: Convolutions | None) -> None:
         self._text_weight, self._first = config.text_weight, config.chunk_size
         self.passes, self._convolutions = passes, convolutions
-        self._nats = compiled_loss(_nats, config.compile, dynamic=True)
+        self._nats = compiled_loss(_nats, config.loop.compile, dynamic=True)
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         """Mean loss of a batch's rows, without gradient: that is in the convolutions already, row by row.

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
-from sakiyomi.train.config import LoopConfig
+from sakiyomi.train.config import RunConfig
 from sakiyomi.train.growth import grow
 from sakiyomi.train.optim import LAYER, copy_state, set_scale
+from sakiyomi.train.progress import Progress
 from sakiyomi.train.report import Reporter
 from sakiyomi.train.rows import Batches, Mixture
 from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
@@ -36,23 +37,6 @@ from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
 BatchLoss = Callable[[Any, Any], Tensor]
 """Loss of a model on a batch: what the source of batches gave, as tensors on the model's device."""
 Evaluate = Callable[[Any], dict[str, dict[str, float]]]
-
-
-@dataclass
-class Progress:
-    """What a run has done so far; kept in the checkpoint.
-
-    Attributes:
-        seconds: training time, pauses left out, summed over resumed parts.
-        losses: (step, tokens, seconds, loss) of every step.
-        held_out: one entry a measurement: step, tokens, seconds and the measures of each file.
-    """
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    losses: list[tuple[int, int, float, float]] = field(default_factory=list)
-    held_out: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,7 +51,7 @@ class Loop:
     """One training run. What of the model needs no gradient is neither trained nor kept in checkpoints.
 
     Args:
-        config: budget, schedule and checkpoint settings.
+        settings: of the run; its loop has budget, schedule and checkpoints.
         model: trained in place (replaced when it grows: read `self.model` at the end).
         batch_loss: loss of a batch.
         mixture: where the batches come from.
@@ -83,7 +67,7 @@ class Loop:
 
     def __init__(
         self,
-        config: LoopConfig,
+        settings: RunConfig,
         model: Any,
         batch_loss: BatchLoss,
         mixture: Batches,
@@ -97,7 +81,8 @@ class Loop:
         warmup_share: float = 0.0,
         clip_values: bool = False,
     ) -> None:
-        self.config, self.model, self.mixture = config, model, mixture
+        self.config, self.model, self.mixture = settings.loop, model, mixture
+        self._settings, config = settings, settings.loop
         self._batch_loss, self._evaluate, self._growth = batch_loss, evaluate, growth
         self._stages = tuple(stages)
         self._out = Path(config.out)
@@ -176,7 +161,7 @@ class Loop:
             "progress": dataclasses.asdict(self.progress),
             "schedule": dataclasses.asdict(self.schedule),
             "torch_rng": torch.get_rng_state(),
-            "settings": dataclasses.asdict(self.config),
+            "settings": self._settings.flat(),
         }
         save_checkpoint(self._out / "checkpoints", self.progress.step, state)
 

@@ -148,7 +148,7 @@ def _models(config: NgramConfig) -> tuple[Any, Any, int]:
 
         llm = LLM(config.target, draft="none", compile=False)
         return llm, llm.tokenizer, llm.vocab_size
-    from sakiyomi.train.target import load_tokenizer
+    from sakiyomi.train.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Path(config.tokenizer))
     return None, tokenizer, len(tokenizer)

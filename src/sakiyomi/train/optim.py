@@ -10,15 +10,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sakiyomi.train.config import TextConfig
+from sakiyomi.train.config import TextRunConfig
 
 LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
 """Ends the name of a layer: Llama and Whisper have ``layers``, T5 has ``block``."""
 
 
-def text_optimizers(config: TextConfig) -> Callable[[nn.Module], list[Optimizer]]:
+def text_optimizers(config: TextRunConfig) -> Callable[[nn.Module], list[Optimizer]]:
     """What makes the optimizers of a whole model."""
-    return partial(build_optimizers, muon_lr=config.muon_lr, adam_lr=config.adam_lr, weight_decay=config.weight_decay)
+    return partial(
+        build_optimizers,
+        muon_lr=config.text.muon_lr,
+        adam_lr=config.text.adam_lr,
+        weight_decay=config.text.weight_decay,
+    )
 
 
 def build_optimizers(model: nn.Module, *, muon_lr: float, adam_lr: float, weight_decay: float) -> list[Optimizer]:

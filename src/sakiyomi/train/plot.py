@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sakiyomi.train.loop import Progress
+from sakiyomi.train.progress import Progress
 
 # Dark and wide enough to be read when the picture is shown small.
 STEP_COLOUR, MEAN_COLOUR = "#b8c4d6", "#1f4e8c"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Iterable
 from contextlib import closing
@@ -10,12 +9,12 @@ from pathlib import Path
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.checkpoint import checkpoints, load_checkpoint
-from sakiyomi.train.config import LoopConfig
+from sakiyomi.train.config import RunConfig
 from sakiyomi.train.data import read_documents
 from sakiyomi.train.writing import writing
 
 
-def check_run(config: LoopConfig, files: Iterable[Path]) -> None:
+def check_run(config: RunConfig, files: Iterable[Path]) -> None:
     """Refuse a run that could not be done, or that would spoil an earlier one.
 
     Args:
@@ -29,14 +28,14 @@ def check_run(config: LoopConfig, files: Iterable[Path]) -> None:
     for path in dict.fromkeys(files):
         with closing(read_documents(path)) as documents:
             next(documents)
-    out = Path(config.out)
+    out = Path(config.loop.out)
     if out.exists() and not out.is_dir():
-        raise InputError(f"out is {config.out!r}, which is a file; give a folder with --out")
+        raise InputError(f"out is {config.loop.out!r}, which is a file; give a folder with --out")
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
-    if config.resume:
+    if config.loop.resume:
         _check_same(config)
     elif held := checkpoints(out / "checkpoints"):
         raise InputError(
@@ -45,18 +44,18 @@ def check_run(config: LoopConfig, files: Iterable[Path]) -> None:
         )
 
 
-def _check_same(config: LoopConfig) -> None:
+def _check_same(config: RunConfig) -> None:
     """Compare the settings with those of the newest checkpoint: a run goes on as it began."""
-    state = load_checkpoint(Path(config.out) / "checkpoints", peek=True)
-    given, before = dataclasses.asdict(config), state.get("settings", {})
+    state = load_checkpoint(Path(config.loop.out) / "checkpoints", peek=True)
+    given, before = config.flat(), state.get("settings", {})
     if given.keys() != before.keys():
         raise InputError(
-            f"the checkpoints in {config.out} are those of another command or version; choose another --out"
+            f"the checkpoints in {config.loop.out} are those of another command or version; choose another --out"
         )
-    free = {field.name for field in dataclasses.fields(config) if field.metadata["resume"]}
+    free = {flag.name for flag in config.flags() if flag.resume}
     for name, value in given.items():
         if name not in free and value != before[name]:
             raise InputError(
-                f"{name} is {value!r}, and the run in {config.out} was begun with {before[name]!r}; resume it with the "
-                "same settings, or begin another one with another --out"
+                f"{name} is {value!r}, and the run in {config.loop.out} was begun with {before[name]!r}; resume it "
+                "with the same settings, or begin another one with another --out"
             )

@@ -53,7 +53,7 @@ def check_prompts(config: AnsweredConfig) -> None:
         InputError, LoadError: see `check_run`; or shares and names that are none.
     """
     check_shares("--data and --tasks", [*map(parse_text, config.data), *parse_tasks(config.tasks)])
-    parse_valid(config.valid)
+    parse_valid(config.loop.valid)
     check_run(config, [])
 
 
@@ -72,10 +72,10 @@ def read_prompts(
         InputError, LoadError: a file cannot be read or has too few prompts, or the rows are too short for a task.
     """
     files, tasks = [parse_text(spec) for spec in config.data], parse_tasks(config.tasks)
-    valid = parse_valid(config.valid)
+    valid = parse_valid(config.loop.valid)
     positions = int(getattr(target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
-    longest = min(positions, max(config.row_tokens))
-    if longest < max(config.row_tokens):
+    longest = min(positions, max(config.loop.row_tokens))
+    if longest < max(config.loop.row_tokens):
         reporter.note(f"the target has {positions} positions: prompts with their answers are at most so long")
     makers = {str(spec.path): TaskRows(str(spec.path), tokenizer, config.query_aware, marked=marked) for spec in tasks}
 
@@ -83,7 +83,13 @@ def read_prompts(
         most = max(10 * config.eval_rows, config.eval_rows + _most_rows(config))  # of ten one may be held back
         query_tokens = config.query_tokens if config.query_aware else 0
         found, passed = read_answered(
-            path, tokenizer, vocabulary(target), query_tokens=query_tokens, length=longest, most=most, seed=config.seed
+            path,
+            tokenizer,
+            vocabulary(target),
+            query_tokens=query_tokens,
+            length=longest,
+            most=most,
+            seed=config.loop.seed,
         )
         for reason, count in passed.items():
             if count:
@@ -103,10 +109,10 @@ def read_prompts(
         answer_tokens=config.answer_tokens,
         most=positions,
         first=tokenizer.bos_token_id,
-        seed=config.seed,
+        seed=config.loop.seed,
     )
     held_out = {
-        name: joined([questions.row(one, max(config.row_tokens)) for one in rows]) for name, rows in held.items()
+        name: joined([questions.row(one, max(config.loop.row_tokens)) for one in rows]) for name, rows in held.items()
     }
     held_out |= {name: _of_task(config, key, maker, questions) for key, (name, maker) in enumerate(makers.items())}
     held_back = 0 if valid else sum(map(len, held.values()))
@@ -115,8 +121,8 @@ def read_prompts(
 
 def _most_rows(config: AnsweredConfig) -> int:
     """Rows that a run of so many steps can use; a run by the clock is given a thousand steps a minute."""
-    steps = config.tokens // config.step_tokens if config.tokens else 1000 * config.minutes
-    return int(steps * (config.step_tokens // min(config.row_tokens)))
+    steps = config.loop.tokens // config.loop.step_tokens if config.loop.tokens else 1000 * config.loop.minutes
+    return int(steps * (config.loop.step_tokens // min(config.loop.row_tokens)))
 
 
 def _hold_back(config: AnsweredConfig, path: Path, rows: list[Answered]) -> list[Answered]:
@@ -131,7 +137,7 @@ def _hold_back(config: AnsweredConfig, path: Path, rows: list[Answered]) -> list
             f"{path} has {len(rows)} prompts with answers, of which a tenth is to be held back; give ten or more, or "
             "held-out data with --valid NAME=FILE"
         )
-    chosen = set(np.random.default_rng((config.seed, len(rows))).choice(len(rows), count, replace=False).tolist())
+    chosen = set(np.random.default_rng((config.loop.seed, len(rows))).choice(len(rows), count, replace=False).tolist())
     held = [rows[index] for index in sorted(chosen)]
     rows[:] = [one for index, one in enumerate(rows) if index not in chosen]
     return held
@@ -139,6 +145,6 @@ def _hold_back(config: AnsweredConfig, path: Path, rows: list[Answered]) -> list
 
 def _of_task(config: AnsweredConfig, key: int, maker: TaskRows, questions: Questions) -> Batch:
     """Held-out rows of a task; they are made before training, so that a length that is too short is found."""
-    length = max(config.row_tokens)
-    rngs = [np.random.default_rng((config.seed, HELD_OUT, key, i)) for i in range(config.eval_rows)]
+    length = max(config.loop.row_tokens)
+    rngs = [np.random.default_rng((config.loop.seed, HELD_OUT, key, i)) for i in range(config.eval_rows)]
     return joined([questions.row(maker.make(rng, questions.length(length)), length) for rng in rngs])

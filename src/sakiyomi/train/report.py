@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from sakiyomi.train.loop import Progress as RunProgress
+from sakiyomi.train.progress import Progress
 
 # The loss shown is a running mean: single steps differ by the rows they drew.
 SMOOTHING = 0.95
@@ -29,11 +27,11 @@ class Reporter:
         self._log_seconds = log_seconds
         self._last, self._last_tokens, self._last_seconds = time.monotonic(), 0, 0.0
         self._loss: float | None = None
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description}"),
+            bars.BarColumn(),
+            bars.TaskProgressColumn(),
+            bars.TimeElapsedColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -48,7 +46,7 @@ class Reporter:
     ) -> None:
         self._bar.stop()
 
-    def step(self, progress: RunProgress, share: float, scale: float) -> None:
+    def step(self, progress: Progress, share: float, scale: float) -> None:
         """Report the step just done; `share` of the budget is spent, `scale` is the factor of the learning rate."""
         loss = progress.losses[-1][-1]
         self._loss = loss if self._loss is None else SMOOTHING * self._loss + (1 - SMOOTHING) * loss

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sakiyomi.cache.slots import LayerShape
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
-from sakiyomi.model_executor.attention.op import call_arguments
+from sakiyomi.model_executor.attention import op
 
 __all__ = [
     "Heard",
@@ -148,7 +148,7 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
+    layer, scale, softcap, window = op.call_arguments(module, query, attention_mask, scaling, kwargs)
     assert _attending is not None
     return _attending(layer, query, key, value, scale, softcap, window).transpose(1, 2).contiguous(), None
 
@@ -239,22 +239,16 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     Raises:
         UnsupportedError: it is not.
     """
-    found: dict[int, LayerShape] = {}
-    calls: list[int] = []
-
-    def attend(
-        layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, window: int
-    ) -> Tensor:
-        found[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, window)
-        calls.append(layer)
-        return _causal(query, key, value, scale, softcap, window)
-
-    with attention_by(model, attend):
-        model(input_ids=torch.tensor([[1, 2]], device=model.device), use_cache=False)
+    before = model.config._attn_implementation
+    ids = torch.tensor([[1, 2]], device=model.device)
     layers = int(model.config.get_text_config().num_hidden_layers)
-    if sorted(calls) != list(range(layers)):  # some classes take the name with a log line, and keep what they have
+    try:
+        found = op.layer_shapes(model, lambda: model(input_ids=ids, use_cache=False), layers)
+    finally:
+        model.set_attn_implementation(before)
+    if found is None:
         raise _own(model)
-    return [found[layer] for layer in range(layers)]
+    return found
 
 
 def kv_heads_of(model: Any) -> tuple[int, ...]:

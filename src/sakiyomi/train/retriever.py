@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,24 +13,20 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.core.errors import InputError
 from sakiyomi.train.config import RetrieverConfig
-from sakiyomi.train.data import TextSpec, check_shares, parse_text
-from sakiyomi.train.evaluate import bits_per_character, encode_held_out, parse_valid, read_held_out
-from sakiyomi.train.export import save, write_card
+from sakiyomi.train.evaluate import bits_per_character, encode_held_out, read_held_out
+from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.long_tasks.facts import locker, needle, pair
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Texts
 from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS
 from sakiyomi.train.loop import Loop, compiled_loss
 from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.preflight import check_run
+from sakiyomi.train.recipe import TextRecipe, train
 from sakiyomi.train.retrieval_measures import ASKED, accuracy
 from sakiyomi.train.retrieval_rows import ANSWER, KNOWN, OTHER, WANTED, RetrievalRows
 from sakiyomi.train.retrieval_start import start_looking_back
-from sakiyomi.train.target import load_tokenizer
-from sakiyomi.train.tokenizer import train_tokenizer
-from sakiyomi.train.writing import writing
+from sakiyomi.train.tokenizer import own_tokenizer, train_tokenizer
 
 __all__ = ["answers_and_text", "retrieval_tokenizer", "train_retriever"]
 
@@ -43,65 +38,94 @@ TOKENIZER_DOCUMENTS = 600
 
 
 def train_retriever(config: RetrieverConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train retriever`.
+    """Run `sakiyomi train retriever`, see `recipe.train`."""
+    return train(_Retriever(config), command)
 
-    Args:
-        config: the settings.
-        command: the command line, for the card.
 
-    Returns:
-        The summary that `--json` prints; `finished` is False after SIGINT.
-    """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    specs = [parse_text(spec) for spec in config.text]
-    valid = parse_valid(config.valid)
-    check_shares("--text", specs)
-    check_run(config, [*(spec.path for spec in specs), *valid.values()])
-    documents = _documents(specs)
-    tokenizer = load_or_train_tokenizer(config, documents)
-    texts = {name: read_held_out(path) for name, path in valid.items()}
-    held_out = [encode_held_out(name, some, tokenizer) for name, some in texts.items()]
-    rows = RetrievalRows(documents, tokenizer, seed=config.seed)
-    torch.manual_seed(config.seed)
-    model = new_llama(config, tokenizer, layers=config.layers, vocab=len(tokenizer), max_positions=config.max_positions)
-    start_looking_back(model, config.seed)
-    loss = compiled_loss(partial(answers_and_text, config.text_weight), config.compile)
+class _Retriever(TextRecipe[RetrieverConfig]):
+    """A small Llama learns to answer questions about facts in filler, and a little text beside them."""
 
-    def batch_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
-        ids, roles = batch["ids"], batch["roles"]
-        if "end" in batch:
-            hidden, before = parted_pass(model, ids[:, :-1], int(batch["end"]))
-            noted = notes(before, roles[:, :-1])
-            return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:]) + config.note_weight * noted
-        # The backward pass of the fused attention is slow for many short rows.
-        attend_by(model, "eager" if ids.shape[1] <= SHORT_ROWS else "sdpa")
-        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:])
+    def read(self) -> None:
+        """See `Recipe`."""
+        documents = [text for spec in self.specs for text in read_held_out(spec.path)]
+        config, sizes = self.config, self.config.sizes
+        self.tokenizer = own_tokenizer(
+            config.loop.out, sizes.vocab, lambda: retrieval_tokenizer(documents, sizes.vocab, sizes.max_positions)
+        )
+        self.texts = {name: read_held_out(path) for name, path in self.valid.items()}
+        self.held_out = [encode_held_out(name, some, self.tokenizer) for name, some in self.texts.items()]
+        self.rows = RetrievalRows(documents, self.tokenizer, seed=config.loop.seed)
 
-    def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
-        length = max(SHORTEST, loop.row_tokens[-1])
-        found = measure(config, model, tokenizer, length, config.eval_prompts, NOISE)
-        mean = sum(found.values()) / len(found)
-        return {"tasks": {"accuracy": mean, "length": length} | found}
+    def loop(self) -> Loop:
+        """See `Recipe`."""
+        config, sizes, tokenizer = self.config, self.config.sizes, self.tokenizer
+        model = new_llama(sizes, tokenizer, vocab=len(tokenizer), max_positions=sizes.max_positions)
+        start_looking_back(model, config.loop.seed)
+        loss = compiled_loss(partial(answers_and_text, config.text_weight), config.loop.compile)
 
-    loop = Loop(
-        config, model, batch_loss, rows, evaluate, optimizers=text_optimizers(config), stages=config.stage_shares
-    )
-    if not loop.run():
-        return {"finished": False, "out": config.out, "step": loop.progress.step, "tokens": loop.progress.tokens}
-    with torch.compiler.set_stance("force_eager"):
-        measures: dict[str, Any] = {item.name: bits_per_character(loop.model, item, FINAL_TOKENS) for item in held_out}
-    fillers: dict[str, Filler] = {"noise": NOISE} | {name: Texts(some) for name, some in texts.items()}
-    for name, filler in fillers.items():
-        for length in config.eval_lengths if filler is NOISE else (max(config.eval_lengths),):
-            some = measure(config, loop.model, tokenizer, length, config.final_prompts, filler)
-            measures[f"accuracy at {length} tokens, filler: {name}"] = some
-    save(config, loop.model, tokenizer)
-    about = f"A Llama model of {config.layers} layers that finds facts in long texts (`sakiyomi.train.long_tasks`)"
-    return write_card(
-        config, loop.model, loop.progress, measures, command, {}, about=about, measured_on=explained(config)
-    )
+        def batch_loss(model: LlamaForCausalLM, batch: dict[str, Tensor]) -> Tensor:
+            ids, roles = batch["ids"], batch["roles"]
+            if "end" in batch:
+                hidden, before = parted_pass(model, ids[:, :-1], int(batch["end"]))
+                noted = notes(before, roles[:, :-1])
+                return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:]) + config.note_weight * noted
+            # The backward pass of the fused attention is slow for many short rows.
+            attend_by(model, "eager" if ids.shape[1] <= SHORT_ROWS else "sdpa")
+            hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            return loss(hidden, model.lm_head.weight, ids[:, 1:], roles[:, 1:])
+
+        def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
+            length = max(SHORTEST, loop.row_tokens[-1])
+            found = self._accuracies(model, length, config.eval_prompts, NOISE)
+            mean = sum(found.values()) / len(found)
+            return {"tasks": {"accuracy": mean, "length": length} | found}
+
+        loop = Loop(
+            config,
+            model,
+            batch_loss,
+            self.rows,
+            evaluate,
+            optimizers=text_optimizers(config),
+            stages=config.stage_shares,
+        )
+        return loop
+
+    def finish(self, loop: Loop) -> Result:
+        """See `Recipe`."""
+        config, model, layers = self.config, loop.model, self.config.sizes.layers
+        with torch.compiler.set_stance("force_eager"):
+            measures: dict[str, Any] = {
+                item.name: bits_per_character(model, item, FINAL_TOKENS) for item in self.held_out
+            }
+        fillers: dict[str, Filler] = {"noise": NOISE} | {name: Texts(some) for name, some in self.texts.items()}
+        for name, filler in fillers.items():
+            for length in config.eval_lengths if filler is NOISE else (max(config.eval_lengths),):
+                some = self._accuracies(model, length, config.final_prompts, filler)
+                measures[f"accuracy at {length} tokens, filler: {name}"] = some
+        save(config, model, self.tokenizer)
+        about = f"A Llama model of {layers} layers that finds facts in long texts (`sakiyomi.train.long_tasks`)"
+        return Result(model, layers, measures, {}, {"about": about, "measured_on": explained(config)})
+
+    def _accuracies(self, model: LlamaForCausalLM, length: int, prompts: int, filler: Filler) -> dict[str, float]:
+        """Accuracy of each task, plain and with the question in front, too."""
+        found = {}
+        attend_by(model, "sdpa")
+        # Prompts have many lengths, each of which would be compiled.
+        with torch.compiler.set_stance("force_eager"):
+            for first in (False, True):
+                for task in ASKED:
+                    found[task + (", question in front" if first else "")] = accuracy(
+                        model,
+                        self.tokenizer,
+                        task,
+                        length,
+                        prompts=prompts,
+                        query_first=first,
+                        filler=filler,
+                        seed=self.config.loop.seed,
+                    )
+        return found
 
 
 def explained(config: RetrieverConfig) -> str:
@@ -110,30 +134,9 @@ def explained(config: RetrieverConfig) -> str:
         f"Accuracies are shares of {config.final_prompts} prompts, at depths spread evenly from the beginning to the "
         "end, whose greedy answer begins with the right one. The training began with heads that look back "
         "(`sakiyomi.train.retrieval_start`), and ran over "
-        + ", ".join(str(length) for length in config.row_tokens)
+        + ", ".join(str(length) for length in config.loop.row_tokens)
         + " tokens a row, one length after the other."
     )
-
-
-def measure(
-    config: RetrieverConfig,
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    prompts: int,
-    filler: Filler,
-) -> dict[str, float]:
-    """Accuracy of each task, plain and with the question in front, too."""
-    found = {}
-    attend_by(model, "sdpa")
-    # Prompts have many lengths, each of which would be compiled.
-    with torch.compiler.set_stance("force_eager"):
-        for first in (False, True):
-            for task in ASKED:
-                found[task + (", question in front" if first else "")] = accuracy(
-                    model, tokenizer, task, length, prompts=prompts, query_first=first, filler=filler, seed=config.seed
-                )
-    return found
 
 
 def parted_pass(model: LlamaForCausalLM, ids: Tensor, end: int) -> tuple[Tensor, Tensor]:
@@ -210,26 +213,6 @@ def attend_by(model: LlamaForCausalLM, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def load_or_train_tokenizer(config: RetrieverConfig, documents: Sequence[str]) -> PreTrainedTokenizerBase:
-    """The tokenizer below OUT, which a new run makes.
-
-    Raises:
-        InputError: the one below OUT has another size than was asked for.
-    """
-    folder = Path(config.out) / "tokenizer"
-    if not (folder / "tokenizer.json").exists():
-        new = retrieval_tokenizer(documents, config.vocab, config.max_positions)
-        with writing(folder):
-            new.save_pretrained(folder)
-    tokenizer = load_tokenizer(folder)
-    if len(tokenizer) != config.vocab:
-        raise InputError(
-            f"vocab is {config.vocab}, and the tokenizer in {folder} has {len(tokenizer)} pieces; give --vocab "
-            f"{len(tokenizer)}, or delete that folder to have another one trained"
-        )
-    return tokenizer
-
-
 def retrieval_tokenizer(documents: Sequence[str], pieces: int, max_length: int) -> PreTrainedTokenizerBase:
     """A tokenizer in which every digit is a piece, and with about 1,000 pieces every word of a key, too.
 
@@ -246,12 +229,3 @@ def retrieval_tokenizer(documents: Sequence[str], pieces: int, max_length: int) 
         max_length,
         split=[pre_tokenizers.Digits(individual_digits=True)],
     )
-
-
-def _documents(specs: Sequence[TextSpec]) -> list[str]:
-    """All text of the files.
-
-    Raises:
-        InputError: a file holds token ids, or gives no text.
-    """
-    return [text for spec in specs for text in read_held_out(spec.path)]

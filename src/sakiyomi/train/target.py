@@ -6,69 +6,73 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.config import TargetConfig
-from sakiyomi.train.data import TextSpec, check_shares, parse_text, read_documents
-from sakiyomi.train.evaluate import bits_per_character, encode_held_out, parse_valid, read_held_out
-from sakiyomi.train.export import save, write_card
+from sakiyomi.train.data import TextSpec, read_documents
+from sakiyomi.train.evaluate import bits_per_character, encode_held_out, read_held_out
+from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
 from sakiyomi.train.loop import Growth, Loop, compiled_loss
 from sakiyomi.train.losses import next_token_loss
 from sakiyomi.train.optim import text_optimizers
-from sakiyomi.train.preflight import check_run
+from sakiyomi.train.recipe import TextRecipe, train
 from sakiyomi.train.rows import load_mixture
-from sakiyomi.train.tokenizer import train_tokenizer
-from sakiyomi.train.writing import writing
+from sakiyomi.train.tokenizer import load_tokenizer, own_tokenizer, train_tokenizer
 
 # Held-out tokens of the final measurement: 65,536 give the loss to about 0.01 nats.
 FINAL_TOKENS = 65536
 
 
 def train_target(config: TargetConfig, command: str = "") -> dict[str, Any]:
-    """Run `sakiyomi train target`.
+    """Run `sakiyomi train target`, see `recipe.train`."""
+    return train(_Target(config), command)
 
-    Args:
-        config: the settings.
-        command: the command line, for the card.
 
-    Returns:
-        The summary that `--json` prints; `finished` is False after SIGINT.
-    """
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    specs = [parse_text(spec) for spec in config.text]
-    valid = parse_valid(config.valid)
-    check_shares("--text", specs)
-    check_run(config, [*(spec.path for spec in specs), *valid.values()])
-    texts = {name: read_held_out(path) for name, path in valid.items()}
-    tokenizer = load_or_train_tokenizer(config, specs)
-    held_out = [encode_held_out(name, some, tokenizer) for name, some in texts.items()]
-    mixture = load_mixture(specs, tokenizer, len(tokenizer), config.seed)
-    torch.manual_seed(config.seed)
-    layers = config.first_layers or config.layers
-    model = new_llama(config, tokenizer, layers=layers, vocab=len(tokenizer), max_positions=config.max_positions)
-    loss = compiled_loss(next_token_loss, config.compile)
-    growth = Growth(config.layers, config.grow_at) if config.first_layers else None
+class _Target(TextRecipe[TargetConfig]):
+    """A Llama with random weights learns the next token of text."""
 
-    def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-        hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        return loss(hidden, model.lm_head.weight, ids[:, 1:])
+    def read(self) -> None:
+        """See `Recipe`."""
+        texts = {name: read_held_out(path) for name, path in self.valid.items()}
+        self.tokenizer = load_or_train_tokenizer(self.config, self.specs)
+        self.held_out = [encode_held_out(name, some, self.tokenizer) for name, some in texts.items()]
+        self.mixture = load_mixture(self.specs, self.tokenizer, len(self.tokenizer), self.config.loop.seed)
 
-    def evaluate(model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
-        return {item.name: bits_per_character(model, item, config.eval_tokens) for item in held_out}
+    def loop(self) -> Loop:
+        """See `Recipe`."""
+        config, tokenizer = self.config, self.tokenizer
+        layers = config.first_layers or config.sizes.layers
+        model = new_llama(
+            config.sizes, tokenizer, layers=layers, vocab=len(tokenizer), max_positions=config.sizes.max_positions
+        )
+        loss = compiled_loss(next_token_loss, config.loop.compile)
 
-    loop = Loop(config, model, batch_loss, mixture, evaluate, optimizers=text_optimizers(config), growth=growth)
-    finished = loop.run()
-    if not finished:
-        return {"finished": False, "out": config.out, "step": loop.progress.step, "tokens": loop.progress.tokens}
-    measures = {item.name: bits_per_character(loop.model, item, FINAL_TOKENS) for item in held_out}
-    epochs = loop.epochs([spec.path.name for spec in specs])
-    save(config, loop.model, tokenizer)
-    return write_card(config, loop.model, loop.progress, measures, command, epochs)
+        def batch_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+            hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            return loss(hidden, model.lm_head.weight, ids[:, 1:])
+
+        return Loop(
+            config,
+            model,
+            batch_loss,
+            self.mixture,
+            lambda model: self._measures(model, config.eval_tokens),
+            optimizers=text_optimizers(config),
+            growth=Growth(config.sizes.layers, config.grow_at) if config.first_layers else None,
+        )
+
+    def finish(self, loop: Loop) -> Result:
+        """See `Recipe`."""
+        measures = self._measures(loop.model, FINAL_TOKENS)
+        save(self.config, loop.model, self.tokenizer)
+        return Result(
+            loop.model, self.config.sizes.layers, measures, loop.epochs([spec.path.name for spec in self.specs])
+        )
+
+    def _measures(self, model: LlamaForCausalLM, tokens: int) -> dict[str, dict[str, float]]:
+        return {item.name: bits_per_character(model, item, tokens) for item in self.held_out}
 
 
 def load_or_train_tokenizer(config: TargetConfig, specs: Sequence[TextSpec]) -> PreTrainedTokenizerBase:
@@ -77,37 +81,12 @@ def load_or_train_tokenizer(config: TargetConfig, specs: Sequence[TextSpec]) -> 
     Raises:
         InputError: the one below OUT has another size than was asked for.
     """
-    own = Path(config.out) / "tokenizer"
     if config.tokenizer:
         return load_tokenizer(Path(config.tokenizer))
-    if not (own / "tokenizer.json").exists():
-        new = train_tokenizer(_texts(specs), config.vocab, config.max_positions)
-        with writing(own):
-            new.save_pretrained(own)
-    tokenizer = load_tokenizer(own)
-    if len(tokenizer) != config.vocab:
-        raise InputError(
-            f"vocab is {config.vocab}, and the tokenizer in {own} has {len(tokenizer)} pieces; give --vocab "
-            f"{len(tokenizer)}, or delete that folder to have another one trained"
-        )
-    return tokenizer
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer folder.
-
-    Raises:
-        LoadError: it is missing or holds no tokenizer with an end token.
-    """
-    if not folder.is_dir():
-        raise LoadError(f"tokenizer folder {folder} does not exist; expected a Hugging Face folder")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot load a tokenizer from {folder}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise LoadError(f"the tokenizer in {folder} has no end token; set eos_token in its configuration")
-    return tokenizer
+    sizes = config.sizes
+    return own_tokenizer(
+        config.loop.out, sizes.vocab, lambda: train_tokenizer(_texts(specs), sizes.vocab, sizes.max_positions)
+    )
 
 
 def _texts(specs: Sequence[TextSpec]) -> Iterator[str]:

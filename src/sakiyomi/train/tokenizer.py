@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.train.writing import writing
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -64,3 +66,40 @@ def train_tokenizer(
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
+
+
+def own_tokenizer(out: str, pieces: int, make: Callable[[], PreTrainedTokenizerBase]) -> PreTrainedTokenizerBase:
+    """The tokenizer below OUT, which a run that finds none makes and keeps there.
+
+    Raises:
+        InputError: the one below OUT has another size than was asked for.
+    """
+    folder = Path(out) / "tokenizer"
+    if not (folder / "tokenizer.json").exists():
+        new = make()
+        with writing(folder):
+            new.save_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) != pieces:
+        raise InputError(
+            f"vocab is {pieces}, and the tokenizer in {folder} has {len(tokenizer)} pieces; give --vocab "
+            f"{len(tokenizer)}, or delete that folder to have another one trained"
+        )
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer folder.
+
+    Raises:
+        LoadError: it is missing or holds no tokenizer with an end token.
+    """
+    if not folder.is_dir():
+        raise LoadError(f"tokenizer folder {folder} does not exist; expected a Hugging Face folder")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot load a tokenizer from {folder}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise LoadError(f"the tokenizer in {folder} has no end token; set eos_token in its configuration")
+    return tokenizer

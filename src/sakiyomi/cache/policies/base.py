@@ -1,29 +1,28 @@
 """What decides which keys and values stay: a score for every pair, and pairs that stay whatever their score.
 
 A policy says what is worth keeping and nothing else. Where pairs lie, when they are dropped and how the memory is
-freed is the same for all (``eviction.py``): only at borders, which depend on the request alone, and from what rows of
-committed tokens left behind. So a text that is read ahead keeps the same pairs as one that is not.
+freed is the same for all (``eviction.py``): only at eviction boundaries, which depend on the request alone, and from
+what rows of committed tokens left behind. So a drafted text keeps the same pairs as one that is written plainly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.policies.lococo import LoCoCo
-    from sakiyomi.model_executor.runner import ModelRunner
+    from sakiyomi.cache.host import CacheHost
 
-__all__ = ["Policy", "View"]
+__all__ = ["Merger", "Policy", "View"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View:
-    """What a policy sees at a border: heads of one layer of a request that hold equally many pairs.
+    """What a policy sees at an eviction boundary: heads of one layer of a request that hold equally many pairs.
 
     Attributes:
         layer: which.
@@ -32,13 +31,13 @@ class View:
         prompt: tokens of the prompt.
         length: tokens in the cache, dropped ones included.
         budget: pairs of these heads that may stay.
-        fresh: pairs, the last ones, that have come since the last border.
+        new_count: pairs, the last ones, that have come since the last boundary.
         moved: by how many positions the text has moved together, where positions are reassigned.
         places: (h, n) int64, each pair's place in the text, ascending.
         keys, values: (h, n, dim), keys after their rotation.
-        notes: (fresh, width) what ``Policy.note`` gave for the rows that have come; None: nothing.
-        surprise: (fresh,) -log p of each token that has come; None where ``Policy.surprise`` is off.
-        former: (h, n - fresh) what the policy said of the others at the last border.
+        observations: (new_count, width) what ``Policy.observe`` gave for the rows that have come; None: nothing.
+        neg_log_prob: (new_count,) -log p of each token that has come; None where ``Policy.needs_log_probs`` is off.
+        previous_scores: (h, n - new_count) what the policy said of the others at the last boundary.
     """
 
     layer: int
@@ -47,19 +46,33 @@ class View:
     prompt: int
     length: int
     budget: int
-    fresh: int
+    new_count: int
     moved: int
     places: Tensor
     keys: Tensor
     values: Tensor
-    notes: Tensor | None
+    observations: Tensor | None
     neg_log_prob: Tensor | None
-    former: Tensor
+    previous_scores: Tensor
 
     @property
     def final(self) -> bool:
         """Whether the prompt is through."""
         return self.length >= self.prompt
+
+
+class Merger(Protocol):
+    """Makes the last of the pairs that stay mixtures of those that a policy drops."""
+
+    @property
+    def merged(self) -> int:
+        """Mixtures of each head, among the pairs that stay."""
+
+    def prepare(self, model: CacheHost) -> None:
+        """Check that it fits the model, before its first request."""
+
+    def merge(self, view: View, scores: Tensor, best: Tensor) -> Tensor:
+        """Write the mixtures into the view's keys and values; the scores with theirs."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,11 +81,11 @@ class Policy:
 
     Attributes:
         sinks: first tokens of the text that always stay.
-        local: last tokens that stay at a border.
+        local: last tokens that stay at an eviction boundary.
         recent: share of the budget for the last tokens, where that is more than ``local``.
         ends: share of the budget that is reserved for both ends of the prompt, half for each: most scorers lose the
             question or the instruction without it (arXiv 2605.18053).
-        positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every border those
+        positions: "kept": pairs keep the positions that they were computed for; "reassigned": at every boundary those
             that are left move together, so that a text may be longer than the positions that the model knows.
         pyramid: the last layer has so small a part of what the budget leaves beside the pairs that stay in any case,
             1 / pyramid, and the layers before it evenly more (PyramidKV, arXiv 2406.02069); 0: all have the same.
@@ -82,15 +95,15 @@ class Policy:
     """
 
     name: ClassVar[str] = ""
-    notes: ClassVar[bool] = False
-    """Whether rows of passes leave something behind."""
-    surprise_wanted: ClassVar[bool] = False
+    needs_queries: ClassVar[bool] = False
+    """Whether rows of passes leave something behind for the policy, see ``observe``."""
+    needs_log_probs: ClassVar[bool] = False
     """Whether the probability of every token is wanted, so that logits of all rows are computed."""
     recalls: ClassVar[bool] = False
-    """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every border."""
-    every: ClassVar[int] = 64
-    """Generated tokens from border to border."""
-    again: ClassVar[int] = 0
+    """Whether all pairs stay in main memory, and those that attention reads are chosen anew at every boundary."""
+    interval: ClassVar[int] = 64
+    """Generated tokens from boundary to boundary."""
+    reread_tokens: ClassVar[int] = 0
     """Where pairs are recalled: so many of a prompt's last tokens, as far as they always stay, are read a second time,
     on pairs that they have chosen themselves."""
 
@@ -101,33 +114,35 @@ class Policy:
     pyramid: float = 0.0
     positions: Literal["kept", "reassigned"] = "kept"
     where: Literal["both", "prompt"] = "both"
-    merger: LoCoCo | None = field(default=None, init=False)
+    merger: Merger | None = field(default=None, init=False)
 
     def least_of(self, budget: int) -> int:
         """Pairs of a head that stay in any case; a budget must be larger."""
         end = int(self.ends / 2 * budget)
         return max(self.sinks, end) + self.last_of(budget) + end
 
-    def listen(self, model: ModelRunner) -> None:
-        """Hear what modules of the model say, where queries are not enough; again when it has taken other kernels into
-        use. Called where ``notes`` is on, before the model's first pass.
+    def listen(self, model: CacheHost) -> None:
+        """Attach to modules of the model, where queries are not enough.
+
+        Called where ``needs_queries`` is set, before the model's first pass, and again when the model has taken other
+        kernels into use.
 
         Raises:
             LoadError, UnsupportedError: what belongs to the policy cannot be read, or not with this model.
         """
 
-    def prepare(self, model: ModelRunner) -> None:
-        """Look at the model when it can run, before its first request.
+    def prepare(self, model: CacheHost) -> None:
+        """Check the model and measure what is needed of it, when it can run and before its first request.
 
         Raises:
             UnsupportedError: the policy is not for this model.
         """
 
     def leave(self) -> None:
-        """Hear no more."""
+        """Detach from the model's modules."""
 
-    def note(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
-        """What a pass leaves behind, (rows, width); traced into compiled graphs. Called where ``notes`` is on.
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
+        """What a pass leaves behind, (rows, width); traced into compiled graphs. Called where ``needs_queries`` is on.
 
         Args:
             layer: which.
@@ -137,14 +152,14 @@ class Policy:
         raise NotImplementedError
 
     def score(self, view: View) -> Tensor:
-        """What each pair is worth, (h, n) float32: it is ``View.former`` at the next border."""
+        """What each pair is worth, (h, n) float32: it is ``View.previous_scores`` at the next boundary."""
         raise NotImplementedError
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
-        """By what pairs stay, the largest first, (h, n): their scores, where the policy does not say otherwise."""
+        """What decides which pairs stay, the largest first, (h, n): their scores, unless the policy says otherwise."""
         return scores
 
-    def held(self, view: View) -> Tensor:
+    def pinned(self, view: View) -> Tensor:
         """Pairs that stay whatever their score, (h, n) bool."""
         end = int(self.ends / 2 * view.budget)
         first, last = view.places < max(self.sinks, end), view.places >= view.length - self.last_of(view.budget)
@@ -156,7 +171,7 @@ class Policy:
         """Columns that stay of more than the budget, (h, budget), the best first; None: all stay.
 
         Args:
-            view: at a border.
+            view: at an eviction boundary.
             scores: what `score` gave.
             window: of the layer, in tokens; 0: none. Such a layer sees its last tokens alone; and they must lie side by
                 side, since its kernels count the window in columns.
@@ -164,7 +179,7 @@ class Policy:
         drops = self.where == "both" or view.length <= view.prompt
         if scores.shape[1] <= view.budget or not drops:
             return None
-        ranked = view.places if window else self.rank(view, scores).masked_fill(self.held(view), torch.inf)
+        ranked = view.places if window else self.rank(view, scores).masked_fill(self.pinned(view), torch.inf)
         # Of pairs that are worth the same the later ones stay: topk does not say which.
         best = ranked.flip(1).argsort(dim=1, descending=True, stable=True)[:, : view.budget]
         return ranked.shape[1] - 1 - best

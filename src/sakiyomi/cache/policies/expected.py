@@ -12,8 +12,8 @@ from sakiyomi.cache.policies.base import View
 from sakiyomi.cache.policies.looking import Looking
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.rotary import Turn
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Expected"]
 
@@ -23,7 +23,7 @@ class Expected(Looking):
     """Attention that queries drawn like the last rows', at the next positions, would have; times the value's length.
 
     Queries before their rotation are taken to be normal, with the mean and covariance of the rows that came since the
-    last border; both are turned by the mean rotation of the next ``ahead`` positions. The mean of exp(q k) is then
+    last boundary; both are turned by the mean rotation of the next ``ahead`` positions. The mean of exp(q k) is then
     exp(mu k + k S k / 2).
 
     Attributes:
@@ -37,7 +37,7 @@ class Expected(Looking):
     _turn: Turn | None = field(default=None, init=False, repr=False)
     _rotation: tuple[int, Tensor] | None = field(default=None, init=False, repr=False)
 
-    def prepare(self, model: ModelRunner) -> None:
+    def prepare(self, model: CacheHost) -> None:
         """How the model's positions turn keys and queries."""
         from sakiyomi.cache.rotary import make_turn
 
@@ -45,19 +45,23 @@ class Expected(Looking):
 
     def score(self, view: View) -> Tensor:
         """Mean over the query heads of a head."""
-        assert view.notes is not None and self._turn is not None
+        assert view.observations is not None and self._turn is not None
         heads, _, dim = view.keys.shape
-        group = view.notes.shape[1] // (view.all_heads * dim)
-        own = view.notes.view(view.fresh, view.all_heads, group, dim)[:, view.heads].flatten(1, 2).transpose(0, 1)
+        group = view.observations.shape[1] // (view.all_heads * dim)
+        own = (
+            view.observations.view(view.new_count, view.all_heads, group, dim)[:, view.heads]
+            .flatten(1, 2)
+            .transpose(0, 1)
+        )
         end = view.length - view.moved
-        back = -torch.arange(end - view.fresh, end, device=own.device).expand(len(own), -1)
+        back = -torch.arange(end - view.new_count, end, device=own.device).expand(len(own), -1)
         raw = self._turn(view.layer, own.float(), back)
         rotation = self._mean_rotation(view, end)
         mean = (raw.mean(1) @ rotation).view(heads, group, dim)
         spread = torch.zeros(len(raw), dim, dim, device=raw.device)
-        if view.fresh > 1:
+        if view.new_count > 1:
             away = raw - raw.mean(1, keepdim=True)
-            spread = rotation.T @ (away.transpose(1, 2) @ away / view.fresh) @ rotation
+            spread = rotation.T @ (away.transpose(1, 2) @ away / view.new_count) @ rotation
         keys = view.keys.float()
         first = mean @ keys.transpose(1, 2)
         wide = keys[:, None].expand(-1, group, -1, -1)

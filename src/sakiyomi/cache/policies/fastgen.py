@@ -19,17 +19,17 @@ class FastGen(H2O):
     """Heads that look at what is near keep the last pairs, the others their heavy hitters.
 
     The paper gives every head the cheapest policy that recovers enough of its attention. Here all heads have the same
-    budget, and each has the policy that recovers more of what its rows looked at since the last border: a window and
-    the first tokens, or heavy hitters and a window of half the budget. What is kept of a score from border to border is
-    the sum of attention, whichever was chosen.
+    budget, and each has the policy that recovers more of what its rows looked at since the last boundary: a window and
+    the first tokens, or heavy hitters and a window of half the budget. The score that is kept until the next boundary
+    is the sum of attention, whichever was chosen.
     """
 
     name: ClassVar[str] = "fastgen"
     sinks: int = 4
 
-    def held(self, view: View) -> Tensor:
+    def pinned(self, view: View) -> Tensor:
         """Of each head, by the policy that recovers more."""
-        heavy = super().held(view)
+        heavy = super().pinned(view)
         spare = view.budget - int(heavy.sum(1).max())
         if spare < 0 or view.places.shape[1] <= view.budget:
             return heavy

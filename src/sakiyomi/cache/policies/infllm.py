@@ -24,8 +24,8 @@ class InfLLM(Looking):
     the same blocks. The paper takes the product of mean query and mean representative, where a question's one row that
     looks for something far away is lost among those that look at their neighbours (``docs/policies.md``, "Measured").
 
-    Blocks are chosen at borders: after every chunk, and every 16 generated tokens, where the paper chooses at each. So
-    that what is asked at the end of a prompt is answered with the blocks that it asks for, its last 16 tokens choose,
+    Blocks are chosen at boundaries: after every chunk, and every 16 generated tokens, where the paper chooses at each.
+    What is asked at the end of a prompt is to be answered with the blocks that it asks for: its last 16 tokens choose,
     and are read again. Pairs keep their own positions, or with ``positions="reassigned"`` move together; the paper
     gives all that is far away one distance.
 
@@ -36,8 +36,8 @@ class InfLLM(Looking):
 
     name: ClassVar[str] = "infllm"
     recalls: ClassVar[bool] = True
-    every: ClassVar[int] = 16
-    again: ClassVar[int] = 16
+    interval: ClassVar[int] = 16
+    reread_tokens: ClassVar[int] = 16
 
     sinks: int = 16
     block: int = 16
@@ -50,22 +50,22 @@ class InfLLM(Looking):
 
     def score(self, view: View) -> Tensor:
         """How much rows of its own chunk looked at each pair; what came before the chunk is not read for it."""
-        among = replace(view, keys=view.keys[:, view.keys.shape[1] - view.fresh :])
+        among = replace(view, keys=view.keys[:, view.keys.shape[1] - view.new_count :])
         parts = [seen.sum((1, 2)) for seen in self.looks(among)]
-        return torch.cat([view.former, sum(parts[1:], parts[0])], 1)
+        return torch.cat([view.previous_scores, sum(parts[1:], parts[0])], 1)
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
         """The relevance of each pair's block; what is behind the last whole block is recent."""
-        assert view.notes is not None
+        assert view.observations is not None
         heads, n, dim = view.keys.shape
         blocks, several = n // self.block, min(self.representatives, self.block)
         chosen = scores[:, : blocks * self.block].unflatten(1, (blocks, self.block)).topk(several, 2).indices
         keys = view.keys[:, : blocks * self.block].unflatten(1, (blocks, self.block))
         some = keys.gather(2, chosen[..., None].expand(-1, -1, -1, dim)).flatten(1, 2).float()
         rows = (
-            view.notes[-self.again :]
+            view.observations[-self.reread_tokens :]
             .float()
-            .view(-1, view.all_heads, view.notes.shape[1] // view.all_heads // dim, dim)
+            .view(-1, view.all_heads, view.observations.shape[1] // view.all_heads // dim, dim)
         )
         looks = (rows[:, view.heads].permute(1, 0, 2, 3).flatten(1, 2) @ some.mT).softmax(2)
         relevance = looks.unflatten(2, (blocks, several)).sum(3).amax((0, 1)).repeat_interleave(self.block)

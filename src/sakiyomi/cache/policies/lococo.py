@@ -22,9 +22,9 @@ from torch import Tensor
 from sakiyomi.cache.policies.base import View
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.policies.merging.convolutions import Convolutions
     from sakiyomi.cache.policies.merging.formats import MergingFile
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["LoCoCo"]
 
@@ -56,7 +56,7 @@ class LoCoCo:
         """
         return self._found.convolutions.shape.merged
 
-    def prepare(self, model: ModelRunner) -> None:
+    def prepare(self, model: CacheHost) -> None:
         """Look whether the convolutions are this model's.
 
         Raises:
@@ -69,7 +69,8 @@ class LoCoCo:
         if self._found.check(dims, heads, fingerprint(model.module, None)):
             logger.warning(
                 "the convolutions in %s were trained for %s, and this model has other weights: they may merge worse",
-                *(self.file, self._found.base or "another model"),
+                self.file,
+                self._found.base or "another model",
             )
         self._convolutions: Convolutions = self._found.convolutions.to(torch.float32).requires_grad_(False)
         for layer, shape in enumerate(shapes):
@@ -80,7 +81,7 @@ class LoCoCo:
         """Write the mixtures over the anchors.
 
         Args:
-            view: at a border where pairs are dropped; its keys and values are the cache's own, and are changed.
+            view: at a boundary where pairs are dropped; its keys and values are the cache's own, and are changed.
             scores: (h, n) what the policy says of each pair.
             best: (h, budget) columns that stay, the best first.
 

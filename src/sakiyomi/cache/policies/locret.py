@@ -19,9 +19,9 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.kernels.pack import linear_beside
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.host import CacheHost
     from sakiyomi.cache.policies.retaining.heads import RetainingHeads
     from sakiyomi.cache.policies.retaining.raw import Raw
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Locret"]
 
@@ -38,7 +38,7 @@ class Locret(Policy):
     """
 
     name: ClassVar[str] = "locret"
-    notes: ClassVar[bool] = True
+    needs_queries: ClassVar[bool] = True
 
     file: str = ""
     ends: float = 0.1
@@ -54,8 +54,8 @@ class Locret(Policy):
         """The stabilizers too."""
         return super().least_of(budget) + max(0, int(self.stabilizers * budget) - self.local)
 
-    def listen(self, model: ModelRunner) -> None:
-        """Read the heads, and hear what the layers project."""
+    def listen(self, model: CacheHost) -> None:
+        """Read the heads, and attach to the layers' projections."""
         from sakiyomi.cache.policies.retaining.formats import fingerprint, read_heads
         from sakiyomi.cache.policies.retaining.raw import Raw
 
@@ -65,22 +65,22 @@ class Locret(Policy):
         if found.check(self._raw.widths, heads_of, fingerprint(model.module, None)):
             logger.warning(
                 "the heads in %s were trained for %s, and this model has other weights: they may choose worse",
-                *(self.file, found.base or "another model"),
+                self.file,
+                found.base or "another model",
             )
         heads = found.heads.to(model.device, model.dtype).requires_grad_(False)
-        tables = model.packed_weights
         for layers in (heads.first, heads.second):
             for i, layer in enumerate(layers):
-                layers[i] = linear_beside(tables, layer.get_parameter("weight"))
+                layers[i] = linear_beside(model.packed_weights, layer.get_parameter("weight"))
         self._heads = heads
         self._raw.listen()
 
     def leave(self) -> None:
-        """Hear no more."""
+        """Detach from the layers' projections."""
         if self._raw is not None:
             self._raw.leave()
 
-    def note(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
+    def observe(self, layer: int, queries: Tensor, scaling: float) -> Tensor:
         """The heads' scores, (rows, kv heads)."""
         assert self._raw is not None and self._heads is not None
         heard = self._raw.traced if torch.compiler.is_dynamo_compiling() else self._raw.read
@@ -91,8 +91,8 @@ class Locret(Policy):
 
     def score(self, view: View) -> Tensor:
         """As each was when its token came."""
-        assert view.notes is not None
-        return torch.cat([view.former, view.notes[:, view.heads].T.to(view.former)], 1)
+        assert view.observations is not None
+        return torch.cat([view.previous_scores, view.observations[:, view.heads].T.to(view.previous_scores)], 1)
 
     def rank(self, view: View, scores: Tensor) -> Tensor:
         """As scored, to 11 bits: in the first layer a token is worth the same wherever it stands, but for how its pass
@@ -100,7 +100,7 @@ class Locret(Policy):
         """
         return scores.half()
 
-    def held(self, view: View) -> Tensor:
+    def pinned(self, view: View) -> Tensor:
         """Stabilizers, as long as more of the prompt comes."""
         last = self.local if view.final else int(self.stabilizers * view.budget)
-        return super().held(view) | (view.places >= view.length - last)
+        return super().pinned(view) | (view.places >= view.length - last)

@@ -21,10 +21,12 @@ class SirLLM(Policy):
     """
 
     name: ClassVar[str] = "sirllm"
-    surprise_wanted: ClassVar[bool] = True
+    needs_log_probs: ClassVar[bool] = True
     recent: float = 0.15
 
     def score(self, view: View) -> Tensor:
         """What it was when the token came."""
         assert view.neg_log_prob is not None
-        return torch.cat([view.former, view.neg_log_prob.to(view.former).expand(view.keys.shape[0], -1)], 1)
+        return torch.cat(
+            [view.previous_scores, view.neg_log_prob.to(view.previous_scores).expand(view.keys.shape[0], -1)], 1
+        )

@@ -35,6 +35,6 @@ class SnapKV(Looking):
         parts = [seen.sum((1, 2)) for seen in self.looks(view, self.window)]
         return F.avg_pool1d(sum(parts[1:], parts[0]), self.kernel, 1, self.kernel // 2, count_include_pad=False)
 
-    def held(self, view: View) -> Tensor:
+    def pinned(self, view: View) -> Tensor:
         """The window too."""
-        return super().held(view) | (view.places >= view.length - self.window)
+        return super().pinned(view) | (view.places >= view.length - self.window)

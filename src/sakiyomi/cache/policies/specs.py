@@ -1,5 +1,5 @@
-"""What ``cache=`` says: a policy, what merges beside it, how pairs are packed, what prompts look at, or where all pairs
-lie; joined by "+".
+"""What ``cache=`` says: a policy, what merges beside it, how pairs are quantized, what prompts look at, or where all
+pairs lie; joined by "+".
 """
 
 from __future__ import annotations
@@ -34,8 +34,20 @@ from sakiyomi.core.memory import parse_bytes
 __all__ = ["POLICIES", "CacheSpec", "read_budget", "read_cache", "without_place"]
 
 _ALL = (
-    *(Locret, InfLLM, H2O, SnapKV, PyramidKV, TOVA, Expected, FastGen),
-    *(SirLLM, Knorm, KeyDiff, Streaming, Recency, Random),
+    Locret,
+    InfLLM,
+    H2O,
+    SnapKV,
+    PyramidKV,
+    TOVA,
+    Expected,
+    FastGen,
+    SirLLM,
+    Knorm,
+    KeyDiff,
+    Streaming,
+    Recency,
+    Random,
 )
 POLICIES: dict[str, Callable[..., Policy]] = {policy.name: policy for policy in _ALL}
 """Which pairs stay, by the name in ``cache=``."""
@@ -44,7 +56,7 @@ SPARSE: dict[str, Callable[..., Sparse]] = {MInference.name: MInference}
 MERGERS: dict[str, Callable[..., LoCoCo]] = {"lococo": LoCoCo}
 """What becomes of pairs that go, likewise."""
 PACKINGS: dict[str, type[Packing]] = {"quant": Packing, "kvquant": LeveledPacking}
-"""How pairs are packed, likewise, before the bits."""
+"""How pairs are quantized, likewise, before the bits."""
 PLACES: dict[str, Callable[..., MappedFiles]] = {"offload": MappedFiles}
 """Where all pairs lie, likewise."""
 
@@ -64,7 +76,7 @@ _SHARES = ("ends", "recent", "stabilizers", "floor")
 
 
 class CacheSpec(NamedTuple):
-    """What a spec says; None: everything stays, nothing is packed, prompts look at everything, all lies in memory."""
+    """What a spec says; None: everything stays, as it is and in memory, and prompts look at everything."""
 
     policy: Policy | None = None
     packing: Packing | None = None

@@ -1,8 +1,8 @@
-"""Two tokenizers over one text: what the one wrote, in tokens of the other, while the text grows.
+"""Two tokenizers over one growing text: what was written in tokens of the one, in tokens of the other.
 
-Both sides meet in bytes. `Lexicon` knows the bytes of every token of a tokenizer, so that a token may end in the middle
-of a character; `Mirror` holds a growing text in tokens of the other tokenizer and tokenises only its tail again;
-`continuation` gives the tokens that follow committed ones and say a given text. Nothing here knows a model.
+Both sides meet in bytes. `Lexicon` has the bytes of every token of a tokenizer, so that a token may end inside a
+character; `Mirror` holds a growing text in tokens of the other tokenizer, and tokenises only its tail again;
+`continuation` gives the tokens for a text that follows committed tokens. Nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 _ANCHORS = ("a", "e", "の", ".", "1", "x")
 _SPACES = "\n\r\t\u00a0\u3000"
 _SKIP = 16
-"""Bytes that a tokenizer may leave out (characters that it does not know): so far its next token is looked for."""
+"""Most bytes (characters that it does not know) that a tokenizer is expected to leave out before its next token."""
 _BACK = 24
 """Bytes at the end of a text that are tokenised again when it grows."""
 
 
 class Lexicon:
-    """What every token of a tokenizer stands for, in bytes. Made once for each tokenizer: see ``of``.
+    """The bytes of every token of a tokenizer. Made once for each tokenizer, see ``of``.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -42,9 +42,9 @@ class Lexicon:
         known = profile(tokenizer)
         self.special, self._byte_of = known.special, known.byte_of
         self.pieces: list[bytes] = self._read()
-        """Bytes of each token; empty for special ones, and for those that stand for nothing known."""
+        """Bytes of each token; empty for special tokens, and where they are not known."""
         self.ids: dict[bytes, int] = {}
-        """A token for each piece; where several have the same bytes, one that is not a byte of its own."""
+        """A token for each piece; where several have the same bytes, one that is no byte token."""
         for i in sorted(range(len(self.pieces)), key=lambda i: (i not in self._byte_of, -i)):
             if self.pieces[i]:
                 self.ids[self.pieces[i]] = i
@@ -54,7 +54,7 @@ class Lexicon:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Lexicon:
-        """The lexicon of a tokenizer, from an earlier call where there was one."""
+        """The lexicon of a tokenizer; later calls return the same one."""
         known = _lexicons.get(tokenizer)
         if known is None:
             known = _lexicons[tokenizer] = cls(tokenizer)
@@ -72,16 +72,16 @@ class Lexicon:
         return tokens, self.ends(tokens, text.encode())
 
     def piece(self, token: int) -> bytes:
-        """Bytes of a token; a number that the tokenizer does not have stands for nothing."""
+        """Bytes of a token; none for an id that the tokenizer does not have."""
         return self.pieces[token] if 0 <= token < len(self.pieces) else b""
 
     def bytes_of(self, tokens: Sequence[int]) -> bytes:
-        """What the tokens stand for, joined; ids that the tokenizer does not have stand for nothing."""
+        """Bytes of the tokens, joined; none for ids that the tokenizer does not have."""
         pieces = self.pieces
         return b"".join([pieces[i] for i in tokens if i < len(pieces)])
 
     def tail(self, tokens: Sequence[int]) -> bytes:
-        """What may join what comes after these tokens: all behind the last special one, from a whole character on."""
+        """The bytes after the last special token, from a whole character on: they may join what follows."""
         known = len(tokens)
         while known and self.piece(tokens[known - 1]):
             known -= 1
@@ -92,14 +92,14 @@ class Lexicon:
         return said[lead:]
 
     def says(self, text: str) -> bool:
-        """Whether the tokenizer keeps a text as it is."""
+        """Whether the tokenizer reproduces a text unchanged."""
         return self.bytes_of(self.encode(text)).endswith(text.encode())
 
     def ends(self, tokens: Sequence[int], data: bytes) -> list[int]:
-        """Where in ``data`` each token of it ends; -1 where that cannot be said.
+        """Where in ``data`` each of its tokens ends; -1 where that is unknown.
 
-        Tokenizers put a space before the first word, leave unknown characters out, or say one token for them: then the
-        next token shows where they ended.
+        Tokenizers put a space before the first word, leave unknown characters out, or have one token for them: then the
+        next token shows where they end.
         """
         found: list[int] = []
         place = 0
@@ -126,13 +126,13 @@ class Lexicon:
         return found
 
     def longer(self, beginning: bytes) -> list[int]:
-        """Tokens that say more than these bytes, and begin with them."""
+        """Tokens that begin with these bytes and are longer."""
         first = bisect_right(self._sorted, beginning)
         last = bisect_right(self._sorted, beginning + b"\xff" * self._longest)
         return [self.ids[piece] for piece in self._sorted[first:last]]
 
     def spell(self, data: bytes) -> list[int]:
-        """Tokens that say these very bytes, the longest first from the left; as far as there are any."""
+        """Tokens with exactly these bytes, from the left always the longest; as far as there are any."""
         found: list[int] = []
         place = 0
         while place < len(data):
@@ -147,7 +147,7 @@ class Lexicon:
         return found
 
     def _read(self) -> list[bytes]:
-        """Bytes of every token, by what it adds to the text of a token before it: alone it may lose its first space."""
+        """Bytes of every token: what it adds to a token before it, since alone it may lose its first space."""
         size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         anchor = self._anchor()
         texts = self._decode([[anchor, i] for i in range(size)])
@@ -165,7 +165,7 @@ class Lexicon:
         return pieces
 
     def _anchor(self) -> int:
-        """A token that ends a character, so that what stands after it is decoded alone."""
+        """A token that ends a character, so that the token after it is decoded by itself."""
         for text in _ANCHORS:
             ids = self.encode(text)
             if ids and self._decode([[ids[-1]]])[0].strip() not in ("", _UNKNOWN):
@@ -239,7 +239,7 @@ class Mirror:
             back *= 4
 
     def forget(self, tokens: int) -> None:
-        """Drop the first tokens of the text, about so many, and their text."""
+        """Drop about so many tokens from the beginning, with their text."""
         places = range(self.start + tokens, len(self.ends))
         place = next((i for i in places if self.ends[i] >= 0 and self._whole(self.ends[i])), None)
         if place is None:
@@ -250,7 +250,7 @@ class Mirror:
         self.ends[self.start :] = [end - gone if end >= 0 else -1 for end in self.ends[place + 1 :]]
 
     def _from_border(self, before: int) -> int | None:
-        """Tokenise what stands behind the last border; None where there is none near, or its token is not known."""
+        """Tokenise from the last border on; None where none is near, or no known token ends there."""
         borders, ends = self.lexicon.borders, self.ends
         place = borders.last(self.data, before)
         first = len(ends)
@@ -271,7 +271,7 @@ class Mirror:
         return place == len(self.data) or self.data[place] & 0xC0 != 0x80
 
     def _boundary(self, most: int) -> int:
-        """The last token that begins at a known place of at most so many bytes, best where a word begins."""
+        """The last token that begins at a known byte, at most this one; where possible one that begins a word."""
         i = len(self.ends)
         nearest = None
         while i > self.start:
@@ -305,13 +305,13 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Tokens that say a text after committed ones.
+    """Tokens for a text that follows committed tokens.
 
     Attributes:
-        tokens: what says it.
-        ends: how many bytes of the text are said at the end of each.
-        natural: whether the tokenizer, given all of the text at once, would have ended a token where the committed
-            ones end. A model that was trained on such tokens hardly ever goes on otherwise.
+        tokens: of the text.
+        ends: byte of the text at which each of them ends.
+        natural: whether the tokenizer, given the whole text at once, would have ended a token where the committed ones
+            end. A model hardly ever writes other tokens than its tokenizer makes.
     """
 
     tokens: list[int]
@@ -320,15 +320,15 @@ class Continuation:
 
 
 def continuation(lexicon: Lexicon, before: bytes, fresh: bytes) -> Continuation:
-    """Tokens that say ``fresh`` after committed ones, as the tokenizer would cut both together.
+    """Tokens for ``fresh`` after committed tokens, as the tokenizer would make them of both together.
 
-    Where the tokenizer would join the end of what is committed with what follows, the committed tokens stand all the
-    same: the bytes up to its next border are spelt by themselves.
+    Where the tokenizer would join the end of the committed text with what follows, the committed tokens stay as they
+    are, and the bytes up to the next token border are spelt by themselves.
 
     Args:
         lexicon: of the tokenizer.
         before: the ``tail`` of the committed tokens; some words are enough.
-        fresh: what shall follow; its last bytes may be an unfinished character, which is left out.
+        fresh: the text that follows; an unfinished character at its end is left out.
     """
     data = before + fresh
     here = at = len(before)
@@ -341,7 +341,7 @@ def continuation(lexicon: Lexicon, before: bytes, fresh: bytes) -> Continuation:
     found: list[int] = []
     places: list[int] = []
     for token, end in zip(*cut, strict=True):
-        if end > at:  # else of the tail, or unknown: then the next border takes it along
+        if end > at:  # else it belongs to the tail, or its end is unknown and the next token includes it
             if start == at:
                 found.append(token)
                 places.append(end - here)
@@ -359,7 +359,7 @@ def continuation(lexicon: Lexicon, before: bytes, fresh: bytes) -> Continuation:
 
 
 def whole_characters(data: bytes) -> str:
-    """The text of the bytes up to the first that are no whole character."""
+    """The text up to the first bytes that are no whole character."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -376,7 +376,7 @@ def _byte_table() -> dict[str, int]:
 
 
 def _byte_level(piece: Any) -> bytes:
-    """Bytes of a byte-level piece that is no whole text; nothing where it is something else."""
+    """Bytes of a byte-level piece that is no whole text; none if it is something else."""
     table = _byte_table()
     if not isinstance(piece, str) or any(character not in table for character in piece):
         return b""

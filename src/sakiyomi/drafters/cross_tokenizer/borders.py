@@ -1,9 +1,9 @@
-"""Where a tokenizer cuts a text whatever stands around, and what it makes of the parts, remembered.
+"""Borders at which a tokenizer always cuts a text, and a cache of the tokens of the parts between them.
 
-Two bytes that stand side by side in no token of the vocabulary are never joined: merges (BPE) and best paths (unigram)
-on one side of such a border do not depend on the other side. What lies between two borders, mostly a word, is therefore
-tokenised alone, and once: words come again, and a call of a tokenizer takes as long as many of them, most of all after
-a pass of a model, when nothing of it is left in the processor's caches.
+Two bytes that are neighbours in no token of the vocabulary are never joined: merges (BPE) and best paths (unigram) on
+one side of such a border do not depend on the other side. The part between two borders, mostly a word, is therefore
+tokenised by itself and only once: words come again, and a call of a tokenizer takes as long as many look-ups, most of
+all after a pass of a model, when nothing of the tokenizer is left in the processor's caches.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable
 __all__ = ["Borders", "Cut"]
 
 Cut = tuple[list[int], list[int]]
-"""Tokens, and where each of them ends in the text; -1 where that cannot be said."""
+"""Tokens, and where each of them ends in the text; -1 where that is unknown."""
 
 _SPACES = b" \t\n\r\v\f"
-_FAR = 64  # bytes that are looked through for a border
-_LONGEST = 48  # bytes of a part that is remembered: longer ones hardly come again
-_MOST = 1 << 15  # parts that are remembered
+_FAR = 64  # bytes that are searched for a border
+_LONGEST = 48  # bytes of the longest part in the cache: longer ones hardly come again
+_MOST = 1 << 15  # parts in the cache
 _SAMPLE = "\"It's 12.5 (or 7), isn't it?\"  The fox-hunters went on;\n\nthe END. 山へ行った。 naïve 😀 x_y=z/2"
-"""A tokenizer is tried on this, or on as much of it as it knows."""
-_ENOUGH = 12  # characters of it
+"""Each tokenizer is tested on the characters of this text that it knows."""
+_ENOUGH = 12  # characters that it has to know
 
 
 class Borders:
@@ -47,10 +47,10 @@ class Borders:
         for left in range(256):  # no character is cut
             self._free[left << 8 | 0x80 : (left << 8 | 0xBF) + 1] = bytes(64)
         if not self._holds("".join(c for c in _SAMPLE if c.encode() in said)):
-            self._free = bytearray(65536)  # it cuts by other rules
+            self._free = bytearray(65536)  # this tokenizer follows other rules: no borders
 
     def apart(self, left: int, right: int) -> bool:
-        """Whether no token has these two bytes side by side."""
+        """Whether no token has these two bytes as neighbours."""
         return bool(self._apart[left << 8 | right])
 
     def last(self, data: bytes | bytearray, most: int) -> int:
@@ -64,7 +64,7 @@ class Borders:
         return 0
 
     def cut(self, data: bytes, place: int) -> Cut | None:
-        """Tokens of a text from a border on, and where they end in it; None: they cannot be had part by part.
+        """Tokens of a text from a border on, and where they end in it; None: it cannot be tokenised part by part.
 
         Args:
             data: whole characters.
@@ -88,7 +88,7 @@ class Borders:
         return tokens, ends
 
     def _holds(self, sample: str) -> bool:
-        """Whether a text that the tokenizer knows is cut part by part as it is cut as a whole."""
+        """Whether the parts of a text give the same tokens as the text as a whole."""
         data = sample.encode()
         border = next((i for i in range(1, len(data)) if self._free[data[i - 1] << 8 | data[i]]), 0)
         tokens, ends = self._encode(sample)
@@ -98,7 +98,7 @@ class Borders:
         return alone is not None and alone[0] == tokens[ends.index(border) + 1 :]
 
     def _part(self, data: bytes, start: int, part: bytes) -> Cut | None:
-        """A part that is not remembered, tokenised behind the character that stands before it."""
+        """A part that is not in the cache, tokenised after the character before it."""
         begin = start - 1
         while begin and data[begin] & 0xC0 == 0x80:
             begin -= 1

@@ -2,7 +2,7 @@
 
 The draft model is used as it is. Beside each request stands its committed text in the draft's tokens, kept up to date
 by ``Mirror``; the draft reads some of its own tokens ahead of it, and ``continuation`` says them in tokens of the
-target. They are proposed as point masses, which every acceptance rule keeps lossless: greedy, and sampled.
+target. They are proposed as point masses, which are lossless under every acceptance rule: greedy and sampled.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, TokenTree
-from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, Mirror, continuation
-from sakiyomi.drafters.cross_tokenizer.translation import Said, Translator
+from sakiyomi.drafters.cross_tokenizer.translation import Translation, Translator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 __all__ = ["CrossDrafter"]
 
 TAIL = 8
-"""Committed tokens that are tokenised again together with what follows them."""
+"""Last committed tokens that are tokenised again together with what follows them."""
 SETTLING = 0.5
-"""Target tokens of text read beyond those wanted: which token a text's end becomes is settled by what follows it."""
+"""Extra target tokens of text that the draft model writes: the token at a text's end depends on what follows it."""
 WITHIN = 4
-"""Draft tokens that may be taken back because the text ends inside a longer one."""
+"""Most draft tokens that are replaced because the text may end inside a longer token."""
 TRIES = 2
-"""Other texts that are asked for where the target's tokens speak against the first."""
+"""Other texts that are tried where the target's tokens contradict the first."""
 BANNED = -math.inf
 WIDEST = 15
-"""Most nodes of a tree whose size is a matter of costs."""
+"""Most nodes of a tree whose size is chosen by costs."""
 RATIO_MEMORY = 64
-"""Committed tokens over which bytes a token are measured, on both sides."""
+"""Committed tokens over which the bytes of a token are averaged, for both tokenizers."""
 BROADER = 2.0
-"""A tree of the draft has so many times as many nodes as say the target's: what is read beyond them settles chances."""
+"""A tree of the draft model has so many times the target's nodes: the rest makes chances more precise."""
 
 
 @dataclass(eq=False, slots=True)
-class _Reading:
-    """One request as the draft reads it.
+class _DraftSide:
+    """One request on the side of the draft model.
 
     Attributes:
-        inner: the draft's own context; its tokens are the mirror's.
-        mirror: the committed text in tokens of the draft.
+        inner: the draft model's own context; its tokens are the mirror's.
+        mirror: the committed text in tokens of the draft model.
         seen: committed tokens of the target that are in it.
-        size: bytes of a token of the target, of late.
+        size: mean bytes of a token of the target, of late.
         tail: the last committed bytes.
     """
 
@@ -64,12 +64,12 @@ class _Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lead:
-    """From where the draft reads ahead.
+class _Start:
+    """Where the draft model starts to write.
 
     Attributes:
         inner: its context there.
-        owed: bytes that are committed already, with which its text has to begin.
+        owed: committed bytes with which its text has to begin.
         first: its first token, where that is in the context already.
     """
 
@@ -80,29 +80,29 @@ class _Lead:
 
 @dataclass(eq=False, slots=True)
 class _Round:
-    """What is asked for a request in a round, and what the draft said.
+    """One request in a round.
 
     Attributes:
         context: of the request.
         depth: levels wanted, in tokens of the target.
-        nodes: nodes wanted; ``depth`` of them are a chain.
-        reading: of the request.
-        steps: levels of the draft's own tree.
-        lead: from where it is read.
-        draft: the draft's own proposal.
+        nodes: nodes wanted; if there are not more than ``depth``, a chain.
+        side: the request on the side of the draft model.
+        steps: levels of the draft model's own tree.
+        start: where the draft model starts to write.
+        draft: the draft model's own proposal.
     """
 
     context: Context
     depth: int
     nodes: int
-    reading: _Reading
+    side: _DraftSide
     steps: int
-    lead: _Lead
+    start: _Start
     draft: Draft = field(default_factory=Draft.empty)
 
 
 def _among(tokens: list[int]) -> Any:
-    """A logits processor that leaves some tokens alone to choose from."""
+    """A logits processor that allows these tokens only."""
 
     def keep(_: Tensor, scores: Tensor) -> Tensor:
         left = scores.new_full(scores.shape, -math.inf)
@@ -113,18 +113,18 @@ def _among(tokens: list[int]) -> Any:
 
 
 def _joined(first: Draft, rest: Draft) -> Draft:
-    """A draft behind a chain."""
+    """A draft appended to a chain."""
     size = len(first)
     draws = (*first.draws, *(replace(draw, node=draw.node + size) for draw in rest.draws))
     parents = (*range(-1, size - 1), *(parent + size for parent in rest.tree.parents))
     return Draft(TokenTree((*first.tree.tokens, *rest.tree.tokens), parents), "point_mass", draws)
 
 
-class CrossDrafter:
-    """Drafts a chain, or a tree, with a small causal LM whose tokenizer is not the target's.
+class CrossDrafter(Drafter):
+    """Drafts a chain or a tree with a small causal LM whose tokenizer is not the target's.
 
-    The draft proposes its most probable text, sampled or not: as a point mass it is kept with the target's chance of
-    it, and no noise can be shared by two vocabularies.
+    The draft model proposes its most probable text, also when the target samples: as a point mass it is accepted with
+    the target's probability of it, and two vocabularies cannot share noise.
 
     Args:
         inner: runs the draft model on its own tokens.
@@ -135,6 +135,8 @@ class CrossDrafter:
     """
 
     kind: DraftKind = "point_mass"
+    runs_model = True
+    model: ModelRunner
 
     def __init__(
         self,
@@ -146,85 +148,80 @@ class CrossDrafter:
     ) -> None:
         self.name, self._asked = name, 0.0
         self.alignment_seconds = 0.0
-        """Spent on bringing the two texts together, without what the draft model took."""
-        self._inner = inner
+        """Seconds spent on translating between the two tokenizers, without those of the draft model."""
+        self._inner, self.model = inner, inner.model
         self._own, self._target = Lexicon.of(tokenizer), Lexicon.of(target_tokenizer)
-        self._start = tuple(i for i in tokenizer("")["input_ids"] if i not in stop_ids or i == tokenizer.bos_token_id)
+        self._prefix = tuple(i for i in tokenizer("")["input_ids"] if i not in stop_ids or i == tokenizer.bos_token_id)
         self._stop_ids = frozenset(stop_ids)
         self._end: int | None = target_tokenizer.eos_token_id
         self._translator = Translator(self._own, self._target, self._stop_ids, self._end)
 
     @property
-    def model(self) -> ModelRunner:
-        """The draft."""
-        return self._inner.model
-
-    @property
     def passes(self) -> int:
-        """Passes of the draft."""
+        """See ``Drafter.passes``."""
         return self._inner.passes
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds inside the draft's forwards so far, those over prompts included."""
+        """See ``Drafter.forward_seconds``."""
         return self._inner.forward_seconds
 
     @property
     def prefill_seconds(self) -> float:
-        """Those over prompts."""
+        """See ``Drafter.prefill_seconds``."""
         return self._inner.prefill_seconds
 
     def inherit(self, context: Context, earlier: Context) -> None:
-        """Take the draft's place of an earlier request of the same conversation over."""
-        before: _Reading | None = earlier.memory.pop(self.name, None)
+        """See ``Drafter.inherit``: the draft model's slot is taken over."""
+        before: _DraftSide | None = earlier.memory.pop(self.name, None)
         if before is not None:
-            self._inner.inherit(self._reading(context).inner, before.inner)
+            self._inner.inherit(self._side(context).inner, before.inner)
 
     def end(self, context: Context) -> None:
-        """Free the request's place."""
-        reading: _Reading | None = context.memory.pop(self.name, None)
-        if reading is not None:
-            self._inner.end(reading.inner)
+        """Free the request's slot."""
+        side: _DraftSide | None = context.memory.pop(self.name, None)
+        if side is not None:
+            self._inner.end(side.inner)
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
-        """See ``Drafter.propose``; all requests advance together, a pass of the draft a level of its own tokens."""
+        """See ``Drafter.propose``; all requests advance together, one pass of the draft model for each level."""
         began, asked = time.perf_counter(), self._asked
         rounds = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
-        # Without a begin token and before any text there is nothing to go on from.
-        ready = [each for each in rounds if each.lead.inner.tokens]
-        drafts = self._ask([each.lead.inner for each in ready], [each.steps for each in ready])
+        # Without a begin token and before any text the draft model has nothing to continue.
+        ready = [each for each in rounds if each.start.inner.tokens]
+        drafts = self._ask([each.start.inner for each in ready], [each.steps for each in ready])
         for each, draft in zip(ready, drafts, strict=True):
             each.draft = draft
-            if each.lead.first is not None:
-                inner = each.lead.inner
-                self._inner.move(inner, each.reading.inner, len(inner.tokens) - 1)
-                each.draft = _joined(each.lead.first, draft)
-        found = [self._say(each).draft(self.name) for each in rounds]
+            if each.start.first is not None:
+                inner = each.start.inner
+                self._inner.move(inner, each.side.inner, len(inner.tokens) - 1)
+                each.draft = _joined(each.start.first, draft)
+        found = [self._translated(each).draft(self.name) for each in rounds]
         self.alignment_seconds += time.perf_counter() - began - (self._asked - asked)
         return found
 
     def _begin(self, context: Context, gamma: int) -> _Round:
-        reading = self._follow(context)
-        inner = reading.inner
+        side = self._update(context)
+        inner = side.inner
         nodes = context.nodes if inner.params.tree != "chain" else gamma
         if context.worth is not None:
             nodes = min(nodes, WIDEST)
-        ratio = self._ratio(reading)
+        ratio = self._ratio(side)
         steps = max(1, math.ceil((gamma + SETTLING) * ratio))
         inner.nodes = steps if nodes <= gamma else max(steps, math.ceil(BROADER * nodes * ratio))
-        return _Round(context, gamma, nodes, reading, steps, self._lead(reading))
+        return _Round(context, gamma, nodes, side, steps, self._start(side))
 
-    def _say(self, each: _Round) -> Said:
-        """A round's draft in the target's tokens, or another's, where nobody would go on with the first as it is."""
-        said = self._translate(each, each.lead.owed, each.draft)
-        if not said.natural and each.lead.first is None:
-            said = self._again(each) or said
+    def _translated(self, each: _Round) -> Translation:
+        """The draft in the target's tokens; another text's, if the target's tokens contradict the first."""
+        said = self._translate(each, each.start.owed, each.draft)
+        if not said.natural and each.start.first is None:
+            said = self._alternative(each) or said
         return said
 
-    def _reading(self, context: Context) -> _Reading:
-        found: _Reading | None = context.memory.get(self.name)
+    def _side(self, context: Context) -> _DraftSide:
+        found: _DraftSide | None = context.memory.get(self.name)
         if found is None:
-            mirror = Mirror(self._own, self._start)
+            mirror = Mirror(self._own, self._prefix)
             inner = Context(
                 context.id,
                 mirror.tokens,
@@ -234,105 +231,106 @@ class CrossDrafter:
                 self._stop_ids,
                 shares=context.shares,
             )
-            found = context.memory[self.name] = _Reading(inner, mirror)
+            found = context.memory[self.name] = _DraftSide(inner, mirror)
         return found
 
-    def _follow(self, context: Context) -> _Reading:
-        """Bring the draft's text up to date."""
-        reading = self._reading(context)
-        fresh = context.tokens[reading.seen :]
+    def _update(self, context: Context) -> _DraftSide:
+        """Bring the draft model's text up to date."""
+        side = self._side(context)
+        fresh = context.tokens[side.seen :]
         said = self._target.bytes_of(fresh)
-        same = reading.mirror.grow(said)
+        same = side.mirror.grow(said)
         share = max(len(fresh) / RATIO_MEMORY, len(fresh) / len(context.tokens))
         if fresh:
-            reading.size += min(1.0, share) * (len(said) / len(fresh) - reading.size)
-        reading.seen = len(context.tokens)
-        reading.tail = self._target.tail(context.tokens[-TAIL:])
+            side.size += min(1.0, share) * (len(said) / len(fresh) - side.size)
+        side.seen = len(context.tokens)
+        side.tail = self._target.tail(context.tokens[-TAIL:])
         room = self.model.max_context
-        if len(reading.mirror.tokens) > room * 3 // 4:
-            reading.mirror.forget(len(reading.mirror.tokens) - room // 2)
+        if len(side.mirror.tokens) > room * 3 // 4:
+            side.mirror.forget(len(side.mirror.tokens) - room // 2)
             same = 0
-        self._inner.rewind(reading.inner, same)
-        return reading
+        self._inner.rewind(side.inner, same)
+        return side
 
-    def _ratio(self, reading: _Reading) -> float:
-        """Draft tokens that say about as much as one of the target's."""
-        mirror = reading.mirror
+    def _ratio(self, side: _DraftSide) -> float:
+        """Draft tokens that are about as long as one of the target's."""
+        mirror = side.mirror
         count = min(RATIO_MEMORY, len(mirror.tokens) - mirror.start)
         own = self._own.bytes_of(mirror.tokens[-count:]) if count else b""
-        return reading.size * count / len(own) if own and reading.size else 1.0
+        return side.size * count / len(own) if own and side.size else 1.0
 
-    def _lead(self, reading: _Reading) -> _Lead:
-        """From where the draft goes on: where its last tokens would hardly stand so in a longer text, before them.
+    def _start(self, side: _DraftSide) -> _Start:
+        """Where the draft model starts: before its last tokens, where a longer text would be tokenised otherwise.
 
-        The text may end inside a word, or inside a character, where the draft's tokens do not. Then it chooses among
-        those that say its last ones and more: after "the lit" it reads "the" and says " little".
+        The committed text may end inside a word or a character, where no token of the draft model ends. Then it chooses
+        among the tokens that begin with its last ones and are longer: after "the lit" it reads "the" and chooses
+        " little".
         """
-        inner, owed = reading.inner, reading.mirror.pending
-        for count, said in reversed(self._last(reading)):
+        inner, owed = side.inner, side.mirror.pending
+        for count, said in reversed(self._last(side)):
             longer = self._own.longer(said)
             if not longer or count == len(inner.tokens):
                 continue
             last = inner.tokens[len(inner.tokens) - count :]
             params = replace(inner.params, logits_processors=(_among([*longer, *last[:1]]),))
             shorter = replace(inner, tokens=inner.tokens[: len(inner.tokens) - count], params=params, memory={})
-            first = self._beside(inner, shorter, 1)
+            first = self._elsewhere(inner, shorter, 1)
             token = first.tree.tokens[0] if len(first) else -1
             if token not in longer:
                 break
-            if not continuation(self._target, reading.tail, self._own.piece(token)[len(said) :]).natural:
+            if not continuation(self._target, side.tail, self._own.piece(token)[len(said) :]).natural:
                 break
             other = replace(inner, tokens=[*shorter.tokens, token], memory={})
             self._inner.move(inner, other, len(shorter.tokens))
-            return _Lead(other, said, first)
-        return _Lead(inner, owed)
+            return _Start(other, said, first)
+        return _Start(inner, owed)
 
-    def _last(self, reading: _Reading) -> list[tuple[int, bytes]]:
-        """So many of the draft's last tokens, and what they say, as far as a token might say all of it and more."""
-        tokens, said = reading.inner.tokens, reading.mirror.pending
+    def _last(self, side: _DraftSide) -> list[tuple[int, bytes]]:
+        """(count, text) of the draft's last tokens, as long as some token may begin with that text and be longer."""
+        tokens, said = side.inner.tokens, side.mirror.pending
         found = [(0, said)] if said else []
-        for count in range(1, min(WITHIN, len(tokens) - reading.mirror.start) + 1):
+        for count in range(1, min(WITHIN, len(tokens) - side.mirror.start) + 1):
             piece = self._own.piece(tokens[-count])
-            # Mostly there is none, and no list of tokens has to be asked.
+            # Mostly there is none, and no list of tokens has to be searched.
             if not piece or (said and self._own.borders.apart(piece[-1], said[0])):
                 break
             said = piece + said
             found.append((count, said))
         return found
 
-    def _translate(self, each: _Round, owed: bytes, draft: Draft) -> Said:
-        """The draft's text in tokens of the target, without what it owes to what is committed."""
-        reading, context, translator = each.reading, each.context, self._translator
+    def _translate(self, each: _Round, owed: bytes, draft: Draft) -> Translation:
+        """The draft's text in tokens of the target, without the bytes that are committed already."""
+        side, context, translator = each.side, each.context, self._translator
         ends = self._end in context.stop_ids
         if each.nodes <= each.depth:
-            return translator.chain(reading.tail, owed, draft, each.depth, ends=ends)
-        return translator.tree(reading.tail, owed, draft, each.depth, each.nodes, ends=ends, worth=context.worth)
+            return translator.chain(side.tail, owed, draft, each.depth, ends=ends)
+        return translator.tree(side.tail, owed, draft, each.depth, each.nodes, ends=ends, worth=context.worth)
 
-    def _again(self, each: _Round) -> Said | None:
-        """Another text, where the first would have had the target's tokens end elsewhere than they do.
+    def _alternative(self, each: _Round) -> Translation | None:
+        """Another text, where the target's tokens contradict the first.
 
-        The target said "▁s", and it has a token "▁so": what follows is not an "o". The draft knows the text alone, so
-        it is asked for what is likeliest after its first thought, and goes on from there.
+        After the target's token "▁s" the text hardly goes on with "o", since there is a token "▁so". The draft model
+        knows the text alone, so that it is asked for its next best token, and goes on from there.
         """
-        reading, inner = each.reading, each.reading.inner
+        side, inner = each.side, each.side.inner
         tried = [each.draft.tree.tokens[node] for node in each.draft.tree.children(-1)]
         for _ in range(TRIES):
             params = replace(inner.params, logit_bias=dict.fromkeys(tried, BANNED))
-            first = self._beside(inner, replace(inner, params=params, memory={}, nodes=1), 1)
+            first = self._elsewhere(inner, replace(inner, params=params, memory={}, nodes=1), 1)
             if not first.draws:
                 return None
             token = first.tree.tokens[0]
             tried.append(token)
-            if continuation(self._target, reading.tail, self._own.piece(token)).natural:
+            if continuation(self._target, side.tail, self._own.piece(token)).natural:
                 longer = replace(inner, tokens=[*inner.tokens, token], memory={})
-                rest = self._beside(inner, longer, max(each.steps - 1, 1))
-                said = self._translate(each, reading.mirror.pending, _joined(first, rest))
+                rest = self._elsewhere(inner, longer, max(each.steps - 1, 1))
+                said = self._translate(each, side.mirror.pending, _joined(first, rest))
                 if said.natural:
                     return said
         return None
 
-    def _beside(self, inner: Context, other: Context, steps: int) -> Draft:
-        """What the draft proposes in another context than the request's own, on the same place in its cache."""
+    def _elsewhere(self, inner: Context, other: Context, steps: int) -> Draft:
+        """What the draft model proposes in another context than the request's own, in the same slot of its cache."""
         if steps == 1:
             other.nodes = 1
         shared = min(len(inner.tokens), len(other.tokens))
@@ -343,7 +341,7 @@ class CrossDrafter:
             self._inner.move(other, inner, shared)
 
     def _ask(self, inners: Sequence[Context], depths: Sequence[int]) -> list[Draft]:
-        """The draft's own proposals, so deep, of as many nodes as their contexts say."""
+        """The draft model's own proposals of these depths, with as many nodes as their contexts allow."""
         began = time.perf_counter()
         drafts = self._inner.propose(inners, depths) if inners else []
         self._asked += time.perf_counter() - began

@@ -1,63 +1,42 @@
-"""What a draft says in its own tokens, said in tokens of the target: one path, or a tree of them.
+"""Translates a draft from its own tokens into tokens of the target: one path, or a tree of them.
 
-Each path from the root to a leaf is a text, and each text has its tokens; those of several texts are merged by shared
-beginnings. Knows bytes and tokens, no model.
+Each path from the root to a leaf is a text, and each text is tokenised; texts with the same beginning share nodes.
+Knows bytes and tokens, no model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from sakiyomi.core.tree import Draft, Draw, TokenTree
+from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, continuation
 from sakiyomi.drafters.draft_length import TokenValue
+from sakiyomi.drafters.guessed_tree import GuessedTree
 
-__all__ = ["Said", "Translator"]
+__all__ = ["Translation", "Translator"]
 
 
 @dataclass(slots=True)
-class Said:
-    """A draft in tokens of the target; parents come first.
+class Translation(GuessedTree):
+    """A draft in tokens of the target.
 
     Attributes:
-        tokens, parents: as in ``TokenTree``.
-        chances: of each token if its parent is right.
         natural: see ``Continuation.natural``; of a tree, whether some path of it is.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
     natural: bool = True
-
-    def draft(self, name: str) -> Draft:
-        """Point masses."""
-        draws = tuple(Draw(node, name, None, chance) for node, chance in enumerate(self.chances))
-        return Draft(TokenTree(tuple(self.tokens), tuple(self.parents)), "point_mass", draws)
-
-    def best(self, values: Sequence[float], nodes: int) -> Said:
-        """So many of the nodes, those of largest value; no node is worth more than its parent, which comes first."""
-        order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
-        kept = sorted(order[:nodes])
-        place = {node: i for i, node in enumerate(kept)} | {-1: -1}
-        return Said(
-            [self.tokens[node] for node in kept],
-            [place[self.parents[node]] for node in kept],
-            [self.chances[node] for node in kept],
-            self.natural,
-        )
 
 
 @dataclass(slots=True)
 class _Path:
-    """A way through the draft's tree as a text.
+    """A path through the draft's tree as a text.
 
     Attributes:
-        text: without what is committed already.
+        text: without the bytes that are committed already.
         nodes: of the draft's tree.
         begins: byte of the text at which each of them begins.
-        ended: the draft's text ends here.
+        ended: whether the draft model ends its text here.
     """
 
     text: bytes
@@ -67,37 +46,37 @@ class _Path:
 
 
 class Translator:
-    """Says drafts of one tokenizer in tokens of another.
+    """Translates drafts of one tokenizer into tokens of another.
 
     Args:
         own: of the draft's tokenizer.
         target: of the target's.
-        stop_ids: tokens with which the draft ends a text.
+        stop_ids: tokens with which the draft model ends a text.
         end: token with which the target does.
     """
 
     def __init__(self, own: Lexicon, target: Lexicon, stop_ids: frozenset[int], end: int | None) -> None:
         self._own, self._target, self._stop_ids, self._end = own, target, stop_ids, end
 
-    def chain(self, before: bytes, owed: bytes, draft: Draft, depth: int, *, ends: bool) -> Said:
+    def chain(self, before: bytes, owed: bytes, draft: Draft, depth: int, *, ends: bool) -> Translation:
         """One path.
 
         Args:
             before: the last committed bytes.
-            owed: bytes of these with which the draft's text has to begin.
+            owed: those of them with which the draft's text has to begin.
             draft: the draft's chain.
             depth: most tokens.
-            ends: whether the target's end token ends the text.
+            ends: whether the target's end token ends the text of this request.
         """
         path = self._path(draft, range(len(draft)), owed)
         if path is None:
-            return Said()
+            return Translation()
         ahead = continuation(self._target, before, path.text)
         tokens, places = self._ended(path, ahead.tokens, ahead.ends, ends=ends)
-        said = Said(tokens[:depth], list(range(-1, min(depth, len(tokens)) - 1)), natural=ahead.natural)
+        said = Translation(tokens[:depth], list(range(-1, min(depth, len(tokens)) - 1)), natural=ahead.natural)
         reached = 0
         for end in places[:depth]:
-            chance = 1.0  # of all draft tokens that had to be right for this one, and not for those before
+            chance = 1.0  # of the draft tokens that have to be right for this token, and not for those before it
             while reached < len(path.begins) and path.begins[reached] < end:
                 known = draft.draws[path.nodes[reached]].prob
                 chance *= 1.0 if known is None else known
@@ -115,24 +94,24 @@ class Translator:
         *,
         ends: bool,
         worth: TokenValue | None = None,
-    ) -> Said:
-        """All paths, merged by shared beginnings, and of their nodes the likeliest.
+    ) -> Translation:
+        """The likeliest nodes of all paths; paths with the same beginning share nodes.
 
-        A node is right if the draft's text goes through one of the draft tokens with which its bytes are complete. On
-        different paths these exclude each other, so that their chances add up; on the same they are counted once.
+        A node is right if the text goes through one of the draft tokens that complete its bytes. On different paths
+        these exclude each other, so that their chances add up; on the same path they count once.
 
         Args:
             before, owed, ends: as for ``chain``.
             draft: the draft's tree.
             depth: most levels.
             nodes: most nodes.
-            worth: where it is known what a token is worth, no more than pay.
+            worth: if given, no more nodes than pay.
         """
         values = _values(draft)
         leaves = [node for node in range(len(draft)) if not draft.tree.children(node)]
-        found, natural = Said(), False
+        found, natural = Translation(), False
         places: dict[tuple[int, int], int] = {}
-        through: list[dict[int, float]] = []  # of each node the draft tokens that complete it, and their chances
+        through: list[dict[int, float]] = []  # for each node the draft tokens that complete it, and their chances
         for leaf in leaves:
             path = self._path(draft, draft.tree.path(leaf), owed)
             if path is None or not path.nodes:
@@ -153,8 +132,8 @@ class Translator:
                     last += 1
                 through[node][path.nodes[last]] = values[path.nodes[last]]
                 above = node
-        # Where tokens of one text depend on what follows it, a draft token stands for several of them: together they
-        # are not more likely than what they hang from.
+        # Where the tokens of a text depend on what follows it, a draft token completes several of them: together they
+        # are not more likely than their parent.
         raw = [sum(known.values()) for known in through]
         total: dict[int, float] = {}
         for parent, value in zip(found.parents, raw, strict=True):
@@ -166,12 +145,10 @@ class Translator:
             reach.append(most * chance)
             found.chances.append(chance)
         found.natural = natural or not leaves
-        if worth is not None:
-            nodes = worth.size(sorted(reach, reverse=True)[:nodes])
-        return found.best(reach, nodes)
+        return found.best(nodes, worth)
 
     def _path(self, draft: Draft, nodes: Sequence[int], owed: bytes) -> _Path | None:
-        """The text of a path; None where it does not begin with what is owed."""
+        """The text of a path; None if it does not begin with the bytes that it has to begin with."""
         pending = len(owed)
         said = bytearray()
         begins: list[int] = []
@@ -190,7 +167,7 @@ class Translator:
         return _Path(bytes(said[pending:]), list(nodes[:taken]), begins + [len(said) - pending] * ended, ended)
 
     def _ended(self, path: _Path, tokens: list[int], places: list[int], *, ends: bool) -> tuple[list[int], list[int]]:
-        """With the end of the text where the draft ends it."""
+        """The tokens and their ends, with the target's end token where the draft model ends the text."""
         size = len(path.text)
         if path.ended and ends and self._end is not None and (places[-1] if places else 0) == size:
             return [*tokens, self._end], [*places, size + 1]
@@ -198,7 +175,7 @@ class Translator:
 
 
 def _values(draft: Draft) -> list[float]:
-    """Of each node the chance that it is right with all above it."""
+    """For each node the chance that it is right with all above it."""
     values: list[float] = []
     for draw, parent in zip(draft.draws, draft.tree.parents, strict=True):
         chance = draw.prob if draw.chance is None else draw.chance

@@ -9,17 +9,16 @@ the tensors are believed.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_header, read_json
+from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_json
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.trained import read_tensors, write_trained
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ logger = logging.getLogger("sakiyomi")
 Format = Literal["medusa", "merged", "vllm"]
 FORMATS: tuple[Format, ...] = ("medusa", "merged", "vllm")
 FILE, PICKLE = HEADS_FILE, "medusa_lm_head.pt"
-PREFIX = "medusa_head."
+PREFIX, WHAT = "medusa_head.", "Medusa heads"
 
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 _OWN = re.compile(r"(\d+)\.(\d+)\.weight")
@@ -72,13 +71,16 @@ def read_heads(folder: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
     kind: Format
     if config.get("model_type") == "medusa":
         kind, said = "vllm", config.get("num_heads")
-        heads = _from_vllm(folder, _read_tensors(read_checkpoint(folder).files, _VLLM_PREFIX, everything=True))
+        heads = _from_vllm(folder, read_tensors(read_checkpoint(folder).files, WHAT))
     elif (folder / FILE).is_file() or (folder / PICKLE).is_file():
         kind, said = "medusa", config.get("medusa_num_heads")
-        heads = _from_medusa(folder, _read_medusa(folder, allow_pickle))
+        file = folder / (FILE if (folder / FILE).is_file() else PICKLE)
+        heads = _from_medusa(folder, read_tensors([file], WHAT, allow_pickle=allow_pickle))
     else:
         kind, said = "merged", config.get("medusa_num_heads")
-        heads = _from_medusa(folder, _read_tensors(read_checkpoint(folder).files, PREFIX, everything=False))
+        files = read_checkpoint(folder).files
+        tensors = read_tensors(files, WHAT, wanted=lambda name: name.startswith(PREFIX))
+        heads = _from_medusa(folder, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
     if said is not None and said != heads.shape.heads:
         logger.warning(
             "%s: config.json speaks of %s heads and the file holds %d, which are taken", folder, said, heads.shape.heads
@@ -127,10 +129,7 @@ def write_heads(
     elif base is not None:
         config = {"base_model_name_or_path": str(base), **config}
     name = FILE if format == "medusa" else "model.safetensors"
-    try:
-        _write(folder, name, tensors, config)
-    except OSError as error:
-        raise LoadError(f"Medusa heads cannot be written to {folder}: {error}") from error
+    write_trained(folder, name, tensors, config, WHAT)
 
 
 # ---------------------------------------------------------------- tensors to heads
@@ -150,7 +149,8 @@ def _from_medusa(folder: Path, tensors: Mapping[str, Tensor]) -> MedusaHeads:
 
 def _from_vllm(folder: Path, tensors: Mapping[str, Tensor]) -> MedusaHeads:
     blocks, own, token_map = {}, {}, None
-    for name, tensor in tensors.items():
+    for stored, tensor in tensors.items():
+        name = stored.removeprefix(_VLLM_PREFIX)
         if match := _VLLM_BLOCK.fullmatch(name):
             blocks[int(match[1]), int(match[2]), match[3]] = tensor
         elif match := _VLLM_OWN.fullmatch(name):
@@ -274,58 +274,5 @@ def _into_model(
             f"the heads read {tensors['0.0.linear.weight'].shape[-1]} values and the hidden states of {folder} have "
             f"{own.get('hidden_size')}; they belong to another model"
         )
-    model = _read_tensors(read_checkpoint(folder).files, "", everything=True)
+    model = read_tensors(read_checkpoint(folder).files, "the target")
     return {**model, **{PREFIX + name: tensor for name, tensor in tensors.items()}}, {**own, **config}
-
-
-# ---------------------------------------------------------------- files
-
-
-def _read_medusa(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
-    if (folder / FILE).is_file():
-        return _read_tensors((folder / FILE,), "", everything=True)
-    if not allow_pickle:
-        raise LoadError(
-            f"{folder} holds its heads as pickle ({PICKLE}), which can run any code when it is opened; use a "
-            "safetensors version, or pass allow_pickle=True if you trust where it came from"
-        )
-    import torch
-
-    try:
-        found = torch.load(folder / PICKLE, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged in whatever way
-        raise LoadError(f"{folder / PICKLE} cannot be read ({error}); download it again") from error
-    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
-        raise LoadError(f"{folder / PICKLE} holds no tensors by name; it is no file of Medusa heads")
-    return found
-
-
-def _read_tensors(files: tuple[Path, ...], prefix: str, *, everything: bool) -> dict[str, Tensor]:
-    """Tensors by their names without the prefix; those without it are left out, or kept as they are."""
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, Tensor] = {}
-    for path in files:
-        read_header(path)  # damage is found before anything is read
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118
-                    if name.startswith(prefix):
-                        found[name.removeprefix(prefix)] = file.get_tensor(name)
-                    elif everything:
-                        found[name] = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise LoadError(f"{path} cannot be read ({error}); get it again") from error
-    return found
-
-
-def _write(folder: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".sakiyomi-", dir=folder) as fresh:
-        save_file({key: tensor.detach().contiguous().clone() for key, tensor in tensors.items()}, Path(fresh) / name)
-        (Path(fresh) / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        for file in (name, "config.json"):
-            (Path(fresh) / file).chmod(0o644)  # made private; heads are there to be read by others
-            (Path(fresh) / file).replace(folder / file)

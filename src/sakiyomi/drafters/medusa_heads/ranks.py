@@ -1,6 +1,6 @@
-"""How good heads are: the rank at which each guessed the token that came, and what trees make of that.
+"""Quality of heads: the rank that each gave to the token that followed, and what trees gain from that.
 
-Ranks are taken along texts that the target wrote itself, where the token that came is the one that it chooses.
+Ranks are measured along texts that the target wrote itself, so that the token that followed is the one it chooses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sakiyomi.theory import best_tree
 __all__ = ["LISTED", "Ranks", "rank_texts"]
 
 LISTED = 16
-"""Ranks from which on a guess counts as none."""
+"""Guesses of this rank or a higher one do not count."""
 
 PLACES = 128  # places whose logits are held at a time
 Paths = Sequence[tuple[int, ...]]
@@ -27,11 +27,11 @@ Paths = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of what came, at all places of some texts.
+    """Ranks of the tokens that followed, at all positions of some texts.
 
     Attributes:
-        texts: of each text (places, heads) int16: at a place whose last token the target has read, the rank that head
-            k gave to the token k + 2 places on; ``LISTED`` where it was further behind, -1 where the text has ended.
+        texts: for each text (positions, heads) int16: at a position whose token the target has read, the rank that head
+            k gave to the token k + 2 positions later; ``LISTED`` for higher ranks, -1 where the text has ended.
     """
 
     texts: list[NDArray[np.int16]]
@@ -47,7 +47,7 @@ class Ranks:
         return sum(len(text) for text in self.texts)
 
     def accuracies(self) -> list[list[float]]:
-        """Of each head the chance that the first, second, ... guess is right, ``LISTED`` of them."""
+        """For each head the chance that its first, second, ... guess is right, ``LISTED`` of them."""
         found = []
         for head in range(self.heads):
             ranks = np.concatenate([text[:, head] for text in self.texts])
@@ -56,10 +56,10 @@ class Ranks:
         return found
 
     def replay(self, paths: Paths) -> float:
-        """Tokens per target pass of a fixed tree on these texts, counted round by round: the tau that is measured.
+        """Tokens per target pass of a fixed tree on these texts, counted round by round: the measured tau.
 
         Args:
-            paths: nodes of the tree; those above a node are nodes too.
+            paths: nodes of the tree; ancestors of a node are nodes too.
         """
         nodes = set(paths)
         deepest = max(map(len, nodes), default=0)
@@ -76,14 +76,14 @@ class Ranks:
         return self.places / max(rounds, 1)
 
     def best(self, nodes: int, heads: int | None = None, width: int = LISTED) -> list[tuple[int, ...]]:
-        """The tree of so many nodes with the most expected tokens, by the heads' accuracies and their product.
+        """The tree of so many nodes with the most expected tokens, by products of the heads' accuracies.
 
         Args:
             nodes: at most.
             heads: levels at most; None: all.
             width: first guesses of each head that may be in it.
         """
-        # A guess behind others is not worth more than they are, whatever some hundred places say.
+        # A later guess is not worth more than an earlier one, even if a few hundred positions suggest it.
         levels = [np.minimum.accumulate(chances[:width]).tolist() for chances in self.accuracies()]
         levels = levels[: heads or self.heads]
         return best_tree(levels, nodes, len(levels))
@@ -108,7 +108,7 @@ def rank_texts(
         if len(text) < 2:
             continue
         ids = [*prompt, *text]
-        # The first place is the prompt's end: the text's first token is the target's own there, and heads go on.
+        # The first position is the prompt's end: the target chooses the text's first token, and heads guess the next.
         hidden = hidden_of(ids)[len(prompt) - 1 : len(ids) - 2]
         pieces = [
             _ranked(guess(rows), ids, len(prompt) + 1 + at * PLACES) for at, rows in enumerate(hidden.split(PLACES))

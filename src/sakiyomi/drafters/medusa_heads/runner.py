@@ -22,10 +22,10 @@ __all__ = ["MedusaRunner"]
 
 
 class MedusaRunner:
-    """Logits of the guesses, with the target's own kernels where these serve.
+    """Computes the logits of the heads, with the target's kernels where possible.
 
-    The first block of all heads reads the same hidden state, so that it is one multiplication for all of them, as is
-    that of all features with the target's head over the vocabulary. Further blocks read what is each head's own.
+    The first block of all heads reads the same hidden state, so that it is one multiplication for all of them; so is
+    the target's head over the vocabulary. Further blocks have a different input for each head.
 
     Args:
         heads: as they were read.
@@ -46,7 +46,7 @@ class MedusaRunner:
     def __init__(self, heads: MedusaHeads, target: ModelRunner, name: str) -> None:
         if target.sources is not None:
             raise UnsupportedError(
-                f"draft medusa:{name}: heads read beside the head of a decoder, and the target has an encoder"
+                f"draft medusa:{name}: Medusa heads need a target without an encoder; choose another draft"
             )
         width: Any = getattr(target.head, "in_features", None)
         if width is None:
@@ -65,7 +65,7 @@ class MedusaRunner:
         self._pack()
 
     def _pack(self) -> None:
-        """Put the weights where the target's kernels find them; again when it has taken others into use."""
+        """Pack the weights for the target's kernels; called again when the target changes to other kernels."""
         weights = self._target.weights
         self._generation, tables = weights.generation, weights.packed
         bits = 16 if self._target.weights.quantization is None else 8

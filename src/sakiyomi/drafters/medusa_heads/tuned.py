@@ -1,4 +1,4 @@
-"""What `sakiyomi tune medusa` found, kept beside the heads as ``tuned.json`` and used from then on."""
+"""The result of `sakiyomi tune medusa`, stored beside the heads as ``tuned.json`` and used from then on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Tuned:
     """The size that was fastest on a machine.
 
     Attributes:
-        heads: levels that are guessed.
+        heads: heads that are used, one for each level.
         top_k: first guesses of each head that are considered.
-        nodes: largest tree.
+        nodes: of the largest tree.
         accuracies: of each head by rank, on held-out text.
-        conditions: machine, target and settings under which it was found.
-        table: everything that was compared.
+        conditions: machine, target and settings under which it was measured.
+        table: all sizes that were compared.
     """
 
     heads: int
@@ -37,7 +37,7 @@ class Tuned:
 
 
 def read_tuned(folder: Path) -> Tuned | None:
-    """What is beside the heads; None: nothing.
+    """The sizes stored beside the heads; None: there are none.
 
     Raises:
         LoadError: it is damaged.
@@ -52,13 +52,13 @@ def read_tuned(folder: Path) -> Tuned | None:
             raise ValueError(f"sizes {sizes}")
     except (OSError, TypeError, ValueError) as error:
         raise LoadError(
-            f"{path} is damaged ({error}); delete it, or have it made again: sakiyomi tune medusa"
+            f"{path} is damaged ({error}); delete it, or run sakiyomi tune medusa to make it anew"
         ) from None
     return found
 
 
 def write_tuned(folder: Path, tuned: Tuned) -> None:
-    """Write it, whole or not at all."""
+    """Write the file; if that fails, the old one stays."""
     path = folder / FILE
     fresh = path.with_suffix(".partial")
     try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.drafters.trees.base import Builder, Growth
+from sakiyomi.drafters.trees.base import Builder, CandidateTree
 from sakiyomi.drafters.trees.best_first import BestFirst
 from sakiyomi.drafters.trees.chain import Chain
 from sakiyomi.drafters.trees.choices import Choices
 from sakiyomi.drafters.trees.dynamic import Dynamic
 from sakiyomi.drafters.trees.static import Static
 
-__all__ = ["BUILDERS", "BestFirst", "Builder", "Chain", "Choices", "Dynamic", "Growth", "Ranks", "Static"]
+__all__ = ["BUILDERS", "BestFirst", "Builder", "CandidateTree", "Chain", "Choices", "Dynamic", "Ranks", "Static"]
 
 Ranks = Sequence[float] | Sequence[Sequence[float]]
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Builder", "Growth"]
+from sakiyomi.core.tree import best_nodes
+
+__all__ = ["Builder", "CandidateTree"]
 
 
 @dataclass(slots=True)
-class Growth:
+class CandidateTree:
     """Candidates of one tree, in the order in which the draft offered them; parents come before children.
 
     Attributes:
@@ -67,18 +69,21 @@ class Growth:
             self.values.append(value)
         return len(tokens)
 
-    def rank_path(self, place: int) -> tuple[int, ...]:
-        """Ranks on the way from the last committed token (-1, the empty path) down to a candidate."""
-        ranks: list[int] = []
+    def path(self, place: int) -> list[int]:
+        """Candidates from the last committed token (-1, the empty path) down to a candidate, itself included."""
+        found: list[int] = []
         while place >= 0:
-            ranks.append(self.ranks[place])
+            found.append(place)
             place = self.parents[place]
-        return tuple(reversed(ranks))
+        return found[::-1]
+
+    def rank_path(self, place: int) -> tuple[int, ...]:
+        """Ranks of the candidates on the path to a candidate."""
+        return tuple(self.ranks[candidate] for candidate in self.path(place))
 
     def best(self, count: int) -> list[int]:
         """The ``count`` candidates of largest value, best first; none stands there without those above it."""
-        # sorted is stable and no child is worth more than its parent, which has the lower number.
-        return sorted(range(len(self.values)), key=self.values.__getitem__, reverse=True)[:count]
+        return best_nodes(self.values, count)
 
 
 class Builder(Protocol):
@@ -93,14 +98,14 @@ class Builder(Protocol):
         """See above."""
         ...
 
-    def wanted(self, growth: Growth, place: int) -> int:
-        """How many candidates the draft should list for a place, ``growth.nodes`` at most; 0: none."""
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """How many candidates the draft should list for a place, ``tree.nodes`` at most; 0: none."""
         ...
 
-    def expand(self, growth: Growth) -> list[int]:
+    def expand(self, tree: CandidateTree) -> list[int]:
         """Candidates of the last level that the draft reads next, ascending; empty: the tree is as deep as it gets."""
         ...
 
-    def chosen(self, growth: Growth) -> list[int]:
-        """Candidates that become nodes, the most valuable first, none without its parent; ``growth.nodes`` at most."""
+    def chosen(self, tree: CandidateTree) -> list[int]:
+        """Candidates that become nodes, the most valuable first, none without its parent; ``tree.nodes`` at most."""
         ...

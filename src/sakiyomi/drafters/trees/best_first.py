@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import Growth
+from sakiyomi.drafters.trees.base import CandidateTree
 
 __all__ = ["LISTED", "BestFirst"]
 
@@ -21,18 +21,18 @@ class BestFirst:
 
     picks = True
 
-    def wanted(self, growth: Growth, place: int) -> int:
-        """See ``Builder.wanted``."""
-        return min(LISTED, growth.nodes)
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return min(LISTED, tree.nodes)
 
-    def expand(self, growth: Growth) -> list[int]:
+    def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
-        best = growth.best(growth.nodes)
-        if len(best) == growth.nodes:
-            growth.floor = max(growth.floor, growth.values[best[-1]])
+        best = tree.best(tree.nodes)
+        if len(best) == tree.nodes:
+            tree.floor = max(tree.floor, tree.values[best[-1]])
         found = set(best)
-        return [candidate for candidate in growth.level if candidate in found]
+        return [candidate for candidate in tree.level if candidate in found]
 
-    def chosen(self, growth: Growth) -> list[int]:
+    def chosen(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.chosen``."""
-        return growth.best(growth.nodes)
+        return tree.best(tree.nodes)

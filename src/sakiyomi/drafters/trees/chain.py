@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import Growth
+from sakiyomi.drafters.trees.base import CandidateTree
 
 __all__ = ["Chain"]
 
@@ -12,14 +12,14 @@ class Chain:
 
     picks = False
 
-    def wanted(self, growth: Growth, place: int) -> int:
-        """See ``Builder.wanted``."""
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
         return 1
 
-    def expand(self, growth: Growth) -> list[int]:
+    def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
-        return growth.level[:1]
+        return tree.level[:1]
 
-    def chosen(self, growth: Growth) -> list[int]:
+    def chosen(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.chosen``."""
-        return [i for i, rank in enumerate(growth.ranks) if rank == 0][: growth.nodes]
+        return [i for i, rank in enumerate(tree.ranks) if rank == 0][: tree.nodes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sakiyomi.drafters.trees.base import Growth
+from sakiyomi.drafters.trees.base import CandidateTree
 
 __all__ = ["Choices"]
 
@@ -22,14 +22,14 @@ class Choices:
     def __init__(self, paths: Sequence[tuple[int, ...]]) -> None:
         self._children = Counter(path[:-1] for path in paths)
 
-    def wanted(self, growth: Growth, place: int) -> int:
-        """See ``Builder.wanted``."""
-        return self._children[growth.rank_path(place)]
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return self._children[tree.rank_path(place)]
 
-    def expand(self, growth: Growth) -> list[int]:
+    def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
-        return [candidate for candidate in growth.level if self.wanted(growth, candidate)]
+        return [candidate for candidate in tree.level if self.candidate_count(tree, candidate)]
 
-    def chosen(self, growth: Growth) -> list[int]:
+    def chosen(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.chosen``: all of them, in the order in which they came."""
-        return list(range(len(growth.tokens)))
+        return list(range(len(tree.tokens)))

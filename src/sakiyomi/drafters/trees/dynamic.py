@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import Growth
+from sakiyomi.drafters.trees.base import CandidateTree
 from sakiyomi.drafters.trees.best_first import LISTED
 
 __all__ = ["Dynamic"]
@@ -20,15 +20,15 @@ class Dynamic:
     def __init__(self, width: int = 4) -> None:
         self.width = width
 
-    def wanted(self, growth: Growth, place: int) -> int:
-        """See ``Builder.wanted``."""
-        return min(LISTED, growth.nodes)
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return min(LISTED, tree.nodes)
 
-    def expand(self, growth: Growth) -> list[int]:
+    def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
-        best = sorted(growth.level, key=growth.values.__getitem__, reverse=True)
+        best = sorted(tree.level, key=tree.values.__getitem__, reverse=True)
         return sorted(best[: self.width])
 
-    def chosen(self, growth: Growth) -> list[int]:
+    def chosen(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.chosen``."""
-        return growth.best(growth.nodes)
+        return tree.best(tree.nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from sakiyomi.drafters.trees.base import Growth
+from sakiyomi.drafters.trees.base import CandidateTree
 from sakiyomi.theory import best_tree
 
 __all__ = ["Static"]
@@ -39,14 +39,14 @@ class Static:
     def __init__(self, ranks: Sequence[float] | Sequence[Sequence[float]]) -> None:
         self.ranks: Chances = tuple(tuple(level) if isinstance(level, Sequence) else level for level in ranks)  # type: ignore[assignment]
 
-    def wanted(self, growth: Growth, place: int) -> int:
-        """See ``Builder.wanted``."""
-        return _children(self.ranks, growth.nodes, growth.depth).get(growth.rank_path(place), 0)
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return _children(self.ranks, tree.nodes, tree.depth).get(tree.rank_path(place), 0)
 
-    def expand(self, growth: Growth) -> list[int]:
+    def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
-        return [candidate for candidate in growth.level if self.wanted(growth, candidate)]
+        return [candidate for candidate in tree.level if self.candidate_count(tree, candidate)]
 
-    def chosen(self, growth: Growth) -> list[int]:
-        """See ``Builder.chosen``: all that were wanted, in the order in which they came."""
-        return list(range(len(growth.tokens)))
+    def chosen(self, tree: CandidateTree) -> list[int]:
+        """See ``Builder.chosen``: all that were candidate_count, in the order in which they came."""
+        return list(range(len(tree.tokens)))

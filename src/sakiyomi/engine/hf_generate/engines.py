@@ -1,4 +1,4 @@
-"""Engines for models that belong to somebody else: made once, kept as long as the model, made anew when it changes."""
+"""Engines for a user's own models: made once, kept as long as the model, made anew when it changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sakiyomi.drafters.lookup import MOST, PromptLookup
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.hf_generate.state import ModelState
-from sakiyomi.kernels.build import builder
+from sakiyomi.engine.model_pool import wait
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import (
     Loaded,
@@ -36,7 +36,7 @@ SLOTS = 64
 
 
 class _NoText:
-    """In the place of a tokenizer where tokens are all that is wanted."""
+    """Takes the place of a tokenizer where only tokens are wanted."""
 
     eos_token_id = bos_token_id = None
 
@@ -50,30 +50,22 @@ NO_TEXT = _NoText()
 
 @dataclass(frozen=True)
 class Assistance:
-    """What is to read ahead.
+    """What drafts, besides a draft model, and how passes run; calls of the same models that agree share an engine.
 
     Attributes:
-        model: a draft model; None: none.
         tokenizers: of the target and of the draft model, where they were given.
-        lookup: longest match of prompt lookup; None: it is not wanted.
-        early_exit: layers of the target that draft; None: it is not wanted.
-        draft: a spec, a Drafter object or a list of them, besides.
+        lookup: longest match of prompt lookup; None: no prompt lookup.
+        early_exit: layers of the target that draft; None: no early exit.
+        draft: further drafters, as of ``LLM``.
         compile, exact: as in ``LLM``.
     """
 
-    model: Any = None
     tokenizers: tuple[Any, Any] = (None, None)
     lookup: int | None = None
     early_exit: int | None = None
     draft: Any = "none"
     compile: str | bool = "auto"
     exact: bool = False
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What two calls must share to share an engine; of the models themselves nothing."""
-        draft = tuple(self.draft) if isinstance(self.draft, list) else self.draft
-        return (*self.tokenizers, self.lookup, self.early_exit, draft, self.compile, self.exact)
 
 
 @dataclass(frozen=True)
@@ -86,53 +78,46 @@ class _Packed:
 
 @dataclass(frozen=True)
 class Ready:
-    """An engine and the packed models that it runs."""
+    """An engine and the packed models that it runs: the target, and a draft model if there is one."""
 
     engine: Engine
-    target: ModelRunner
-    draft: ModelRunner | None
+    models: list[ModelRunner]
 
     def wait(self) -> None:
         """Wait for kernels that are made in the background, and record the passes that any request needs."""
-        models = [model for model in (self.target, self.draft) if model is not None]
-        if any(model.weights.unsettled for model in models):
-            builder().join()
-            self.engine.settle()
-        for model in models:
-            model.record(model.first_sizes)
+        wait(self.engine, self.models)
 
 
 class Engines:
     """Packed models by the models that they were made from, and engines by target and draft model.
 
     A packed model holds a copy of the linear layers' weights and shares the others; all drafters of a target use the
-    same one. Models are held weakly: what was made from one goes with it.
+    same one. Models are held weakly: what was made from a model is freed with it.
 
     Attributes:
-        turn: held by whoever runs a round: engines of one model share its cache.
+        turn: a lock for the time of a round: engines of one model share its cache.
     """
 
     def __init__(self) -> None:
         self.turn = threading.RLock()
         self._packed: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Packed]] = WeakKeyDictionary()
-        self._ready: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[Any, ...], Ready]]] = WeakKeyDictionary()
+        self._ready: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Assistance, Ready]]] = WeakKeyDictionary()
 
-    def find(self, model: Any, assistance: Assistance) -> Ready:
+    def find(self, model: Any, assistant: Any, assistance: Assistance) -> Ready:
         """The engine for these, made if it is not there or if a model has changed since.
 
         Raises:
-            InputError, UnsupportedError: the models, or what is to read ahead, cannot work.
+            InputError, UnsupportedError: the models or the drafter cannot work.
         """
         with self.turn:
-            assistant = assistance.model
-            how = assistance.compile, assistance.exact
-            target = self._pack(model, *how)
-            draft = None if assistant is None else self._pack(assistant, assistance.compile, draft=True)
+            models = [self._pack(model, assistance.compile, assistance.exact)]
+            if assistant is not None:
+                models.append(self._pack(assistant, assistance.compile, draft=True))
             partners = self._ready.setdefault(model, WeakKeyDictionary())
             kept = partners.setdefault(model if assistant is None else assistant, {})
-            ready = kept.get(assistance.key)
-            if ready is None or ready.target is not target or ready.draft is not draft:
-                ready = kept[assistance.key] = _make(model, assistance, target, draft)
+            ready = kept.get(assistance)
+            if ready is None or ready.models != models:
+                ready = kept[assistance] = Ready(_make(model, assistant, assistance, models), models)
             return ready
 
     def forget(self, model: Any = None) -> None:
@@ -168,37 +153,44 @@ def _loaded(model: Any, tokenizer: Any = None) -> Loaded:
     return load_model((model, NO_TEXT if tokenizer is None else tokenizer), packed=True, encoder_decoder=True)
 
 
-def _make(model: Any, assistance: Assistance, target: ModelRunner, draft: ModelRunner | None) -> Ready:
-    loaded = _loaded(model, assistance.tokenizers[0])
+def _make(model: Any, assistant: Any, assistance: Assistance, models: Sequence[ModelRunner]) -> Engine:
+    loaded, target = _loaded(model, assistance.tokenizers[0]), models[0]
     parts: list[str | Drafter] = []
-    if draft is not None:
-        parts.append(_model_drafter(loaded, assistance, target, draft))
+    for draft in models[1:]:
+        parts.append(_model_drafter(loaded, assistant, assistance.tokenizers, target, draft))
     if assistance.lookup is not None:
         parts.append(PromptLookup(assistance.lookup or MOST))
     if assistance.early_exit is not None:
         parts.append(f"early-exit:{assistance.early_exit}")
     parts += parse_drafters(assistance.draft)
     _check(parts, assistance)
-    around = DrafterContext(loaded, target.vocab_size, _refuse, _refuse, target, _refuse, _refuse)
-    drafter = make_drafter([part for part in parts if part != "auto"], around)
-    models = [target] if draft is None else [target, draft]
+    context = DrafterContext(
+        target=loaded,
+        vocab_size=target.vocab_size,
+        load=_refuse,
+        pack=_refuse,
+        packed=target,
+        rounded=_refuse,
+        answer=_refuse,
+    )
+    drafter = make_drafter([part for part in parts if part != "auto"], context)
 
     def settle() -> None:
         for packed in models:
             packed.settle()
 
-    engine = Engine(target, drafter, NO_TEXT, max_context=target.max_context, exact=assistance.exact, settle=settle)
-    return Ready(engine, target, draft)
+    return Engine(target, drafter, NO_TEXT, max_context=target.max_context, exact=assistance.exact, settle=settle)
 
 
-def _model_drafter(loaded: Loaded, assistance: Assistance, target: ModelRunner, draft: ModelRunner) -> Drafter:
+def _model_drafter(
+    loaded: Loaded, assistant: Any, tokenizers: tuple[Any, Any], target: ModelRunner, draft: ModelRunner
+) -> Drafter:
     """A draft model on the same tokens, or, where two tokenizers were given that differ, on the text."""
-    name = type(assistance.model).__name__
-    check_family(loaded.model.config, assistance.model.config, name)
-    own, theirs = assistance.tokenizers
+    check_family(loaded.model.config, assistant.config, type(assistant).__name__)
+    own, theirs = tokenizers
     if own is None or theirs is None or same_tokenizer(own, theirs):
         return ModelDrafter(draft, target.vocab_size)
-    other = _loaded(assistance.model, theirs)
+    other = _loaded(assistant, theirs)
     check_cross_pair(loaded, other)
     inner = ModelDrafter(draft, draft.vocab_size, "cross-model")
     return CrossDrafter(inner, theirs, own, stop_tokens(other.model, theirs))

@@ -1,34 +1,40 @@
 """``model.generate(**inputs, custom_generate=sakiyomi.custom_generate, assistant_model=draft)``.
 
-transformers prepares everything (prompts, settings, processors, criteria) and then calls what it was given as
-``custom_generate`` in place of its own loop. This module is that loop: it makes requests of what was prepared, runs
-them on an engine that is kept for the model, and gives back what ``generate`` gives back.
+transformers prepares prompts, settings, processors and criteria, and then calls ``custom_generate`` in place of its own
+loop. This module is that loop: it turns what was prepared into requests, runs them on an engine that is kept for the
+model, and returns what ``generate`` returns.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationMixin
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.engine.hf_generate import reading
+from sakiyomi.engine.hf_generate import arguments
 from sakiyomi.engine.hf_generate.engines import Assistance, Engines, Ready
 from sakiyomi.engine.hf_generate.lockstep import Lockstep
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.loading import has_encoder
 
-__all__ = ["CustomGenerate", "custom_generate"]
+__all__ = ["CustomGenerate"]
+
+logger = logging.getLogger("sakiyomi")
+COLLECT = "_extract_generation_mode_kwargs"
+"""The method of ``GenerationMixin`` that collects the arguments of a decoding loop."""
 
 
 @dataclass(frozen=True)
 class _Settings:
-    """What ``using`` takes; the defaults of ``SamplingParams`` and ``LLM``."""
+    """The options of ``using``, with the defaults of ``SamplingParams`` and ``LLM``."""
 
     draft: Any = "none"
     gamma: int | str = "auto"
@@ -38,18 +44,21 @@ class _Settings:
     compile: str | bool = "auto"
     exact: bool = False
 
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(gamma=self.gamma, tree=self.tree, nodes=self.nodes, acceptance=self.acceptance)
+    def draft_params(self, gamma: int | None = None) -> dict[str, Any]:
+        """Those of ``SamplingParams``; ``gamma`` takes the place of "auto" if it is given."""
+        own = self.gamma if gamma is None or self.gamma != "auto" else int(gamma)
+        return {"gamma": own, "tree": self.tree, "nodes": self.nodes, "acceptance": self.acceptance}
 
 
 class CustomGenerate:
     """The decoding loop that ``generate`` of transformers is given; see ``docs/transformers.md``.
 
-    The text is what ``generate`` would give: greedy the same tokens, sampled the same distribution.
+    The text is what ``generate`` would give: greedy the same tokens, sampled the same distribution. Making one wraps a
+    method of transformers, once a process; see ``_receive_all_arguments``.
     """
 
     def __init__(self, settings: _Settings | None = None, engines: Engines | None = None) -> None:
+        _receive_all_arguments()
         self._settings = settings or _Settings()
         self._engines = engines or Engines()
 
@@ -69,16 +78,16 @@ class CustomGenerate:
         if unknown:
             raise InputError(f"there is no setting {unknown[0]!r}; expected {', '.join(known)}")
         made = replace(self._settings, **settings)
-        _ = made.params  # checked now, not at the first call
+        SamplingParams(**made.draft_params())  # checked now, not at the first call
         return CustomGenerate(made, self._engines)
 
     def prepare(
         self, model: Any, assistant_model: Any = None, *, tokenizer: Any = None, assistant_tokenizer: Any = None
     ) -> None:
-        """Make the engine now and wait until it is fast, which the first calls would do meanwhile.
+        """Make the engine, its kernels and its recorded passes now; else the first calls make them.
 
         Args:
-            model: of whose ``generate`` this will be the loop.
+            model: whose ``generate`` will run this loop.
             assistant_model, tokenizer, assistant_tokenizer: as ``generate`` will be given them.
 
         Raises:
@@ -87,7 +96,7 @@ class CustomGenerate:
         self._ready(model, assistant_model, tokenizer, assistant_tokenizer).wait()
 
     def forget(self, model: Any = None) -> None:
-        """Free what is kept for a model, or for all: packed weights and caches. The next call makes it anew."""
+        """Free the packed weights and caches of a model, or of all models. The next call makes them anew."""
         self._engines.forget(model)
 
     def __call__(
@@ -105,7 +114,7 @@ class CustomGenerate:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Called by ``generate``, with what it prepared.
+        """Run the decoding loop; ``generate`` calls this with what it prepared.
 
         Returns:
             Token ids (B, length) with the prompts, or transformers' own output object where
@@ -116,42 +125,30 @@ class CustomGenerate:
             InputError, MemoryLimitError: as ``LLM.generate``.
         """
         config, encoder = generation_config, has_encoder(model.config)
-        reading.check_settings(config, model_kwargs, synced_gpus, encoder=encoder)
-        params, processors = reading.sampling(logits_processor, bool(config.do_sample))
+        arguments.check_settings(config, model_kwargs, synced_gpus, encoder=encoder)
+        params, processors = arguments.sampling(logits_processor, bool(config.do_sample))
+        lookup = None if config.prompt_lookup_num_tokens is None else int(config.max_matching_ngram_size or 0)
         ready = self._ready(
             model,
             assistant_model,
             tokenizer,
             assistant_tokenizer,
-            lookup=None if config.prompt_lookup_num_tokens is None else int(config.max_matching_ngram_size or 0),
+            lookup=lookup,
             early_exit=config.assistant_early_exit,
         )
-        target, own = ready.target, self._settings.params
-        limit = reading.length_limit(stopping_criteria, config)
-        gamma = own.gamma
-        if config.prompt_lookup_num_tokens is not None and gamma == "auto" and assistant_model is None:
-            gamma = int(config.prompt_lookup_num_tokens)
+        limit = arguments.length_limit(stopping_criteria, config)
         params = replace(
             params,
             max_new_tokens=limit - input_ids.shape[1],
             # The generator that torch.manual_seed sets: the same seed, the same text.
             seed=None if params.greedy else int(torch.randint(2**62, ())),
-            stop_token_ids=reading.end_tokens(stopping_criteria),
+            stop_token_ids=arguments.end_tokens(stopping_criteria),
             ignore_eos=True,  # the criteria say it all
-            gamma=gamma,
-            tree=own.tree,
-            nodes=own.nodes,
-            acceptance=own.acceptance,
+            **self._settings.draft_params(None if assistant_model is not None else config.prompt_lookup_num_tokens),
         )
-        mask = model_kwargs.get("decoder_attention_mask" if encoder else "attention_mask")
-        positions = None if encoder else model_kwargs.get("position_ids")
-        rows = reading.prompts(input_ids, mask, positions, target.vocab_size, target.max_context)
-        sources: list[Any] = [None] * len(rows)
-        if encoder:
-            assert inputs_tensor is not None
-            source_mask = model_kwargs.get("attention_mask")
-            sources = reading.sources(model.config, inputs_tensor, source_mask, len(rows), target.vocab_size)
-        asked = reading.requests(input_ids, rows, params, processors, sources)
+        prompts = arguments.prompts(
+            input_ids, model_kwargs, inputs_tensor, model.config, ready.engine.target, params, processors
+        )
         engine, turn = ready.engine, self._engines.turn
         requests: list[Request] = []
 
@@ -162,8 +159,8 @@ class CustomGenerate:
         try:
             keep = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
             with turn:
-                for i, each in enumerate(asked):
-                    requests.append(engine.submit(each, key=(i,), live=False, keep_logits=keep))
+                for i, prompt in enumerate(prompts):
+                    requests.append(engine.submit(prompt, key=(i,), live=False, keep_logits=keep))
             steps = Lockstep(requests, input_ids, logits_processor, stopping_criteria, config, limit, streamer, stop)
             while not steps.over:
                 with turn:
@@ -179,22 +176,28 @@ class CustomGenerate:
         # The target's tokenizer alone is for stop strings.
         read = assistant_tokenizer is not None or ":" in str(own.draft)
         tokenizers = (tokenizer if read else None, assistant_tokenizer)
-        wanted = Assistance(assistant, tokenizers, draft=own.draft, compile=own.compile, exact=own.exact, **others)
-        return self._engines.find(model, wanted)
+        draft = tuple(own.draft) if isinstance(own.draft, list) else own.draft  # one that has a hash
+        wanted = Assistance(tokenizers, draft=draft, compile=own.compile, exact=own.exact, **others)
+        return self._engines.find(model, assistant, wanted)
 
 
-custom_generate = CustomGenerate()
-
-
-def _hand_over_everything() -> None:
+@functools.cache
+def _receive_all_arguments() -> None:
     """Have ``generate`` give our loop all that it was given.
 
     For a callable, transformers (seen in 5.23) builds the arguments of the decoding loop anew from the keyword
     arguments that are left, and assistant_model, tokenizer, assistant_tokenizer and streamer are lost on the way. For
     our loop they are collected as for its own; all other calls are as they were.
     """
-    collect = getattr(GenerationMixin, "_extract_generation_mode_kwargs", None)
-    if collect is None:  # a version that collects them elsewhere
+    collect = getattr(GenerationMixin, COLLECT, None)
+    if collect is None:
+        logger.warning(
+            "transformers %s has no GenerationMixin.%s, by which custom_generate gets what generate was given: "
+            "assistant_model, tokenizer, assistant_tokenizer and streamer may be lost; bind them with "
+            "functools.partial(sakiyomi.custom_generate, assistant_model=...), or use transformers 5.23",
+            transformers.__version__,
+            COLLECT,
+        )
         return
 
     @functools.wraps(collect)
@@ -203,7 +206,4 @@ def _hand_over_everything() -> None:
         ours = isinstance(function, CustomGenerate)
         return collect(self, None if ours else custom_generate, *arguments, **named)
 
-    GenerationMixin._extract_generation_mode_kwargs = collect_all  # type: ignore[method-assign]
-
-
-_hand_over_everything()
+    setattr(GenerationMixin, COLLECT, collect_all)

@@ -1,7 +1,8 @@
-"""Rows that read ahead at their own pace, told step by step, as ``generate`` of transformers tells them.
+"""Reports the tokens of rows that advance at different speeds step by step, as transformers' ``generate`` does.
 
-Its stopping criteria see all rows after every token, its streamers get every token of all rows, and a row that is over
-is padded. So a step is told when every row that goes on has its token; rows that are ahead wait in their requests.
+Its stopping criteria see all rows after every token, its streamers get every token of all rows, and finished rows are
+padded. So a step is reported when every unfinished row has its token; tokens of rows that are ahead wait in their
+requests.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ __all__ = ["Lockstep"]
 
 logger = logging.getLogger("sakiyomi")
 _OWN = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria)
-"""Criteria that requests end by themselves."""
+"""Criteria that requests apply by themselves."""
 
 
 class Lockstep:
-    """What has been told so far.
+    """What has been reported so far.
 
     Args:
         requests: one for each row.
@@ -33,8 +34,8 @@ class Lockstep:
         processors, criteria: the lists that ``generate`` made.
         config: its GenerationConfig.
         limit: most tokens of a row.
-        streamer: gets each step's tokens; None: nobody does.
-        stop: called with a row's request that a criterion ended.
+        streamer: gets each step's tokens; None: there is none.
+        stop: called with the request of a row that a criterion ended.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Lockstep:
         self._requests, self._processors, self._criteria = requests, processors, criteria
         self._streamer, self._stop = streamer, stop
         self._prompt = self._length = ids.shape[1]
-        # Without an end token rows that are over are written on until all are, as transformers does.
+        # Without an end token finished rows are continued until all rows are finished, as transformers does.
         self._pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self._pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
         self._ids = ids.new_full((ids.shape[0], limit), self._pad)
@@ -62,17 +63,14 @@ class Lockstep:
         self._scores: tuple[Tensor, ...] | None = () if full and config.output_scores else None
         self._logits: tuple[Tensor, ...] | None = () if full and config.output_logits else None
         self._full = full
-        told = streamer is not None or self._scores is not None or self._logits is not None
-        self._told = told or any(type(criterion) not in _OWN for criterion in criteria)
+        self._keeps_logits = self._scores is not None or self._logits is not None
+        self._reports = (
+            streamer is not None or self._keeps_logits or any(type(criterion) not in _OWN for criterion in criteria)
+        )
         self.over = False
 
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether the logits of every token are wanted."""
-        return self._scores is not None or self._logits is not None
-
     def advance(self) -> None:
-        """Tell every step that is complete.
+        """Report every step that is complete.
 
         Raises:
             Exception: what ended a row's request instead of its text.
@@ -80,29 +78,29 @@ class Lockstep:
         for request, going_on in zip(self._requests, self._open, strict=True):
             if going_on and request.error is not None:
                 raise request.error
-        if not self._told:
+        if not self._reports:
             self.over = all(request.over for request in self._requests)
             return
         while not self.over and self._ready():
-            self._tell()
+            self._report()
 
     def _has(self, row: int) -> bool:
         request = self._requests[row]
         return request.prompt_tokens + self._length - self._prompt < len(request.tokens)
 
     def _ready(self) -> bool:
-        """Whether each row that is to be written has its next token, or never will."""
+        """Whether each row has its next token or never will."""
         rows = range(len(self._requests))
         return all(self._has(row) or self._requests[row].over or (self._pads and not self._open[row]) for row in rows)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         step = self._length - self._prompt
         given = [self._has(row) and (self._open[row] or not self._pads) for row in range(len(self._requests))]
         if not any(given):  # the requests ended by the context before a criterion did
             self.over = True
             return
         before = self._ids[:, : self._length]
-        if self.keeps_logits:
+        if self._keeps_logits:
             some = self._requests[given.index(True)].logits[step]
             rows = [
                 r.logits[step] if here else torch.zeros_like(some)
@@ -129,8 +127,12 @@ class Lockstep:
         self.over = not any(self._open)
 
     def result(self, *, encoder: bool) -> Any:
-        """What ``generate`` returns; the model has an encoder or not."""
-        if not self._told:
+        """What ``generate`` returns.
+
+        Args:
+            encoder: whether the model has an encoder.
+        """
+        if not self._reports:
             for row, request in enumerate(self._requests):
                 self._ids[row, self._prompt : self._prompt + len(request.output)] = torch.tensor(request.output)
                 self._length = max(self._length, self._prompt + len(request.output))

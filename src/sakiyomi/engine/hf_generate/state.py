@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was packed: its user may train it, merge adapters into it, or move it."""
+"""Detects whether a model changed since it was packed: its user may train it, merge adapters into it, or move it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PASSING = {"training", "max_seq_len_cached"}
 
 
 class ModelState:
-    """What a model was like: its tensors, some values of each, and what its modules are set to.
+    """A record of a model: its tensors, some values of each, and the settings of its modules.
 
-    Addresses and version counters tell of assignments and of changes in place. Whoever writes through ``.data``, as
-    merging an adapter does, leaves both as they were: so a few values of each tensor are compared as well. A change
-    through ``.data`` of a few entries alone may pass unseen.
+    Addresses and version counters show assignments and changes in place. A write through ``.data``, as merging an
+    adapter makes, changes neither: so a few values of each tensor are compared as well. A change of a few entries
+    through ``.data`` may pass unseen.
 
     Args:
         model: as it is now. It is not kept alive; its tensors are.
@@ -34,7 +34,7 @@ class ModelState:
         self._values = self._look()
 
     def changed(self, model: nn.Module) -> str | None:
-        """What is no longer as it was; None: nothing."""
+        """What changed, in words; None: nothing did."""
         if _tensor_facts(model) != self._tensors:
             return "its weights"
         if any(not torch.equal(old, new) for old, new in zip(self._values, self._look(), strict=True)):
@@ -42,7 +42,7 @@ class ModelState:
         return "what its modules are set to" if _module_facts(model) != self._modules else None
 
     def _look(self) -> list[Tensor]:
-        """The values compared, as bytes: a value that is not a number equals itself."""
+        """The compared values as bytes, so that a NaN equals itself."""
         groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for view in self._views:
             groups.setdefault((view.dtype, view.device), []).append(view)

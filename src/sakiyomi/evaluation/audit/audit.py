@@ -23,7 +23,7 @@ from sakiyomi.drafters import Drafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.config import AuditConfig, shape_name
-from sakiyomi.evaluation.audit.distribution import SampledTests, drafted_kind
+from sakiyomi.evaluation.audit.distribution import SampledTests
 from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.audit.hf_reference import Divergence, HFReference, Scores, coupled_scores, greedy_scores
 from sakiyomi.evaluation.audit.report import AuditReport, Check, SampledCheck, Texts
@@ -163,7 +163,7 @@ class _Auditor:
             self._compare("drafted", "plain", plain[None], together, **where, batch=len(together))
             for key in itertools.product(self.coupled, self.config.seeds):
                 params = self.config.seeded(key[1], shape, key[0])
-                if drafted_kind(drafter, params) in VERIFIERS[key[0]].takes:
+                if drafter.kind_for(params) in VERIFIERS[key[0]].takes:
                     self._compare("drafted", "plain", plain[key], self._write(llm, params), key=key, **where)
 
     def _write(self, llm: Any, params: SamplingParams, *, batched: bool = False) -> Texts:

@@ -20,6 +20,7 @@ from torch import Tensor
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import DraftKind
 from sakiyomi.drafters import Drafter
+from sakiyomi.drafters.adapter import as_drafter
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.engine import Engine
@@ -33,7 +34,7 @@ from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER, SampledCheck, Te
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import VERIFIERS
 
-__all__ = ["SampledTests", "drafted_kind"]
+__all__ = ["SampledTests"]
 
 WHOLE = (1, 4, 16)
 """Ranks at which parts of a whole vocabulary end: the most probable token, the next three, the next twelve, the others.
@@ -55,13 +56,6 @@ SHAPES: dict[DraftKind, dict[str, Any]] = {
     "merged": {"gamma": GAMMA, "tree": "chain"},
 }
 """What is drafted where rows are played, by kind: every kind that a drafter makes."""
-
-
-def drafted_kind(drafter: Drafter, params: SamplingParams) -> DraftKind:
-    """How a drafter's proposals to such a request come about."""
-    kind_for = getattr(drafter, "kind_for", None)
-    kind: DraftKind = kind_for(params) if kind_for else drafter.kind
-    return kind
 
 
 @dataclass(frozen=True)
@@ -111,7 +105,7 @@ class SampledTests:
         self._whole = [
             _Test(rule, drafter, shape)
             for drafter, rule, shape in itertools.product(self._drafters, rules, shapes)
-            if drafter is None or drafted_kind(drafter, self._params(rule, shape)) in VERIFIERS[rule].takes
+            if drafter is None or drafter.kind_for(self._params(rule, shape)) in VERIFIERS[rule].takes
         ]
         self._played = [
             _Test(rule, drafter, shape, kind)
@@ -175,7 +169,7 @@ class SampledTests:
         self._note(f"recording rows of {drafter.name}")
         listener = Listener(drafter)
         params = self._params("ratio", {"gamma": 1, "tree": "chain"})
-        llm = self._make(listener)
+        llm = self._make(as_drafter(listener))
         sampler = Sampler(params, llm.engine.target.vocab_size)
         every: list[Narrow] = []
         target: list[Narrow] = []
@@ -232,7 +226,7 @@ class SampledTests:
 
 def _draws(drafter: Drafter) -> bool:
     """Whether a drafter draws its tokens where the rule is one that reads probabilities."""
-    return drafted_kind(drafter, SamplingParams(temperature=1.0, acceptance="ratio", tree="chain")) != "point_mass"
+    return drafter.kind_for(SamplingParams(temperature=1.0, acceptance="ratio", tree="chain")) != "point_mass"
 
 
 def _engine(recording: Recording, kind: DraftKind, tokenizer: Any) -> Engine:

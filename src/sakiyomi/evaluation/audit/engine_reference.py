@@ -48,14 +48,14 @@ class EngineReference(HFReference):
             while at < len(ids):
                 behind = step is not None and at >= len(prompt)
                 far = len(ids) if step is None else at + step if behind else len(prompt)
-                end = min(len(ids), far, eviction.border(slot, len(prompt)))
+                end = min(len(ids), far, eviction.boundary(slot, len(prompt)))
                 # Rows of a prompt may be computed otherwise; but behind it no row sees a part of the text only.
                 prompt_rows = at < len(prompt) or (not behind and eviction.sparse is None)
                 rows.append(self.model.score([SequenceRows(slot, at, ids[at:end], prompt=prompt_rows)]).logits.clone())
                 if eviction.needs_log_probs:
-                    eviction.learn_prompt(slot, rows[-1], ids, at, end)
-                at = end if behind else eviction.go_on(slot, len(prompt), end)
+                    eviction.add_prompt_log_probs(slot, rows[-1], ids, at, end)
+                at = end if behind else eviction.reread_from(slot, len(prompt), end)
                 rows[-1] = rows[-1][: len(rows[-1]) - (end - at)]
-                eviction.settle(slot, len(prompt), at)
+                eviction.evict(slot, len(prompt), at)
             eviction.end(slot)
         return torch.cat(rows)[len(prompt) - 1 :].float()

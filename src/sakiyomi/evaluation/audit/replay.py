@@ -180,7 +180,13 @@ class _Columns:
     def check(self, requests: int, columns: int) -> None:
         """It always fits."""
 
-    def keep(self, slot: int, length: int, rows: Sequence[int]) -> None:
+    def resumable(self, slot: int, length: int, multiple: int = 1) -> int:
+        """A text goes on from any length."""
+        return length
+
+    resume = resumable
+
+    def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
         states = self.states[slot]
         states[length:] = [states[length + row] for row in rows]
 

@@ -12,7 +12,7 @@ from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows
-from sakiyomi.sampling.verifiers.base import Rule, draft_rows
+from sakiyomi.sampling.verifiers.base import Rule, Verifier, draft_rows
 from sakiyomi.sampling.verifiers.block import level_of
 
 __all__ = ["block"]
@@ -21,7 +21,7 @@ GAMMAS = (2, 4, 8)
 RULES = ("ratio", "block")
 
 
-class _Both:
+class _Both(Verifier):
     """The ratio rule, which also sums up what both rules keep on average of each chain that comes along.
 
     On one and the same chain the mean is known: of i tokens the ratio rule keeps the product of min(1, p / q), block
@@ -29,7 +29,7 @@ class _Both:
     1 % shows after a few hundred rounds.
     """
 
-    name, lossless = "both", True
+    name = "both"
     rule: Rule = "ratio"
     takes: frozenset[DraftKind] = frozenset({"chain"})
 

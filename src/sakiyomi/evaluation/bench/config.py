@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sakiyomi.core.checks import at_least
+from sakiyomi.core.embedded import DEFAULT, DRAFTS, MEDUSA_HEADS
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
@@ -20,8 +21,7 @@ class BenchConfig:
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
             stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
-            dropin, offload, exact, compiling, peers, medusa, typical; and, if they are named, evicted, and grounded
-            for a pair of `train edits` or `train tones`.
+            dropin, offload, exact, compiling, peers, medusa, typical; and, if it is named, evicted.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
@@ -47,7 +47,7 @@ class BenchConfig:
     """
 
     rows: tuple[str, ...] = ()
-    target: str = "tales"
+    target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
     cross: str | None = None
@@ -122,9 +122,10 @@ class BenchConfig:
         Raises:
             InputError: none are known for this target.
         """
-        if self.heads is None and self.target != "tales":
+        heads = self.heads or MEDUSA_HEADS.get(self.target)
+        if heads is None:
             raise InputError(f"rows medusa and typical need heads of {self.target}; give their folder with --heads")
-        return self.heads or "tales-medusa"
+        return heads
 
     @property
     def draft_model(self) -> str:
@@ -133,8 +134,8 @@ class BenchConfig:
         Raises:
             InputError: the drafter is no model.
         """
-        if self.draft == "auto" and self.target == "tales":
-            return "tales-draft"
+        if self.draft == "auto" and self.target in DRAFTS:
+            return DRAFTS[self.target]
         kind, _, name = self.draft.partition(":")
         if kind != "model" or not name:
             raise InputError(f"draft is {self.draft!r}; for {self.target} it has to be a draft model: model:FOLDER")
@@ -149,13 +150,13 @@ class InflateConfig:
         out: folder of the new model; it must not exist, or be empty.
         params: about so many parameters: 134M, 500M, 1.5B.
         target: the model to start from: a Llama (embedded name, folder or hub id), or the folder of a Pegasus or
-            Whisper, as train edits and train tones make them. Its vocabulary stays as it is.
+            Whisper. Its vocabulary stays as it is.
         heads: Medusa heads of a Llama, a folder or tales-medusa, which become as wide: OUT_FOLDER/medusa.
     """
 
     out: str = field(metadata={"argument": "OUT_FOLDER"})
     params: str
-    target: str = "tales"
+    target: str = DEFAULT
     heads: str | None = None
 
 

@@ -24,8 +24,6 @@ from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.evaluation.bench.inflating import ASPECT, LOUDNESS, NEW_TOKENS, Random, gain, hooked, save_model, writer
 from sakiyomi.model_executor.loading.families import read_config
-from sakiyomi.train.held_out import HELD_OUT, read_examples
-from sakiyomi.train.sounds import RATE, recording
 
 __all__ = ["Inflatable", "is_encoder_decoder", "positions"]
 
@@ -33,6 +31,8 @@ FAMILIES = ("PegasusForConditionalGeneration", "WhisperForConditionalGeneration"
 PARTS = ("encoder", "decoder")
 TEXT_TOKENS = 32
 """Of the answer that both models are compared on."""
+QUESTIONS = "held_out.jsonl"
+"""File of a folder that some recipes leave beside a model, with what it is to be asked; it goes with the model."""
 _LAYER = re.compile(r"(model\.(?:encoder|decoder)\.layers)\.\d+\.(.+)")
 _READERS = ("q_proj", "k_proj", "v_proj", "fc1")
 _WRITERS = ("out_proj", "fc2")
@@ -74,8 +74,7 @@ class Inflatable:
         kind = (read_config(folder).architectures or ["a model without a class"])[0]
         if kind not in FAMILIES:
             raise UnsupportedError(
-                f"{kind} cannot be inflated; it has to be a plain LlamaForCausalLM, or {' or '.join(FAMILIES)} (as "
-                "`sakiyomi train edits` and `train tones` make them)"
+                f"{kind} cannot be inflated; it has to be a plain LlamaForCausalLM, or {' or '.join(FAMILIES)}"
             )
         try:
             model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
@@ -85,7 +84,7 @@ class Inflatable:
         except (OSError, ValueError, RuntimeError) as error:
             raise LoadError(f"cannot load {name!r}: {error}") from error
         model.eval()
-        return cls(name, model, processor, _batch(model, processor, folder))
+        return cls(name, model, processor, _batch(model, processor))
 
     @property
     def parameters(self) -> int:
@@ -130,13 +129,13 @@ class Inflatable:
         return min(found, key=_proportion)
 
     def write(self, shape: Any, folder: Path) -> None:
-        """The large model, with tokenizer or processor and held-out examples."""
+        """The large model, with tokenizer or processor and the held-out questions."""
         state = self._weights(shape)
         save_model(type(self.model), state, shape, self.model.generation_config, folder)
         self.processor.save_pretrained(folder)
-        examples = Path(self.name).expanduser() / HELD_OUT
-        if examples.is_file():
-            shutil.copyfile(examples, folder / HELD_OUT)
+        questions = Path(self.name).expanduser() / QUESTIONS
+        if questions.is_file():
+            shutil.copyfile(questions, folder / QUESTIONS)
 
     def compare(self, folder: Path) -> tuple[float, bool, int, float]:
         """Largest difference of a logit, whether greedy tokens are equal, their number, and how loud random units are.
@@ -223,20 +222,18 @@ def positions(config: Any) -> int:
     return int(getattr(config, "max_target_positions", None) or config.max_position_embeddings)
 
 
-def _batch(model: Any, processor: Any, folder: Path) -> dict[str, Tensor]:
-    """One text to compare on: the folder's own examples, or stories; of a Whisper noise if it has none."""
+def _batch(model: Any, processor: Any) -> dict[str, Tensor]:
+    """One text to compare on: a story, or for a Whisper a second of noise."""
     config = model.config
-    example = read_examples(folder)[0] if (folder / HELD_OUT).is_file() else None
-    answer = example.target if example else STORIES[0]
     if hasattr(config, "num_mel_bins"):
-        sound = recording(answer, example.seed) if example else torch.randn(RATE, generator=torch.Generator()).numpy()
-        read = dict(processor.feature_extractor(sound, sampling_rate=RATE, return_tensors="pt"))
-        tokenizer = processor.tokenizer
+        tokenizer, rate = processor.tokenizer, processor.feature_extractor.sampling_rate
+        sound = torch.randn(rate, generator=torch.Generator()).numpy()
+        read = dict(processor.feature_extractor(sound, sampling_rate=rate, return_tensors="pt"))
     else:
         tokenizer = processor
-        read = dict(tokenizer([example.source if example else STORIES[1]], return_tensors="pt"))
+        read = dict(tokenizer([STORIES[1]], return_tensors="pt"))
         read = {name: read[name] for name in ("input_ids", "attention_mask")}
-    ids = tokenizer(answer, add_special_tokens=False)["input_ids"][: min(TEXT_TOKENS, positions(config)) - 1]
+    ids = tokenizer(STORIES[0], add_special_tokens=False)["input_ids"][: min(TEXT_TOKENS, positions(config)) - 1]
     return read | {"decoder_input_ids": torch.tensor([[config.decoder_start_token_id, *ids]])}
 
 

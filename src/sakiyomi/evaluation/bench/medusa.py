@@ -38,7 +38,8 @@ def medusa(config: BenchConfig, note: Note) -> Row:
     row = PairRow("medusa", config, note)
     llm = row.llm()
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
-    model: ModelRunner = llm.draft.model  # type: ignore[union-attr]
+    assert llm.draft is not None and llm.draft.model is not None
+    model = llm.draft.model
     merged = MergedDrafter([SuffixDrafter(), NgramDrafter(llm.vocab_size), drafter])
     heads = drafter.guesser.bytes
     ways: dict[str, tuple[Any, Callable[[], int]]] = {

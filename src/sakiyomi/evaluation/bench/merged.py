@@ -55,7 +55,8 @@ def merged(config: BenchConfig, note: Note) -> Row:
     parts = {}
     for kind, (tasks, judge) in kinds.items():
         free = [Task(task.prompt, replace(task.params, gamma="auto")) for task in tasks]
-        model = Unaided(llm.draft.model, llm.vocab_size)  # type: ignore[union-attr]
+        assert llm.draft is not None and llm.draft.model is not None
+        model = Unaided(llm.draft.model, llm.vocab_size)
         ways = {
             "plain": EngineView(llm),
             "model": EngineView(llm, model),

@@ -38,7 +38,7 @@ class Meter:
 
     def __init__(self, engine: Engine) -> None:
         self._target = engine.target
-        draft = getattr(engine.drafter, "model", None)
+        draft = engine.drafter.model if engine.drafter is not None else None
         self._counts = {model: _Passes(model.cache) for model in (engine.target, draft) if model is not None}
 
     def __enter__(self) -> Meter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from sakiyomi.core.embedded import MEDUSA_HEADS
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.block import block
@@ -16,7 +17,6 @@ from sakiyomi.evaluation.bench.cross import cross
 from sakiyomi.evaluation.bench.dropin import dropin
 from sakiyomi.evaluation.bench.evicted import evicted
 from sakiyomi.evaluation.bench.exactness import exact
-from sakiyomi.evaluation.bench.grounded import grounded
 from sakiyomi.evaluation.bench.lookup import lookup
 from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.merged import merged
@@ -59,7 +59,6 @@ ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
     "dropin": dropin,
     "medusa": medusa,
     "typical": typical,
-    "grounded": grounded,
 }
 
 TABLES = {"bookkeeping", "passes", "scoring", "coverage", "block", "exact", "compiling"}
@@ -81,10 +80,10 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     unknown = [name for name in config.rows if name not in ROWS]
     if unknown:
         raise InputError(f"there is no row {unknown[0]!r}; rows are {', '.join(ROWS)}")
-    # Row cross needs a further model, which only who knows of it can name, row grounded another kind of pair, and the
-    # rows of heads some that belong to the target; row evicted takes long texts.
-    absent = {"grounded", "evicted"} | ({"cross"} if config.cross is None else set())
-    absent |= {"medusa", "typical"} if config.heads is None and config.target != "tales" else set()
+    # Without being named, a row runs only if all it needs is known: cross needs a draft of another tokenizer, the rows
+    # of heads need heads of this target. Row evicted takes long texts and runs only if it is named.
+    absent = {"evicted"} | ({"cross"} if config.cross is None else set())
+    absent |= {"medusa", "typical"} if config.heads is None and config.target not in MEDUSA_HEADS else set()
     wanted = config.rows or tuple(name for name in ROWS if name not in absent)
     if "compiling" in config.rows and not config.compile:
         raise InputError("row compiling measures compiled graphs and compile is off; leave one of the two out")

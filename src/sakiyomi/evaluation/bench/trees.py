@@ -37,7 +37,7 @@ def trees(config: BenchConfig, note: Note) -> Row:
     standings = row.race(runs, row.pair.judge(llm))
     plain = llm.target.pass_seconds(1)
     costs: dict[str, Any] = {f"v{rows}": llm.target.pass_seconds(rows) / plain for rows in (4, 8, 16)}
-    model = getattr(llm.draft, "model", None)
+    model = llm.draft.model if llm.draft is not None else None
     costs["c"] = model.pass_seconds(1) / plain if model is not None else 0.0
     conditions = costs | row.conditions(llm)
     title = "greedy, trees against chains of one drafter, tokens/s"

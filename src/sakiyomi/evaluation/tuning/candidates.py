@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.embedded import DRAFTS, MEDUSA_HEADS, folder_of
 from sakiyomi.core.errors import InputError, SakiyomiError
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine.llm import LLM
@@ -32,9 +32,9 @@ def named(config: PairConfig) -> list[str]:
 def available(llm: LLM, config: PairConfig) -> list[str]:
     """Specs that need nothing but the target, and what lies beside it."""
     found = [*TEXT]
-    if config.target == "tales":
-        found.append("model:tales-draft")
-    heads = "tales-medusa" if config.target == "tales" else str(folder_of(config.target) / "medusa")
+    if config.target in DRAFTS:
+        found.append(f"model:{DRAFTS[config.target]}")
+    heads = MEDUSA_HEADS.get(config.target) or str(folder_of(config.target) / "medusa")
     if (folder_of(heads) / "config.json").is_file():
         found.append(f"medusa:{heads}")
     layers = int(getattr(llm.target.config, "num_hidden_layers", 0))

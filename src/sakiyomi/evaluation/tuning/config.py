@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sakiyomi.core.checks import at_least
+from sakiyomi.core.embedded import DEFAULT
 
 __all__ = ["PairConfig", "TuneConfig"]
 
@@ -34,7 +35,7 @@ class PairConfig:
         save: keep the result, so that draft auto uses it for this target from now on.
     """
 
-    target: str = "tales"
+    target: str = DEFAULT
     draft: tuple[str, ...] = ()
     drafts: str | None = None
     prompts: str | None = None

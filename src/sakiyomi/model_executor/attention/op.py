@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from sakiyomi.cache.slots import LayerShape
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.attention import observe  # noqa: F401  (their operators are registered)
 from sakiyomi.model_executor.attention import torch as dense

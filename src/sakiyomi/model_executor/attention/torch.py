@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import SourceCache
+from sakiyomi.cache.layout import Part
 from sakiyomi.cache.policies.sparse import Chunk, attend_some
-from sakiyomi.cache.slots import Part, SlotCache
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
 

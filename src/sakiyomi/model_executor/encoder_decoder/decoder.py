@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.cross_attention import Source
-from sakiyomi.cache.slots import LayerShape
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.model_executor.attention.op import CROSS
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
 from sakiyomi.model_executor.structural_copy import structural_copy

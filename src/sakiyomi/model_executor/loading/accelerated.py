@@ -1,7 +1,8 @@
-"""A model that torchao rounds on a GPU, and what that changed.
+"""A model that torchao quantizes on a GPU, and what that changed.
 
-torchao keeps rows as they are, and so do we the head: only weights are rounded, each when it is read. The model's own
-logits are taken before, with its linear layers on disk, so that neither the GPU nor main memory holds it whole.
+torchao keeps activations as they are, and the head stays too: only weights are quantized, each when it is read. The
+model's own logits are taken before, with its linear layers on disk, so that neither the GPU nor main memory holds it
+whole.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from sakiyomi.kernels.quantization import QuantizationReport, compare
 if TYPE_CHECKING:
     from sakiyomi.model_executor.loading.reader import Reader
 
-__all__ = ["read_rounded", "torchao"]
+__all__ = ["read_quantized", "torchao"]
 
 
 def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
-    """Torchao's way of rounding weights, for transformers.
+    """Torchao's configuration for transformers.
 
     Raises:
         LoadError: torchao is not installed.
@@ -46,8 +47,8 @@ def torchao(kind: str, name: str, dtype: torch.dtype) -> Any:
     return TorchAoConfig(config)
 
 
-def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) -> tuple[Any, QuantizationReport]:
-    """A model on the reader's device, rounded by torchao, and what that changed on a text.
+def read_quantized(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) -> tuple[Any, QuantizationReport]:
+    """A model on the reader's device, quantized by torchao, and what that changed on a text.
 
     Args:
         reader: of the model.
@@ -63,12 +64,12 @@ def read_rounded(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) ->
     text = torch.tensor([judging_text(model, tokenizer)])
     before = _own_logits(model.eval(), text, reader.device)
     del model
-    rounded = reader.read(settings).eval()
-    agreement, divergence = compare(before, _logits(rounded, text.to(reader.device)).cpu())
-    linear = {name: layer for name, layer in rounded.named_modules() if type(layer) in PACKED}
+    quantized = reader.read(settings).eval()
+    agreement, divergence = compare(before, _logits(quantized, text.to(reader.device)).cpu())
+    linear = {name: layer for name, layer in quantized.named_modules() if type(layer) in PACKED}
     kept = tuple(name for name, layer in linear.items() if type(layer.weight) is nn.Parameter)
     count = len(linear) - len(kept)
-    return rounded, QuantizationReport(kind, count, kept, agreement, divergence, text.shape[1])
+    return quantized, QuantizationReport(kind, count, kept, agreement, divergence, text.shape[1])
 
 
 def _own_logits(model: Any, text: Tensor, device: torch.device) -> Tensor:

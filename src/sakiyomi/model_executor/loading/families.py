@@ -1,4 +1,4 @@
-"""Which models this version can run, told from their configuration alone: before any weights are read."""
+"""Which models this version can run, decided by their configuration before any weights are read."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import LoadError, UnsupportedError, one_line
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 
-__all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config"]
+__all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config", "text_config"]
 
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 """Layer types (transformers' ``layer_types``) with a state that cannot be rolled back by moving a length."""
@@ -59,25 +59,24 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # remote code and validators raise whatever they like
-        raise LoadError(f"{path} is not a valid configuration ({_first_lines(error)})") from error
+        raise LoadError(f"{path} is not a valid configuration ({one_line(error)})") from error
 
 
 def check_supported(config: Any, name: str, model_class: type | None = None, *, encoder_decoder: bool = False) -> None:
-    """Refuse what cannot work.
+    """Refuse models that cannot work.
 
     Args:
         config: a transformers configuration.
         name: what the user called the model.
         model_class: the class where it is known already; looked up otherwise.
-        encoder_decoder: a model with an encoder will do.
+        encoder_decoder: whether a model with an encoder is accepted.
 
     Raises:
         UnsupportedError: encoder-decoder where that will not do or of an unknown family, recurrent or hybrid, an
             encoder, or no language model at all.
     """
     kind = getattr(config, "model_type", None) or type(config).__name__
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    if getattr(config, "is_encoder_decoder", False):
+    if has_encoder(config):
         if not encoder_decoder:
             raise UnsupportedError(
                 f"{name!r} is an encoder-decoder model ({kind}), and this works with decoder-only models; LLM, "
@@ -95,14 +94,19 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
         raise UnsupportedError(
             f"{name!r} ({kind}) has no causal language model in transformers; choose a decoder-only text model"
         )
-    layers = _RECURRENT_LAYERS.intersection(getattr(text, "layer_types", None) or ())
+    layers = _RECURRENT_LAYERS.intersection(getattr(text_config(config), "layer_types", None) or ())
     if layers or kind in _RECURRENT_TYPES or getattr(model_class, "_is_stateful", False):
         reason = f"its layers include {', '.join(sorted(layers))}" if layers else "it keeps a recurrent state"
         raise UnsupportedError(
-            f"{name!r} is a recurrent or hybrid model ({kind}: {reason}); refused draft tokens cannot be taken back "
-            "from such a state, so it cannot be verified ahead; choose a model with attention in every layer, or use "
-            "transformers' generate()"
+            f"{name!r} is a recurrent or hybrid model ({kind}: {reason}); rejected draft tokens cannot be rolled "
+            "back from such a state, so drafts cannot be verified; choose a model with attention in every layer, or "
+            "use transformers' generate()"
         )
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the model of text; of most models the whole."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def has_encoder(config: Any) -> bool:
@@ -119,7 +123,7 @@ def auto_class(config: Any) -> str:
 
 def has_experts(config: Any) -> bool:
     """Whether a configuration is that of a mixture of experts."""
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     return any(int(getattr(text, name, 0) or 0) > 1 for name in _EXPERTS)
 
 
@@ -142,8 +146,3 @@ def _without_config(folder: Path) -> str:
         f"no config.json in {folder}; expected a model folder in Hugging Face format (config.json, model.safetensors, "
         "tokenizer.json)"
     )
-
-
-def _first_lines(error: Exception, most: int = 300) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:most]}"

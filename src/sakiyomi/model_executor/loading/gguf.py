@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.checkpoint import Checkpoint
-from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.model_executor.loading.reader import quiet, short
+from sakiyomi.core.errors import LoadError, UnsupportedError, one_line
+from sakiyomi.model_executor.loading.reader import quiet
 
 __all__ = ["read_gguf"]
 
@@ -16,7 +16,7 @@ _TOKENS = "tokenizer.ggml.tokens"
 
 
 def read_gguf(path: Path) -> tuple[Any, Any, Checkpoint]:
-    """Configuration, tokenizer and weights (as they will be: rounded ones count as BF16) of a GGUF file.
+    """Configuration, tokenizer and weights (quantized ones count as BF16, which they become) of a GGUF file.
 
     Raises:
         LoadError: the package gguf is missing, the file is damaged, or it holds no tokenizer.
@@ -52,10 +52,10 @@ def read_gguf(path: Path) -> tuple[Any, Any, Checkpoint]:
     except Exception as error:  # transformers and gguf raise their own kinds
         if "not supported" in str(error):
             raise UnsupportedError(
-                f"{path}: {short(error).rstrip('.')}; use the model's folder in Hugging Face format"
+                f"{path}: {one_line(error).rstrip('.')}; use the model's folder in Hugging Face format"
             ) from error
         raise LoadError(
-            f"{path} is no intact GGUF file: {what} cannot be read ({short(error)}); download it again"
+            f"{path} is no intact GGUF file: {what} cannot be read ({one_line(error)}); download it again"
         ) from error
     if tokenizer is None:
         raise LoadError(

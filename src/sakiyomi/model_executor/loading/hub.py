@@ -1,4 +1,4 @@
-"""Models by their hub id: a folder in the local cache, or downloaded; a fast clear no where neither can be."""
+"""Models by their hub id: from the local cache or downloaded, with a quick clear error where neither works."""
 
 from __future__ import annotations
 

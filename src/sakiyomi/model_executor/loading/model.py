@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE, Checkpoint, read_checkpoint
-from sakiyomi.core.embedded import folder_of, is_embedded_name
+from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
+from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import require_bytes
-from sakiyomi.kernels.pack import Prepared
 from sakiyomi.kernels.quantization import check_quantization
-from sakiyomi.model_executor.loading.accelerated import read_rounded
-from sakiyomi.model_executor.loading.families import auto_class, check_supported, has_encoder, read_config
+from sakiyomi.model_executor.loading.accelerated import read_quantized
+from sakiyomi.model_executor.loading.families import check_supported, has_encoder, read_config, text_config
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory
+from sakiyomi.model_executor.loading.folder import gguf_file, local_folder, read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.gguf import read_gguf
-from sakiyomi.model_executor.loading.hub import fetch, looks_like_hub_id
+from sakiyomi.model_executor.loading.hub import fetch
 from sakiyomi.model_executor.loading.offload import Offload, parse_offload, read_offloaded
+from sakiyomi.model_executor.loading.options import parse_device, parse_dtype
 from sakiyomi.model_executor.loading.packed import (
     REMEDY,
     copy_place,
@@ -39,7 +40,8 @@ from sakiyomi.model_executor.loading.packed import (
     source_key,
 )
 from sakiyomi.model_executor.loading.placeholder import register
-from sakiyomi.model_executor.loading.reader import Reader, quiet, short
+from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.stream import is_offloaded
 
 if TYPE_CHECKING:
@@ -47,22 +49,9 @@ if TYPE_CHECKING:
 
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Loaded", "load_model"]
+__all__ = ["Loaded", "load_model", "parse_device", "parse_dtype", "stop_tokens"]
 
 logger = logging.getLogger("sakiyomi")
-DTYPES = ("float32", "bfloat16", "float16")
-_NOT_ROUNDED = (
-    "quantize={!r}: {!r} is an encoder-decoder model, which this version does not round; leave quantize at None, or "
-    "pass dtype='bfloat16'"
-)
-_NOT_APART = (
-    "offload={!r}: {!r} is an encoder-decoder model, whose weights this version keeps in memory; leave offload at "
-    "None, or pass dtype='bfloat16'"
-)
-_PAIR_APART = (
-    "the weights of the loaded encoder-decoder model {!r} are not all in memory, where this version keeps them; load "
-    "it without device_map="
-)
 
 
 @dataclass(frozen=True)
@@ -76,8 +65,8 @@ class Loaded:
         folder: where it was read from; None for a pair that the user loaded.
         owned: True if we loaded it: then its weights may be repacked and freed. A user's model stays as it is.
         prepared: where its linear layers are packed already, what is known of them.
-        save: writes the packed copy of a model that was loaded to be rounded; None where there is nothing to write.
-        extractor: of a model that hears: makes features of samples; None where there is none.
+        save: writes the packed copy of a model that was loaded to be quantized; None where there is nothing to write.
+        extractor: of a speech model: makes features of samples; None where there is none.
     """
 
     model: Any
@@ -110,24 +99,24 @@ def load_model(
             tokenizer)``. A folder with the name of an embedded model is meant by ``"./tales"``.
         dtype: "auto" (as the checkpoint says), "float32", "bfloat16", "float16" or a torch dtype.
         device: "auto" (the first CUDA device if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
-        quantize: "int8" or "int4": the linear layers are to be rounded. On the CPU they come from the packed copy if
+        quantize: "int8" or "int4": the linear layers are to be quantized. On the CPU they come from the packed copy if
             there is one, else they stay on disk until ``ModelRunner`` packs them, one after the other; on a GPU torchao
-            rounds them here.
+            quantizes them here.
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
-        packed: a folder of ``save_packed`` will do. Only ``ModelRunner`` can run what comes then.
-        encoder_decoder: a model with an encoder will do.
-        fits: raises if a model of this configuration is not wanted, before its weights are read.
+        packed: whether a folder of ``save_packed`` is accepted. Only ``ModelRunner`` can run such a model.
+        encoder_decoder: whether a model with an encoder is accepted.
+        fits: called with the configuration before weights are read; raises if the model does not fit.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
 
     Raises:
-        InputError: a value that cannot be meant.
+        InputError: a value that makes no sense.
         LoadError: something is missing, damaged, or cannot be reached.
         UnsupportedError: a kind of model that cannot work.
         MemoryLimitError: it does not fit; nothing was allocated.
     """
     wanted, place = parse_dtype(dtype), parse_device(device)
-    apart = parse_offload(offload, place, quantize, target)
+    offloaded = parse_offload(offload, place, quantize, target)
     if isinstance(target, tuple):
         return _from_pair(target, wanted, place if str(device) != "auto" else None, quantize, encoder_decoder)
     if not isinstance(target, str | os.PathLike):
@@ -140,100 +129,104 @@ def load_model(
     def config_of(folder: Path) -> Any:
         config = read_config(folder, trust_remote_code=trust_remote_code)
         check_supported(config, name, encoder_decoder=encoder_decoder)
-        if quantize and has_encoder(config):
-            raise UnsupportedError(_NOT_ROUNDED.format(quantize, name))
-        if apart is not None and has_encoder(config):
-            raise UnsupportedError(_NOT_APART.format(offload, name))
+        if has_encoder(config):
+            _check_encoder(name, quantize, offload)
         fits(config)
         return config
 
-    gguf = _gguf_file(name)
-    folder = gguf.parent if gguf is not None else _local_folder(name)
-    beside = folder is not None and not is_embedded_name(name)
+    gguf = gguf_file(name)
+    folder = gguf.parent if gguf is not None else local_folder(name)
+    own = gguf is None and folder is not None and not is_embedded_name(name)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     if gguf is not None:
         config, tokenizer, checkpoint = read_gguf(gguf)
         check_supported(config, name)
     else:
-        config, tokenizer = config_of(folder), _read_tokenizer(folder, trust_remote_code)
+        config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
         if is_packed(folder):
-            if apart is not None:
-                raise InputError(f"offload={offload!r}: {name!r} is a packed copy; pass the model's own folder")
-            if not packed:
-                raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
-            if quantize:
-                raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+            _check_packed(name, packed, quantize, offload)
             return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
         checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
     if quantize and hasattr(config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
     final = wanted or _stored_dtype(config, checkpoint)
-    kind = auto_class(config)
-    reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, kind)
-    if apart is not None:
-        return _offloaded(reader, config, tokenizer, apart)
-    if quantize and place.type == "cpu":
-        return _to_be_rounded(reader, config, tokenizer, quantize, beside and gguf is None)
-    if quantize and gguf is not None:
-        raise UnsupportedError(
-            f"quantize={quantize!r} on a GPU takes no GGUF file; pass the model's folder, or device='cpu'"
-        )
+    reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
+    return _load(reader, tokenizer, quantize, offloaded, own)
+
+
+def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload | None, own: bool) -> Loaded:
+    """Read the weights, if they fit; ``own``: the folder is the user's, and takes a packed copy."""
+    if quantize and offload is None:
+        load = _to_be_quantized if reader.device.type == "cpu" else _by_torchao
+        return load(reader, tokenizer, quantize, own)
+    if offload is not None:
+        model = read_offloaded(reader, offload)
+    else:
+        check_memory(reader)
+        model = _to_device(reader.read(), reader.device, reader.name)
+    extractor = read_extractor(reader.folder) if has_encoder(reader.config) else None
+    owned = not is_offloaded(model)  # which it may not be after all: then it fits
+    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=owned, extractor=extractor)
+
+
+def _check_encoder(name: str, quantize: str | None, offload: object) -> None:
+    """Refuse what an encoder-decoder model cannot have."""
     if quantize:
-        return _rounded_by_torchao(reader, config, tokenizer, quantize)
-    check_memory(name, config, checkpoint, final, place, trust_remote_code=trust_remote_code)
-    extractor = _read_extractor(folder) if has_encoder(config) else None
-    model = _to_device(reader.read(), place, name).eval()
-    return Loaded(model, tokenizer, name, folder, owned=True, extractor=extractor)
+        raise UnsupportedError(
+            f"quantize={quantize!r}: {name!r} is an encoder-decoder model, which this version does not quantize; leave "
+            "quantize at None, or pass dtype='bfloat16'"
+        )
+    if offload is not None:
+        raise UnsupportedError(
+            f"offload={offload!r}: {name!r} is an encoder-decoder model, whose weights this version keeps in memory; "
+            "leave offload at None, or pass dtype='bfloat16'"
+        )
 
 
-def _to_be_rounded(reader: Reader, config: Any, tokenizer: Any, quantize: str, beside: bool) -> Loaded:
+def _check_packed(name: str, packed: bool, quantize: str | None, offload: object) -> None:
+    """Refuse what a packed copy cannot have."""
+    if offload is not None:
+        raise InputError(f"offload={offload!r}: {name!r} is a packed copy; pass the model's own folder")
+    if not packed:
+        raise UnsupportedError(f"{name!r} is a packed copy, which only LLM runs; pass the model's own folder")
+    if quantize:
+        raise InputError(f"quantize={quantize!r}: {name!r} is a packed copy already; leave quantize at None")
+
+
+def _to_be_quantized(reader: Reader, tokenizer: Any, quantize: str, own: bool) -> Loaded:
     """A packed copy, else a model whose layers are on disk as far as they can be, and what saves its packed copy."""
-    name, folder, checkpoint, dtype = reader.name, reader.folder, reader.checkpoint, reader.dtype
+    name, folder, dtype = reader.name, reader.folder, reader.dtype
     check_quantization(f"quantize={quantize!r}", dtype)
-    key = source_key(folder, checkpoint)
-    copy = copy_place(reader.gguf or folder, quantize, dtype, beside=beside)
+    key = source_key(folder, reader.checkpoint)
+    copy = copy_place(reader.gguf or folder, quantize, dtype, beside=own)
     remove_leftovers(copy)
     if is_packed(copy):
         try:
             return _from_packed(copy, name, tokenizer, dtype, reader.device, reader.trust_remote_code, key=key)
         except LoadError as error:
             logger.warning("%s: it is packed anew now", error.message.removesuffix(f"; {REMEDY}"))
-    check = functools.partial(
-        check_memory, name, config, checkpoint, dtype, reader.device, trust_remote_code=reader.trust_remote_code
-    )
-    layered = by_layer(config, checkpoint)
+    layered = by_layer(reader)
     if not layered:
-        check()
-    check(quantize=quantize)
+        check_memory(reader)
+    check_memory(reader, quantize=quantize)
     model = reader.read_later() if layered else reader.read()
-    save = functools.partial(
-        save_packed,
-        place=copy,
-        source=None if reader.gguf else folder,
-        key=key,
-        config=config,
-        tokenizer=tokenizer,
-    )
+    source = None if reader.gguf else folder
+    save = functools.partial(save_packed, place=copy, source=source, key=key, config=reader.config, tokenizer=tokenizer)
     return Loaded(model.eval(), tokenizer, name, folder, owned=True, save=save)
 
 
-def _offloaded(reader: Reader, config: Any, tokenizer: Any, apart: Offload) -> Loaded:
-    model = read_offloaded(reader, config, apart)
-    owned = not is_offloaded(model)  # it fits after all
-    return Loaded(model.eval(), tokenizer, reader.name, reader.folder, owned=owned)
-
-
-def _rounded_by_torchao(reader: Reader, config: Any, tokenizer: Any, quantize: str) -> Loaded:
-    """A model that is rounded on its GPU while it is read, and what that changed."""
-    check = functools.partial(
-        check_memory, reader.name, config, reader.checkpoint, reader.dtype, trust_remote_code=reader.trust_remote_code
-    )
-    check(reader.device, quantize=quantize)
-    layered = by_layer(config, reader.checkpoint)
+def _by_torchao(reader: Reader, tokenizer: Any, quantize: str, own: bool = False) -> Loaded:
+    """A model that is quantized on its GPU while it is read, and what that changed."""
+    if reader.gguf is not None:
+        raise UnsupportedError(
+            f"quantize={quantize!r} on a GPU takes no GGUF file; pass the model's folder, or device='cpu'"
+        )
+    check_memory(reader, quantize=quantize)
+    layered = by_layer(reader)
     if not layered:
-        check(parse_device("cpu"))
-    model, report = read_rounded(reader, quantize, tokenizer, layered=layered)
+        check_memory(reader, device="cpu")
+    model, report = read_quantized(reader, quantize, tokenizer, layered=layered)
     prepared = Prepared(native=None, shapes=None, report=report, siblings=[])
     return Loaded(model, tokenizer, reader.name, reader.folder, owned=True, prepared=prepared)
 
@@ -278,51 +271,6 @@ def stop_tokens(model: Any, tokenizer: Any = None) -> tuple[int, ...]:
     return ()
 
 
-def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
-    """The dtype asked for; None for "auto".
-
-    Raises:
-        InputError: there is no such dtype.
-    """
-    import torch
-
-    name = str(value).removeprefix("torch.")
-    if name == "auto":
-        return None
-    if name not in DTYPES:
-        raise InputError(f"dtype is {value!r}; expected 'auto', {', '.join(map(repr, DTYPES))}")
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def parse_device(value: str | torch.device) -> torch.device:
-    """The device that is meant.
-
-    Raises:
-        InputError: there is no such device, here or in this version.
-    """
-    import torch
-
-    if str(value) == "auto":
-        # mps exists but is untested: the CPU is the safe choice there.
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError) as error:
-        raise InputError(f"device is {value!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if device.type not in {"cpu", "cuda"}:
-        raise InputError(f"device is {value!r}, which this version does not support; expected 'auto', 'cpu' or 'cuda'")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise InputError(
-                f"device is {value!r} and torch sees {count} CUDA devices; pass device='cpu', or install a torch build "
-                "for your GPU"
-            )
-        return torch.device("cuda", device.index or 0)
-    return torch.device("cpu")
-
-
 def _from_pair(
     pair: tuple[Any, ...],
     dtype: torch.dtype | None,
@@ -337,14 +285,17 @@ def _from_pair(
         )
     model, tokenizer = pair
     extractor = getattr(tokenizer, "feature_extractor", None)
-    if extractor is not None:  # a processor: both in one
+    if extractor is not None:  # a processor, which holds both
         tokenizer = tokenizer.tokenizer
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     check_supported(model.config, name, type(model), encoder_decoder=encoder_decoder)
-    if quantize and has_encoder(model.config):
-        raise UnsupportedError(_NOT_ROUNDED.format(quantize, name))
-    if has_encoder(model.config) and is_offloaded(model):
-        raise UnsupportedError(_PAIR_APART.format(name))
+    if has_encoder(model.config):
+        _check_encoder(name, quantize, None)
+        if is_offloaded(model):
+            raise UnsupportedError(
+                f"the weights of the loaded encoder-decoder model {name!r} are not all in memory, where this version "
+                "keeps them; load it without device_map="
+            )
     if dtype is not None and model.dtype != dtype:
         raise InputError(
             f"dtype is {dtype} and the loaded model {name!r} has {model.dtype}; a loaded model is used as it is: load "
@@ -363,71 +314,10 @@ def _from_pair(
     return Loaded(model, tokenizer, name, None, owned=False, extractor=extractor)
 
 
-def _local_folder(name: str) -> Path | None:
-    """The folder that a name stands for, None if it can only be a hub id."""
-    path = folder_of(name)
-    if name and path.is_dir():
-        alone = not any(path.glob("model*.safetensors"))
-        if (path / HEADS_FILE).is_file() and alone:
-            raise InputError(f"{name!r} holds Medusa heads and no model; pass them as draft='medusa:{name}'")
-        if (path / RETAINING_FILE).is_file() and alone:
-            raise InputError(f"{name!r} holds retaining heads and no model; pass them as cache='locret:{name}'")
-        if (path / MERGING_FILE).is_file() and alone:
-            raise InputError(f"{name!r} holds merging convolutions and no model; pass them as cache='lococo:{name}'")
-        return path
-    if path.is_file():
-        raise LoadError(
-            f"{name!r} is a file, expected a folder in Hugging Face format (config.json, model.safetensors, "
-            "tokenizer.json) or a .gguf file; pass the folder"
-        )
-    if path.suffix.lower() == ".gguf":
-        raise LoadError(f"there is no file {name!r}; check the path (relative to {Path.cwd()})")
-    if not looks_like_hub_id(name):
-        raise LoadError(f"there is no folder {name!r}; check the path (relative to {Path.cwd()})")
-    return None
-
-
-def _gguf_file(name: str) -> Path | None:
-    path = Path(name).expanduser()
-    return path if path.suffix.lower() == ".gguf" and path.is_file() else None
-
-
-def _read_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    patterns = ("tokenizer.*", "vocab*", "spiece*", "sentencepiece*", "*.tiktoken", "tiktoken*", "tekken*", "*.model")
-    remedy = "copy the tokenizer's files into the folder (tokenizer.json), or pass a (model, tokenizer) pair"
-    # Asked first: for some model types transformers makes an empty tokenizer where there are no files.
-    if not trust_remote_code and not any(any(folder.glob(pattern)) for pattern in patterns):
-        raise LoadError(f"no tokenizer in {folder}; {remedy}")
-    try:
-        with quiet():
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # the libraries below raise their own kinds, bare Exception among them
-        raise LoadError(f"the tokenizer in {folder} cannot be read ({short(error)}); {remedy}") from error
-
-
-def _read_extractor(folder: Path) -> Any:
-    """Of a model that hears; None where the folder has none."""
-    from transformers import AutoFeatureExtractor
-
-    if not any((folder / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
-        return None
-    try:
-        with quiet():
-            return AutoFeatureExtractor.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise LoadError(
-            f"the feature extractor in {folder} cannot be read ({short(error)}); copy preprocessor_config.json from "
-            "the original model"
-        ) from error
-
-
 def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
     import torch
 
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    for value in (getattr(text, "dtype", None), getattr(config, "dtype", None), checkpoint.dtype):
+    for value in (getattr(text_config(config), "dtype", None), getattr(config, "dtype", None), checkpoint.dtype):
         found = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
         if isinstance(found, torch.dtype) and found.is_floating_point:
             return found

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["OFFLOADS", "Offload", "parse_offload", "read_offloaded"]
 
 OFFLOADS = ("auto", "cpu", "disk")
-ROOM = {"cpu": 0.8, "cuda": 0.85}  # share of what is available that "auto" fills: the rest is for caches and passes
+ROOM = {"cpu": 0.8, "cuda": 0.85}  # share of the available memory that "auto" fills; the rest is for caches and passes
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Offload:
 
 
 def parse_offload(value: Any, device: torch.device, quantize: str | None, target: Any) -> Offload | None:
-    """The place that is meant; None: all weights stay in memory.
+    """What ``offload`` means; None: all weights stay in memory.
 
     Raises:
-        InputError: it cannot be meant, alone or with the other options.
+        InputError: the value is unknown, or excludes another option.
         UnsupportedError: the target is a GGUF file.
     """
     if value is None:
@@ -61,8 +61,8 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
         )
     if quantize is not None:
         raise InputError(
-            f"offload={value!r} with quantize={quantize!r}: rounded weights are packed, and stay in memory; leave one "
-            "of the two at None"
+            f"offload={value!r} with quantize={quantize!r}: quantized weights are packed, and stay in memory; leave "
+            "one of the two at None"
         )
     if value == "cpu" and device.type == "cpu":
         raise InputError(
@@ -80,7 +80,7 @@ def parse_offload(value: Any, device: torch.device, quantize: str | None, target
     return Offload("disk", folder)
 
 
-def read_offloaded(reader: Reader, config: Any, offload: Offload) -> Any:
+def read_offloaded(reader: Reader, offload: Offload) -> Any:
     """The model, with hooks of accelerate that bring weights when they are needed; without any where all fits.
 
     Safetensors files are read in place. What transformers has to convert is written to a folder inside the one that
@@ -88,7 +88,6 @@ def read_offloaded(reader: Reader, config: Any, offload: Offload) -> Any:
 
     Args:
         reader: of its weights.
-        config: its configuration.
         offload: where they stay.
 
     Raises:
@@ -98,14 +97,14 @@ def read_offloaded(reader: Reader, config: Any, offload: Offload) -> Any:
     size = reader.checkpoint.bytes_as(reader.dtype.itemsize)
     if offload.where == "cpu":
         require_bytes(size, f"the model {reader.name!r}", remedy="pass offload='auto', which leaves the rest on disk")
-    options = _map(reader, config, offload)
-    if by_layer(config, reader.checkpoint):
+    options = _map(reader, offload)
+    if by_layer(reader):
         return reader.read(**options)
     return _converted(reader, offload, size, options)
 
 
 def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, Any]) -> Any:
-    """With weights that are written out before they are used: pickled ones, and experts that transformers stacks."""
+    """A model whose weights are written out before they are used: pickles, and experts that transformers stacks."""
     if offload.folder is None:
         try:
             return reader.read(**options)
@@ -141,14 +140,14 @@ def _converted(reader: Reader, offload: Offload, size: int, options: dict[str, A
 
 
 def _map_of(model: Any) -> Any:
-    """What reads a model's files, for itself and for its copies; the model, where nothing is in files."""
+    """The object that reads a model's files, for it and its copies; the model itself if nothing is in files."""
     for hook in (hook for module in model.modules() for hook in hooks(module)):
         return getattr(hook.weights_map, "dataset", hook.weights_map)
     return model
 
 
-def _map(reader: Reader, config: Any, offload: Offload) -> dict[str, Any]:
-    """What transformers is told of where weights go."""
+def _map(reader: Reader, offload: Offload) -> dict[str, Any]:
+    """The options of ``from_pretrained`` that say where weights go."""
     device = reader.device
     if offload.where == "auto":
         room: dict[int | str, int] = {"cpu": int(ROOM["cpu"] * available_bytes())}
@@ -157,18 +156,18 @@ def _map(reader: Reader, config: Any, offload: Offload) -> dict[str, Any]:
         return {"device_map": "auto", "max_memory": room}
     if device.type == "cpu":
         return {"device_map": {"": "disk"}}
-    return {"device_map": _layers_apart(reader, config, device, offload.where)}
+    return {"device_map": _layers_apart(reader, offload.where)}
 
 
-def _layers_apart(reader: Reader, config: Any, device: torch.device, where: str) -> dict[str, Any]:
-    """A device map by which the layers go somewhere and everything else to the device that computes."""
+def _layers_apart(reader: Reader, where: str) -> dict[str, Any]:
+    """A device map that puts the layers at ``where`` and everything else on the device that computes."""
     import torch
 
-    model = without_weights(config, reader.dtype, reader.trust_remote_code)
+    model, device = without_weights(reader), reader.device
     layers = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == config.get_text_config().num_hidden_layers
+        if isinstance(module, torch.nn.ModuleList) and len(module) == reader.config.get_text_config().num_hidden_layers
     ]
     places: dict[str, Any] = {}
 

@@ -1,13 +1,13 @@
-"""A rounded model on disk: a folder of its own, in the kernels' order, so that loading is reading.
+"""A quantized model on disk, in the kernels' order, so that loading needs no conversion.
 
     config.json, tokenizer, ...   as in the model's folder; config.json says ``quant_method: sakiyomi``
     model.safetensors             what is not packed: embeddings, norms
     packed.safetensors            what the kernels read: ``<layer>.data`` and so on
-    sakiyomi.json                 format, layers, siblings, shapes of the cache, what the rounding changed, the source
+    sakiyomi.json                 format, layers, siblings, shapes of the cache, what quantization changed, the source
 
 The folder is written beside the model's own (``<model>/sakiyomi-int8-bfloat16``), or into the cache folder where the
-model came from the hub or with the package, under another name first: it is whole or not there. It can be moved, and is
-a target by itself.
+model came from the hub or with the package. It is written under another name first, so that it is whole or not there.
+It can be moved, and loaded as a target by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sakiyomi.cache.slots import LayerShape
+from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
+from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.memory import readable
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
-from sakiyomi.kernels.pack import Prepared, join_siblings
+from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
 from sakiyomi.model_executor.loading.placeholder import METHOD
+from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.loading.stream import DTYPES
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
@@ -63,10 +66,9 @@ logger = logging.getLogger("sakiyomi")
 FORMAT = 2
 ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32}
 _SAMPLES = 32  # places of a weight file that are compared
 _HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-_SILENT = 24 * 3600.0  # seconds without a change, after which nobody writes any more
+_SILENT = 24 * 3600.0  # seconds without a change after which its writer must have ended
 
 
 def is_packed(folder: Path) -> bool:
@@ -75,7 +77,7 @@ def is_packed(folder: Path) -> bool:
 
 
 def copy_place(folder: Path, quantize: str, dtype: torch.dtype, *, beside: bool) -> Path:
-    """Where the packed copy of a model lies, or is to.
+    """The folder of a model's packed copy, whether or not it exists.
 
     Args:
         folder: the model's, or its GGUF file.
@@ -83,7 +85,7 @@ def copy_place(folder: Path, quantize: str, dtype: torch.dtype, *, beside: bool)
         dtype: of rows, embeddings and layers that are kept.
         beside: in the model's own folder if it can be written; otherwise in the cache folder.
     """
-    name = f"sakiyomi-{quantize}-{str(dtype).removeprefix('torch.')}"
+    name = f"sakiyomi-{quantize}-{dtype_name(dtype)}"
     if beside and (is_packed(folder / name) or os.access(folder, os.W_OK)):
         return folder / name
     where = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
@@ -107,7 +109,7 @@ def source_key(folder: Path, checkpoint: Checkpoint) -> str:
 
 
 def _digest(about: dict[str, Any]) -> str:
-    """Of sakiyomi.json without the digest itself: the kernels believe what is written there."""
+    """A digest of sakiyomi.json without the digest itself: the kernels trust the sizes that are written there."""
     rest = {name: value for name, value in about.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -116,10 +118,10 @@ def _digest(about: dict[str, Any]) -> str:
 
 
 def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str, config: Any, tokenizer: Any) -> bool:
-    """Write a packed copy; whether it is there now. What cannot be written is said in one line and costs nothing else.
+    """Write a packed copy and say whether it is there now. Where it cannot be written, the log says so in one line.
 
     Args:
-        packed: rounded.
+        packed: the quantized model.
         place: the folder to be; one that is there is replaced.
         source: the model's folder, for generation settings and code; None where they are not of its own.
         key: its ``source_key``.
@@ -132,7 +134,7 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
     about: dict[str, Any] = {
         "format": FORMAT,
         "source": key,
-        "dtype": str(packed.dtype).removeprefix("torch."),
+        "dtype": dtype_name(packed.dtype),
         "layers": {
             name: {"in": layer.in_features, "out": layer.out_features, "bits": layer.bits}
             for name, layer in layers.items()
@@ -187,14 +189,14 @@ def remove_leftovers(place: Path) -> None:
     name = re.compile(re.escape(place.name) + r"\.(\d+)-([0-9a-f]{8})-[0-9a-f]{8}\.(tmp|old)")
     for folder in place.parent.glob(f"{glob.escape(place.name)}.*"):
         if found := name.fullmatch(folder.name):
-            # Of another machine's process nobody can be asked; what is being written changes all the time.
+            # A process of another machine cannot be looked up; but a folder that is being written changes all the time.
             alive = psutil.pid_exists(int(found[1])) if found[2] == _HERE else time.time() - _changed(folder) < _SILENT
             if not alive:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 def _changed(folder: Path) -> float:
-    """Of a folder or a file in it, in seconds as of ``time.time``; now, if it is changing."""
+    """When a folder or a file in it changed last, as ``time.time`` counts; now, if it is changing."""
     try:
         return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
@@ -212,7 +214,7 @@ def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _replace(fresh: Path, place: Path) -> None:
-    """Put a folder in its place. Where others do the same at the same time, the last one's stays, whole."""
+    """Put a folder in its place. If several processes do so at the same time, the last one's stays, whole."""
     while True:
         try:
             fresh.rename(place)
@@ -229,30 +231,25 @@ def _replace(fresh: Path, place: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-@dataclass(frozen=True)
-class _File:
-    """Reads tensors of one safetensors file into memory of their own.
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, read into memory of their own.
 
     A mapped file would share its memory, but its tensors begin at any multiple of 8 bytes, and the kernels want 64.
     """
-
-    path: Path
-
-    def tensors(self) -> dict[str, Tensor]:
-        header, start = read_header(self.path)
-        found: dict[str, Tensor] = {}
-        with self.path.open("rb", buffering=0) as file:
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
-                room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-                file.seek(start + entry["data_offsets"][0])
-                while len(room):
-                    count = file.readinto(room)
-                    if not count:
-                        raise LoadError(f"{self.path} ends within {name}")
-                    room = room[count:]
-                found[name] = tensor
-        return found
+    header, start = read_header(path)
+    found: dict[str, Tensor] = {}
+    with path.open("rb", buffering=0) as file:
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+            room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            file.seek(start + entry["data_offsets"][0])
+            while len(room):
+                count = file.readinto(room)
+                if not count:
+                    raise LoadError(f"{path} ends within {name}")
+                room = room[count:]
+            found[name] = tensor
+    return found
 
 
 @contextmanager
@@ -320,7 +317,7 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
         model, dtype = read(), getattr(torch, about["dtype"])
         if model.config.quantization_config.layers != sorted(about["layers"]):
             raise ValueError(f"config.json names other layers than {ABOUT}")
-        tensors = _File(folder / WEIGHTS).tensors()
+        tensors = _read_tensors(folder / WEIGHTS)
         packed: dict[str, PackedLinear] = {}
         for name, layer in about["layers"].items():
             parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
@@ -337,7 +334,7 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
 
 
 def _check(name: str, layer: dict[str, int], parts: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """The kernel reads without looking: every tensor must be as long as it will believe."""
+    """Check the length of every tensor: the kernels read without checking."""
     out, inner, bits = layer["out"], layer["in"], layer["bits"]
     blocks = -(-out // 32)
     sizes = {

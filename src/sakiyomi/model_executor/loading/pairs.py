@@ -1,4 +1,4 @@
-"""Whether a target and a draft model belong together: by the same numbers for the same tokens, or else by text."""
+"""Whether a target and a draft model fit: by the same token ids, or else by text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same_tokenizer(a: Any, b: Any) -> bool:
 
 
 def check_pair(target: Loaded, draft: Loaded) -> int:
-    """Refuse a draft model that cannot write for the target.
+    """Refuse a draft model whose tokens are not the target's.
 
     Args:
         target: the large model.
@@ -107,7 +107,7 @@ def check_family(target: Any, draft: Any, name: str) -> None:
 
 
 def check_cross_pair(target: Loaded, draft: Loaded) -> None:
-    """Refuse a draft model of another tokenizer where the two cannot meet in text either.
+    """Refuse a draft model of another tokenizer if the two cannot be matched by text either.
 
     Args:
         target: the large model.

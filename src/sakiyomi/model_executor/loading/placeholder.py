@@ -1,4 +1,4 @@
-"""What transformers has to know of a packed folder: its weight file lacks the packed layers, and that is right."""
+"""Registers packed folders with transformers: their weight file rightly lacks the packed layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METHOD = "sakiyomi"
 
 
 class _Placeholder(nn.Identity):
-    """Where a packed layer comes. Its empty weight is for models that set a certain layer's weight at the start."""
+    """Stands for a packed layer until it is read. Some models set a layer's weight at once, hence the empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class _Placeholder(nn.Identity):
 
 
 def register() -> None:
-    """Have ``from_pretrained`` leave packed layers out of a model. Once a process is enough."""
+    """Make ``from_pretrained`` leave packed layers out of a model. Further calls do nothing."""
     from transformers.quantizers.auto import (
         AUTO_QUANTIZATION_CONFIG_MAPPING,
         register_quantization_config,

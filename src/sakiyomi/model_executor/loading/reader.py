@@ -1,4 +1,4 @@
-"""Weights through transformers: whole, rounded by torchao on a GPU, or left on disk until each layer is packed."""
+"""Weights through transformers: whole, quantized by torchao on a GPU, or left on disk until each layer is packed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.checkpoint import Checkpoint
-from sakiyomi.core.errors import LoadError, MemoryLimitError
+from sakiyomi.core.errors import LoadError, MemoryLimitError, one_line
 from sakiyomi.core.memory import readable
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import PACKED
+from sakiyomi.model_executor.loading.families import auto_class
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Reader", "quiet", "short"]
+__all__ = ["Reader", "quiet"]
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ class Reader:
         name: what the user called the model.
         folder, checkpoint: where its weights are.
         dtype: they are to have.
-        device: where torchao is to round them.
+        device: where torchao is to quantize them.
         gguf: the file, where it is one.
-        kind: transformers' class that reads such a model.
+        config: of the model; None: that of a causal language model.
     """
 
     name: str
@@ -44,10 +45,10 @@ class Reader:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     gguf: Path | None = None
-    kind: str = "AutoModelForCausalLM"
+    config: Any = None
 
     def read(self, quantization: Any = None, **options: Any) -> Any:
-        """The model, in main memory; on its device if torchao is to round it there.
+        """The model, in main memory; on its device if torchao is to quantize it there.
 
         Raises:
             LoadError: tensors are missing or cannot be read.
@@ -61,7 +62,9 @@ class Reader:
             options |= {"gguf_file": self.gguf.name, **_as_numbers()}
         else:
             options["use_safetensors"] = None if self.allow_pickle else True
-        reader: Any = getattr(transformers, self.kind)  # its signature knows nothing of output_loading_info
+        reader: Any = getattr(
+            transformers, auto_class(self.config)
+        )  # its signature knows nothing of output_loading_info
         size = self.checkpoint.stored_bytes
         try:
             with (
@@ -81,7 +84,7 @@ class Reader:
         except MemoryError as error:
             raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
         except Exception as error:  # every model class and quantizer raises its own kinds
-            raise LoadError(f"the weights in {self.folder} cannot be loaded ({short(error)})") from error
+            raise LoadError(f"the weights in {self.folder} cannot be loaded ({one_line(error)})") from error
         missing = sorted(report["missing_keys"])
         if missing:
             # transformers only warns and leaves these at random.
@@ -144,7 +147,7 @@ def _as_numbers() -> dict[str, Any]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without bars and notes of transformers and accelerate; their settings are set back afterwards."""
+    """Without progress bars and warnings of transformers and accelerate; their settings are restored afterwards."""
     from transformers.utils import logging as notes
 
     verbosity, bars = notes.get_verbosity(), notes.is_progress_bar_enabled()
@@ -160,8 +163,3 @@ def quiet() -> Iterator[None]:
         accelerate.setLevel(level)
         if bars:
             notes.enable_progress_bar()
-
-
-def short(error: Exception) -> str:
-    """An error of somebody else's in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -63,16 +63,16 @@ class Extent:
 
 
 class WeightStream:
-    """Tensors of files, mapped for as long as somebody holds them.
+    """Tensors of files, mapped as long as they are used.
 
     Args:
         extents: where the tensors lie, by name.
-        ahead: bytes that the system may be told to read before they are asked for; one tensor may always.
+        ahead: bytes that the system is told to read before they are needed; at least one tensor.
 
     Attributes:
         bytes_read: of tensors that were asked for, so far.
-        cold: what was used is dropped from the system's page cache (on Linux), so that it is read from the disk the
-            next time; to measure what a model costs for which there is no page cache.
+        cold: used tensors are dropped from the system's page cache (on Linux), so that every pass reads the disk; to
+            measure a model that is larger than the page cache.
     """
 
     def __init__(self, extents: Mapping[str, Extent], *, ahead: int) -> None:
@@ -96,7 +96,7 @@ class WeightStream:
         return sorted({extent.path for extent in self.extents.values()})
 
     def take(self, name: str) -> Tensor:
-        """A tensor; what followed it in the pass before is read by the system meanwhile.
+        """A tensor. The system meanwhile reads what followed it in the pass before.
 
         Raises:
             LoadError: its file cannot be read.
@@ -138,7 +138,7 @@ class WeightStream:
         return found.to(extent.wanted)
 
     def _look_ahead(self, name: str) -> None:
-        """Have read what followed this tensor the last time."""
+        """Have the system read what followed this tensor the last time."""
         waiting = sum(self.extents[coming].nbytes for coming in self._coming)
         at = self._next.get(next(reversed(self._coming), name))
         while at is not None and at not in self._coming:
@@ -151,7 +151,7 @@ class WeightStream:
             at = self._next.get(at)
 
     def _fetch(self, extent: Extent) -> None:
-        """Have the system read a tensor. What goes wrong here is told by who takes it."""
+        """Have the system read a tensor. An error here shows again when the tensor is taken."""
         file = self._open(extent.path).fileno()
         for offset in range(extent.offset, extent.offset + extent.nbytes, CHUNK):
             os.posix_fadvise(file, offset, CHUNK, os.POSIX_FADV_WILLNEED)
@@ -205,7 +205,7 @@ def _close(files: dict[Path, FileIO]) -> None:
 
 
 class _Weights(Mapping[str, Tensor]):
-    """A hook's own mapping, of which those tensors that lie in files come from a stream."""
+    """A hook's own mapping, but tensors that lie in files come from a stream."""
 
     def __init__(self, stream: WeightStream, streamed: Mapping[str, str], others: Mapping[str, Tensor]) -> None:
         self._stream, self._streamed, self._others = stream, streamed, others
@@ -238,7 +238,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def attach(model: nn.Module, layers: int) -> WeightStream | None:
-    """Have a model's hooks take what lies in files from a stream; None where nothing does.
+    """Make a model's hooks take tensors that lie in files from a stream; None if no tensor does.
 
     Args:
         model: with hooks of its own, which are changed.
@@ -270,7 +270,7 @@ def attach(model: nn.Module, layers: int) -> WeightStream | None:
 
 
 def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Any]) -> Extent | None:
-    """Where accelerate would read a tensor; None if it is not in a file, or not in one that is understood here."""
+    """Where accelerate would read a tensor; None if it is in no file, or in one of another format."""
     from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 
     wanted = getattr(module, name).dtype
@@ -297,7 +297,7 @@ def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Any]
 
 
 def _rows_hook(stream: WeightStream, name: str, device: Any) -> Any:
-    """A hook for an embedding: of a matrix that may be as large as a layer a pass needs a few rows."""
+    """A hook for an embedding that reads the rows of a pass only: the matrix may be as large as a layer."""
     from accelerate.hooks import ModelHook
 
     class Rows(ModelHook):  # type: ignore[misc]

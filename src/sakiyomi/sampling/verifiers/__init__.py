@@ -38,24 +38,25 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 AUTOMATIC: dict[DraftKind | None, str] = {"chain": "block", "point_mass": "ratio", None: "ratio"}
-"""What "auto" is without a seed; the coupled rule for other kinds."""
+"""What "auto" means without a seed, by the kind of draft; for other kinds it is the coupled rule."""
 
 
 def choose_verifier(params: SamplingParams, kind: DraftKind | None, branches: bool = False) -> Verifier:
     """The rule for a request.
 
-    Greedy at temperature 0, whatever ``acceptance`` says: there all rules agree. Else what was asked for; "auto" is the
-    coupled rule where a seed is given (its text depends on the seed alone) and for trees and merged drafts, where it
-    accepts most; block verification for a single drawn chain, of which it accepts most; the ratio rule for point
-    masses, of which all accept alike and that one is the cheapest.
+    At temperature 0 it is the greedy rule, whatever ``acceptance`` is, since all rules agree there. Otherwise it is the
+    rule named by ``acceptance``. "auto" is the coupled rule where a seed is given (the text then depends on the seed
+    alone), and for trees and merged drafts, of which it accepts most; block verification for a single drawn chain, of
+    which it accepts most; and the ratio rule for point masses, which all rules accept equally often and it verifies at
+    the least cost.
 
     Args:
         params: of the request.
-        kind: what the drafter proposes; None: nothing is drafted, and every rule fits.
-        branches: it makes trees that follow the position's noise where the rule is coupled.
+        kind: of the drafts; None: nothing is drafted, and every rule fits.
+        branches: the drafts are trees that follow the position's noise where the rule is "coupled".
 
     Raises:
-        InputError: the rule that was asked for does not take such drafts.
+        InputError: the named rule does not accept drafts of this kind.
     """
     if params.greedy:
         return VERIFIERS["greedy"]
@@ -70,10 +71,10 @@ def choose_verifier(params: SamplingParams, kind: DraftKind | None, branches: bo
 
 
 def check_fits(kind: DraftKind, verifier: Verifier) -> None:
-    """Refuse a draft that the rule would not keep lossless, before any work is done.
+    """Refuse drafts that this rule does not verify losslessly, before any work is done.
 
     Raises:
-        InputError: with the rules that take it.
+        InputError: naming the rules that accept such drafts.
     """
     if kind in verifier.takes:
         return

@@ -1,9 +1,9 @@
-"""What every verifier is given and gives: the target's rows, lazily turned into distributions, and the protocol."""
+"""The interface of verifiers, and the target's rows that they read, which become distributions when they are needed."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -11,27 +11,27 @@ from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.tree import Draft, DraftKind, Rule, TokenTree, Verdict, VerdictKind
+from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Draw, Rule, TokenTree, Verdict, VerdictKind
 from sakiyomi.sampling.probs import best, chance, require_number
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, Tokens, as_row
 from sakiyomi.sampling.sampler import Sampler
 
-__all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended"]
+__all__ = ["Rows", "Rule", "Verifier", "draft_rows", "ended", "source_of"]
 
 
 _NO_TREE = TokenTree()
 
 
 class Rows:
-    """What the target said for one request: row 0 follows the last committed token, row i + 1 follows node i.
+    """The target's logits for one request: row 0 follows the last committed token, row i + 1 follows node i.
 
-    A walk reads few rows of a wide tree, so that on the CPU each is processed and normalised when it is first read; the
-    result depends on that row alone. On an accelerator all are computed at once, and read back one by one.
+    Verifying reads few rows of a wide tree, so that on the CPU each is processed and normalised when it is first read;
+    the result depends on that row alone. On an accelerator all are computed at once, and read back one by one.
 
     Args:
         logits: (n + 1, V) raw logits of any float type.
-        sampler: made for the target's vocabulary.
+        sampler: made for the target's vocabulary; None: the distributions are given, see ``of_probs``.
         position: absolute position of the token that row 0 predicts; row i + 1 predicts ``position + depth(i) + 1``.
         tree: the tree that was scored; only read where ``sampler.needs_history``.
         committed: all tokens before, prompt included, list or (length,) int64; only read with ``needs_history``.
@@ -54,16 +54,13 @@ class Rows:
     def __init__(
         self,
         logits: Tensor,
-        sampler: Sampler,
+        sampler: Sampler | None,
         position: int,
         tree: TokenTree = _NO_TREE,
         committed: Sequence[int] | Tensor = (),
     ) -> None:
-        self.sampler: Sampler | None = sampler
-        self.position = position
-        self._logits = logits
-        self._tree = tree
-        self._committed = committed
+        self.sampler, self.position = sampler, position
+        self._logits, self._tree, self._committed = logits, tree, committed
         self._processed: dict[int, Tensor] = {}
         self._probs: dict[int, Row] = {}
         self._supports: dict[int, Tokens | None] = {}
@@ -74,14 +71,9 @@ class Rows:
     @classmethod
     def of_probs(cls, probs: Tensor | Row, position: int) -> Rows:
         """Rows whose distributions are known, (n + 1, V) float32: for tables, look-ups and tests."""
-        rows = cls.__new__(cls)
         table = probs if isinstance(probs, Tensor) else torch.from_numpy(probs)
-        rows.sampler = None
-        rows.position = position
-        rows._logits = rows._all = table
-        rows._tree, rows._committed = _NO_TREE, ()
-        rows._processed, rows._supports, rows._best, rows._bests = {}, {}, None, {}
-        rows._probs = dict(enumerate(as_row(table)))
+        rows = cls(table, None, position)
+        rows._all, rows._probs = table, dict(enumerate(as_row(table)))
         return rows
 
     def __len__(self) -> int:
@@ -89,12 +81,12 @@ class Rows:
 
     @property
     def params(self) -> SamplingParams:
-        """What the user asked for; the defaults where distributions came from elsewhere."""
+        """The request's parameters; the defaults where the distributions are given."""
         return self.sampler.params if self.sampler is not None else SamplingParams()
 
     @property
     def on_cpu(self) -> bool:
-        """Whether rows are read one by one, at no price."""
+        """Whether rows are in main memory, so that they can be read one by one."""
         return self._logits.device.type == "cpu"
 
     @property
@@ -109,7 +101,7 @@ class Rows:
         row = self._processed.get(index)
         if row is None:
             if self.sampler.needs_history and not isinstance(self._committed, Tensor):
-                # Made a tensor once, not once a row.
+                # Converted once, not for each row.
                 self._committed = torch.tensor(list(self._committed), dtype=torch.int64)
             paths = (self._tree.path_tokens(index - 1),)
             row = self.sampler.process(self._logits[index : index + 1], paths, self._committed)[0]
@@ -150,12 +142,12 @@ class Rows:
         return row
 
     def support(self, index: int) -> Tokens | None:
-        """Tokens of positive probability in a row, ascending, where they are known to be few; None: perhaps all."""
+        """Tokens of positive probability in a row, ascending, where they are known to be few; None: take all."""
         self.row(index)
         return self._supports.get(index)
 
     def best(self, index: int) -> int:
-        """First most probable token of one row; no softmax."""
+        """The most probable token of one row, of equal ones the first; computes no softmax."""
         if not self.on_cpu:
             return self.argmax()[index]
         found = self._bests.get(index)
@@ -174,7 +166,7 @@ class Rows:
             if self.on_cpu:
                 self._best = [self.best(index) for index in range(len(self))]
             else:
-                # One read-back for all rows. Which of equal tokens comes first is up to the device.
+                # One read-back for all rows. Which of several equal tokens is taken depends on the device.
                 peaks, tokens = self.logits.max(-1)
                 peak, best = torch.stack([peaks.double(), tokens.double()]).tolist()
                 for value in peak:
@@ -183,42 +175,37 @@ class Rows:
         return self._best
 
 
-class Verifier(Protocol):
-    """An acceptance rule. It is pure: randomness comes in as ``noise``, and nothing is kept between rounds."""
+class Verifier(ABC):
+    """An acceptance rule. It is pure: randomness comes in as ``noise``, and nothing is kept between rounds.
 
-    @property
-    def name(self) -> str:
-        """As in ``SamplingParams.acceptance``."""
-        ...
+    Attributes:
+        name: as in ``SamplingParams.acceptance``.
+        rule: how drafts for it are made, as in ``Context.rule``: "ratio" for every rule that reads probabilities.
+        lossless: whether the output has the target's own distribution; if so, the distribution tests include the rule.
+        takes: kinds of draft for which that holds.
+    """
 
-    @property
-    def rule(self) -> Rule:
-        """How a draft for it comes about, as in ``Context.rule``: "ratio" for every rule that reads probabilities."""
-        ...
+    name: str
+    rule: Rule
+    lossless = True
+    takes: frozenset[DraftKind] = DRAFT_KINDS
 
-    @property
-    def lossless(self) -> bool:
-        """Whether the output has the target's own distribution; True enrols the rule in the distribution tests."""
-        ...
-
-    @property
-    def takes(self) -> frozenset[DraftKind]:
-        """Kinds of draft for which that holds."""
-        ...
-
+    @abstractmethod
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """Walk the draft from the root and say which nodes stay and which token follows them.
+        """Decide which nodes are accepted, and which token follows them.
 
         Args:
             draft: of a kind that the rule takes; not changed.
             rows: the target's, n + 1 for a draft of n nodes; not changed.
             noise: of this request.
+
+        Raises:
+            InputError: no token is left in a row, or the draft's distributions are over another number of tokens.
         """
-        ...
 
 
 def ended(draft: Draft, path: Sequence[int], token: int, refused: Sequence[int] = ()) -> Verdict:
-    """The verdict of a walk that took ``path`` and then chose ``token``."""
+    """The verdict that accepts ``path`` and then commits ``token``."""
     kind: VerdictKind = "bonus"
     if not len(draft):
         kind = "plain"
@@ -227,11 +214,16 @@ def ended(draft: Draft, path: Sequence[int], token: int, refused: Sequence[int] 
     return Verdict(tuple(path), token, kind, tuple(refused))
 
 
+def source_of(draw: Draw, probs: Row | None) -> Row | None:
+    """The distribution that a node was drawn from, (V,), of those that ``draft_rows`` gives; None: a point mass."""
+    return None if draw.row is None or probs is None else probs[draw.row]
+
+
 def draft_rows(draft: Draft, rows: Rows) -> Row | None:
-    """The distributions that a draft was drawn from, (rows, V) float32; None where it has none.
+    """The distributions that a draft was drawn from, (rows, V) float32; None: it has none.
 
     Raises:
-        InputError: they are over another number of tokens than the target's.
+        InputError: they have another number of tokens than the target's.
     """
     if draft.probs is None:
         return None
@@ -239,6 +231,6 @@ def draft_rows(draft: Draft, rows: Rows) -> Row | None:
     if probs.shape[1] != rows.width:
         raise InputError(
             f"draft probabilities are over {probs.shape[1]} tokens, the target's over {rows.width}; "
-            "pad them with zeros, or cut off what the target cannot say before drawing"
+            "pad them with zeros, or cut off the tokens that the target does not have before drawing"
         )
     return probs

@@ -1,4 +1,4 @@
-"""Block verification: a chain is judged as a whole, so that a doubtful token may be saved by a good one after it.
+"""Block verification: a chain is verified as a whole, so that good tokens may save a doubtful one before them.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2; of all lossless rules for one chain it accepts most tokens on
 average (theorem 2 there).
@@ -20,39 +20,34 @@ import numpy as np
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw, positive_part
-from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 from sakiyomi.sampling.verifiers.ratio import LEAST_MASS, without
 
 __all__ = ["BlockVerifier", "after_refusal", "level_of"]
 
 
-class BlockVerifier:
-    """Never accepts fewer tokens on average than the ratio rule, at the price of the rows behind a refused token.
+class BlockVerifier(Verifier):
+    """Never accepts fewer tokens on average than the ratio rule, but also reads the rows after a rejected token.
 
-    A chain may have point masses in it. Uniforms are used from the end on, one for each place that is judged, and none
-    at the first.
+    A chain may include point masses. Uniforms are used from the end of the chain to its beginning, one for each node
+    that is verified, and none at the beginning itself.
     """
 
     name = "block"
     rule: Rule = "ratio"
-    lossless = True
     takes: frozenset[DraftKind] = frozenset({"chain"})
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """See ``Verifier.verify``.
-
-        Raises:
-            InputError: the draft's distributions are over another number of tokens.
-        """
+        """See ``Verifier.verify``."""
         probs = draft_rows(draft, rows)
         levels = [1.0]
         sources: list[Row | None] = []
         for place, token in enumerate(draft.tree.tokens):
             drawn = draft.draws_at(place - 1)[0]
-            sources.append(None if drawn.row is None or probs is None else probs[drawn.row])
+            sources.append(source_of(drawn, probs))
             levels.append(level_of(levels[-1], rows.row(place), sources[-1], token))
             if not levels[-1]:
-                break  # nothing that holds this token can stay
+                break  # no beginning with this token can be accepted
         kept = len(sources)
         if levels[kept] and kept == len(draft) and (not kept or noise.uniform() < levels[kept]):
             return ended(draft, range(kept), draw(rows.row(kept), noise.uniform(), rows.support(kept)))
@@ -77,17 +72,17 @@ def level_of(level: float, target: Row, drawn_from: Row | None, token: int) -> f
 
 
 def after_refusal(level: float, target: Row, drawn_from: Row | None, token: int) -> tuple[Row, float]:
-    """What a place is left with when a token drawn behind it was refused, with all that hung from it.
+    """Distribution and level of a node after a child was rejected, with all its descendants.
 
     Args:
         level: of the place.
         target: p, (V,) float32, sum 1; not changed.
         drawn_from: q, (V,) float32, sum 1; None: the token was a point mass.
-        token: the refused one.
+        token: the rejected one.
 
     Returns:
-        max(level p - q, 0) / S, (V,) float32 in new memory, and the new level, S / (S + 1 - level). Where next to
-        nothing is left of p it is p without the token: p and q then differ by rounding alone.
+        max(level p - q, 0) / S, (V,) float32 in new memory, and the new level, S / (S + 1 - level). Where almost
+        nothing is left of p, it is p without the token: p and q then differ by rounding alone.
     """
     if drawn_from is None or drawn_from[token] <= 0.0:
         left, mass = without(target, token), level * (1.0 - float(target[token]))
@@ -100,6 +95,6 @@ def after_refusal(level: float, target: Row, drawn_from: Row | None, token: int)
 
 
 def _chance(drawn_from: Row | None, token: int) -> float:
-    """q(x). A token that its row excludes cannot have come from there; taken for a point mass it does no harm."""
+    """q(x). A token that its row excludes cannot be drawn from there; as a point mass it is still lossless."""
     chance = 1.0 if drawn_from is None else float(drawn_from[token])
     return chance if chance > 0.0 else 1.0

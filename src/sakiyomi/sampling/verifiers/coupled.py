@@ -7,21 +7,19 @@ it proposes, the text is the same: for every drafter, gamma, tree, pruning and b
 
 from __future__ import annotations
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.verifiers.base import Rows, Rule
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier
 from sakiyomi.sampling.verifiers.greedy import follow
 
 __all__ = ["CoupledVerifier"]
 
 
-class CoupledVerifier:
-    """Keeps the longest path of the target's own noisy choices; takes every draft and reads no draft probability."""
+class CoupledVerifier(Verifier):
+    """Accepts the longest path of the target's noisy choices, of every kind of draft; reads no draft probabilities."""
 
     name = "coupled"
     rule: Rule = "coupled"
-    lossless = True
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """See ``Verifier.verify``."""

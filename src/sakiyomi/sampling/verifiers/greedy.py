@@ -1,20 +1,20 @@
-"""Temperature 0: a node stays if it is the target's most probable token."""
+"""Temperature 0: a node is accepted if it is the target's most probable token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.verifiers.base import Rows, Rule, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, ended
 
 __all__ = ["GreedyVerifier", "follow"]
 
 
 def follow(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
-    """Walk down while the tree holds a child with the token that the target chose.
+    """Accept nodes as long as one of the children is the token that the target chose.
 
-    The output is the target's choices alone: the draft only decides how many of them one pass can give.
+    The output is the target's choices alone: the draft only decides how many of them one pass yields.
 
     Args:
         draft: of any kind.
@@ -37,13 +37,11 @@ def follow(draft: Draft, choose: Callable[[int, int], int]) -> Verdict:
         depth += 1
 
 
-class GreedyVerifier:
-    """Keeps the longest path of most probable tokens; takes every draft, and needs no distribution and no noise."""
+class GreedyVerifier(Verifier):
+    """Accepts the longest path of most probable tokens, of every kind of draft; needs no distribution and no noise."""
 
     name = "greedy"
     rule: Rule = "greedy"
-    lossless = True
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """See ``Verifier.verify``."""

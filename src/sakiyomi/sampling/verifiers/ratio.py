@@ -7,10 +7,10 @@ sampling (Jeon et al. 2024, 2402.14160; Sequoia, 2402.12374).
 
 from __future__ import annotations
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw, positive_part
-from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 
 __all__ = ["LEAST_MASS", "RatioVerifier", "residual", "without"]
 
@@ -18,25 +18,19 @@ __all__ = ["LEAST_MASS", "RatioVerifier", "residual", "without"]
 LEAST_MASS = 1e-7
 
 
-class RatioVerifier:
-    """Tries the children of a place in the order drawn, against what the refused ones left of the target's row.
+class RatioVerifier(Verifier):
+    """Tries the children of a node in the order drawn, against what the rejected ones left of the target's row.
 
-    A child that was chosen and not drawn is one drawn from a point mass: it stays with probability p(x), and its
-    refusal takes x out of p. So one loop serves chains, independent siblings, siblings without replacement and merged
-    drafts; only the last but one changes q on the way.
+    A child that was chosen rather than drawn counts as drawn from a point mass: it is accepted with probability p(x),
+    and its rejection removes x from p. So one loop serves chains, independent siblings, siblings without replacement
+    and merged drafts; only for siblings without replacement q changes on the way.
     """
 
     name = "ratio"
     rule: Rule = "ratio"
-    lossless = True
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """See ``Verifier.verify``.
-
-        Raises:
-            InputError: the draft's distributions are over another number of tokens.
-        """
+        """See ``Verifier.verify``."""
         path: list[int] = []
         refused: list[int] = []
         probs = draft_rows(draft, rows)
@@ -44,8 +38,8 @@ class RatioVerifier:
         while True:
             child, left = self._try_children(draft, place, rows.row(place + 1), probs, noise, refused)
             if child is None:
-                # One more uniform, never one that an acceptance has used.
-                # What is left has no token that the target's row has not.
+                # A new uniform, never one that decided an acceptance. The support of the target's row includes that of
+                # what is left.
                 return ended(draft, path, draw(left, noise.uniform(), rows.support(place + 1)), refused)
             path.append(child)
             place = child
@@ -60,12 +54,12 @@ class RatioVerifier:
         untried: Row | None = None
         for drawn in draft.draws_at(place):
             token = tokens[drawn.node]
-            row: Row | None = None
-            if drawn.row is not None and probs is not None:
-                row = untried if untried is not None else probs[drawn.row]
+            row = source_of(drawn, probs)
+            if row is not None and untried is not None:
+                row = untried
             chance = 1.0 if row is None else float(row[token])
             if chance <= 0.0:
-                # It cannot have been drawn from this row; as a point mass it does no harm.
+                # It cannot have been drawn from this row; as a point mass it is still lossless.
                 row, chance = None, 1.0
             if noise.uniform() * chance < float(target[token]):
                 return drawn.node, target
@@ -78,17 +72,17 @@ class RatioVerifier:
 
 
 def residual(target: Row, drawn_from: Row | None, token: int) -> Row:
-    """Distribution that is left after a refusal: max(p - q, 0), normalised. Leviathan et al. 2023, section 2.3.
+    """Distribution of the token after a rejection: max(p - q, 0), normalised. Leviathan et al. 2023, section 2.3.
 
-    Taken after top-k and top-p on both sides; truncating it again would change the output's distribution.
+    Both p and q are taken after top-k and top-p; truncating the result again would change the output's distribution.
 
     Args:
         target: p, (V,) float32, sum 1; not changed.
         drawn_from: q, (V,) float32, sum 1; None: the token was a point mass.
-        token: the refused one.
+        token: the rejected one.
 
     Returns:
-        (V,) float32, sum 1: new memory. Where next to nothing is left, p without the token: then p and q differ by
+        (V,) float32, sum 1, in new memory. Where almost nothing is left, p without the token: then p and q differ by
         rounding alone.
     """
     if drawn_from is None:
@@ -98,7 +92,7 @@ def residual(target: Row, drawn_from: Row | None, token: int) -> Row:
 
 
 def without(row: Row, token: int) -> Row:
-    """The row without one token, normalised; the row itself where it had no other."""
+    """The row without one token, normalised; the row itself if it has no other."""
     left = row.copy()
     left[token] = 0.0
     mass = float(left.sum())

@@ -1,4 +1,4 @@
-"""Traversal verification: a tree is judged from its leaves to its root, so that every path is tried as a whole.
+"""Traversal verification: a tree is verified from its leaves to its root, so that every path is tried as a whole.
 
 Source of the idea: Weng et al. 2025 (arXiv 2505.12398); of a chain it makes block verification (``block.py``, whose
 notation this uses). The form here and its proof are our own; it also takes point masses, several drafters, and nodes
@@ -23,10 +23,10 @@ so that no subtree is judged twice, but its q is taken from p as any other's.
 
 from __future__ import annotations
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Draw, Verdict
+from sakiyomi.core.tree import Draft, Draw, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw
-from sakiyomi.sampling.verifiers.base import Rows, Rule, draft_rows, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 from sakiyomi.sampling.verifiers.block import after_refusal, level_of
 from sakiyomi.sampling.verifiers.ratio import without
 
@@ -37,10 +37,10 @@ class _Place:
     """A node on the path that is tried, or the root (-1).
 
     Attributes:
-        level: probability with which the path to here may stay.
-        draws: those behind it; the first ``tried`` of them have been judged or are being judged.
+        level: probability with which the path to here may be accepted.
+        draws: of its children; the first ``tried`` of them have been judged or are being judged.
         target: p, (V,); None until it is needed.
-        untried: q of siblings without replacement, once one was refused.
+        untried: q of siblings without replacement, once one was rejected.
         source: q of the draw that is being judged.
     """
 
@@ -54,20 +54,14 @@ class _Place:
         self.source: Row | None = None
 
 
-class TraversalVerifier:
-    """Judges every leaf before its parent; on the way up it takes from p what was refused."""
+class TraversalVerifier(Verifier):
+    """Judges every leaf before its parent; on the way up, what was rejected is removed from p."""
 
     name = "traversal"
     rule: Rule = "ratio"
-    lossless = True
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
-        """See ``Verifier.verify``.
-
-        Raises:
-            InputError: the draft's distributions are over another number of tokens.
-        """
+        """See ``Verifier.verify``."""
         probs = draft_rows(draft, rows)
         way = [_Place(-1, 1.0, draft.draws_at(-1))]
         while True:
@@ -78,7 +72,7 @@ class TraversalVerifier:
                 child = self._next(draft, place, probs)
                 if child.level > 0.0:
                     way.append(child)
-                else:  # without a look at what hangs from it
+                else:  # its descendants are not looked at
                     self._refuse(draft, place)
             elif len(way) == 1 or noise.uniform() < place.level:
                 row = place.node + 1
@@ -91,10 +85,10 @@ class TraversalVerifier:
 
     @staticmethod
     def _next(draft: Draft, place: _Place, probs: Row | None) -> _Place:
-        """The place of the next draw behind this one, to be judged."""
+        """The place of this one's next draw, to be judged."""
         drawn = place.draws[place.tried]
         place.tried += 1
-        source = None if drawn.row is None or probs is None else probs[drawn.row]
+        source = source_of(drawn, probs)
         place.source = place.untried if source is not None and place.untried is not None else source
         assert place.target is not None
         level = level_of(place.level, place.target, place.source, draft.tree.tokens[drawn.node])
@@ -102,7 +96,7 @@ class TraversalVerifier:
 
     @staticmethod
     def _refuse(draft: Draft, place: _Place) -> None:
-        """Take what was judged last, and refused, from the place's distribution and level."""
+        """Remove the draw that was rejected last from the place's distribution and level."""
         token = draft.tree.tokens[place.draws[place.tried - 1].node]
         source = place.source
         assert place.target is not None
@@ -112,7 +106,7 @@ class TraversalVerifier:
 
 
 def _refused(way: list[_Place]) -> list[int]:
-    """Nodes that were refused beside the path and behind its end, from the root on; not those behind refused ones."""
+    """Rejected nodes beside the path and after its end, from the root on; without descendants of rejected nodes."""
     path = {place.node for place in way}
     tried = [drawn.node for place in way for drawn in place.draws[: place.tried]]
     return [node for node in dict.fromkeys(tried) if node not in path]

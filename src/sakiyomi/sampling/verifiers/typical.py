@@ -1,6 +1,6 @@
-"""Typical acceptance: whatever is not unlikely is taken. Lossy: the text has another distribution than the target's.
+"""Typical acceptance: tokens that are not unlikely are accepted. Lossy: the text has another distribution.
 
-Cai et al. 2024, arXiv 2401.10774, section 2.3.1: a drafted token x is taken where p(x) is above
+Cai et al. 2024, arXiv 2401.10774, section 2.3.1: a drafted token x is accepted where p(x) is above
 min(epsilon, delta exp(-H(p))).
 """
 
@@ -10,16 +10,16 @@ import math
 
 import numpy as np
 
-from sakiyomi.core.tree import DRAFT_KINDS, Draft, DraftKind, Verdict
+from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import Row, draw
-from sakiyomi.sampling.verifiers.base import Rows, Rule, ended
+from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, ended
 
 __all__ = ["TypicalVerifier", "threshold"]
 
 
 def threshold(probs: Row, epsilon: float, delta: float) -> float:
-    """Probability above which a token is typical; below the largest one, so that there is always one.
+    """Probability above which a token is typical; less than the largest one, so that some token always is.
 
     Args:
         probs: (V,) of the target, after temperature and truncation.
@@ -30,20 +30,16 @@ def threshold(probs: Row, epsilon: float, delta: float) -> float:
     return min(epsilon, delta * math.exp(-entropy), float(some.max()) * (1.0 - 1e-6))
 
 
-class TypicalVerifier:
-    """Keeps the longest path of typical tokens, of several the likeliest; the token behind it is drawn among those.
+class TypicalVerifier(Verifier):
+    """Accepts the longest path of typical tokens, the likeliest of several; the next token is drawn among typical ones.
 
-    Drafts propose the most probable tokens, as under the coupled rule but without its noise: what is near the top is
-    what this rule takes.
-
-    Args:
-        params: whose ``epsilon`` and ``delta`` count.
+    Drafters propose the most probable tokens, which are the ones that this rule accepts. Its thresholds are the
+    request's ``epsilon`` and ``delta``.
     """
 
     name = "typical"
     rule: Rule = "greedy"
     lossless = False
-    takes: frozenset[DraftKind] = DRAFT_KINDS
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """See ``Verifier.verify``."""

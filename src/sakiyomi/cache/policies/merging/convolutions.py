@@ -36,7 +36,7 @@ class MergingShape:
         kv_heads: of each attention layer.
         merged: pairs that they make of each head.
         kernel: odd.
-        again: mixtures get the least score of their head, as in the paper, so that at the next border they are merged
+        again: mixtures get the least score of their head, as in the paper, so that at the next boundary they are merged
             into others; else each keeps its anchor's, and stays as long as that would.
     """
 

@@ -7,36 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape, check_shape
 from sakiyomi.core.checkpoint import MERGING_FILE as FILE
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.trained import differences, read_tensors, write_trained
+from sakiyomi.core.trained import Trained, read_tensors, trained_config, write_trained
 
 __all__ = ["FILE", "MergingFile", "read_merging", "write_merging"]
 
-KIND = "merging_convolutions"
+KIND, WHAT = "merging_convolutions", "merging convolutions"
 
 
 @dataclass(frozen=True)
-class MergingFile:
+class MergingFile(Trained):
     """Convolutions as they were found.
 
     Attributes:
         convolutions: themselves, in the dtype in which they are stored.
-        name: of the folder.
-        base: what their configuration calls the target; None: it does not say.
-        recipe: how they were trained.
-        fingerprint: of the target, see ``retaining.formats.fingerprint``.
     """
 
     convolutions: Convolutions
-    name: str
-    base: str | None
-    recipe: dict[str, Any]
-    fingerprint: dict[str, str]
 
     def check(
         self, dims: Sequence[tuple[int, int]], kv_heads: Sequence[int], fingerprint: Mapping[str, str] | None = None
@@ -54,7 +44,7 @@ class MergingFile:
             UnsupportedError: sizes differ; with both numbers.
         """
         check_shape(self.convolutions.shape, dims, kv_heads, self.name)
-        return differences(self.fingerprint, fingerprint)
+        return self.differences(fingerprint)
 
 
 def read_merging(name: str | Path) -> MergingFile:
@@ -69,7 +59,7 @@ def read_merging(name: str | Path) -> MergingFile:
             f"there are no merging convolutions in {str(path)!r} (config.json and {FILE}); give the folder that "
             "`sakiyomi train lococo` made"
         )
-    config, tensors = read_json(path / "config.json"), read_tensors(path / FILE)
+    config, tensors = read_json(path / "config.json"), read_tensors([path / FILE], WHAT)
     if config.get("kind") != KIND:
         raise LoadError(
             f"{path} holds {config.get('kind')!r}, expected {KIND}; give a folder of `sakiyomi train lococo`"
@@ -84,14 +74,7 @@ def read_merging(name: str | Path) -> MergingFile:
     except (KeyError, TypeError, ValueError, StopIteration, RuntimeError, InputError) as error:
         said = " ".join(str(error).split())
         raise LoadError(f"{path}: tensors and config.json do not fit together ({said:.200}); get it again") from error
-    base, recipe, digests = (config.get(key) for key in ("base_model_name_or_path", "recipe", "fingerprint"))
-    return MergingFile(
-        convolutions,
-        str(name),
-        base if isinstance(base, str) else None,
-        recipe if isinstance(recipe, dict) else {},
-        digests if isinstance(digests, dict) else {},
-    )
+    return MergingFile.of(config, convolutions=convolutions, name=str(name))
 
 
 def write_merging(
@@ -116,26 +99,13 @@ def write_merging(
         LoadError: nothing can be written there.
     """
     shape = convolutions.shape
-    said = {
+    sizes = {
         "kind": KIND,
-        "base_model_name_or_path": None if base is None else str(base),
         "dims": [list(dims) for dims in shape.dims],
         "num_key_value_heads": list(shape.kv_heads),
         "merged": shape.merged,
         "kernel": shape.kernel,
         "again": shape.again,
-        "recipe": dict(recipe or {}),
-        "fingerprint": dict(fingerprint or {}),
     }
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in convolutions.state_dict().items()}
-    write_trained(Path(folder).expanduser(), FILE, tensors, said, "merging convolutions")
-
-
-def rounded(convolutions: Convolutions) -> Convolutions:
-    """Convolutions in bf16, as they are written; the given ones are rounded too: what is measured is what is used."""
-    found = Convolutions(convolutions.shape, torch.bfloat16)
-    with torch.no_grad():
-        for weight, own in zip(convolutions.parameters(), found.parameters(), strict=True):
-            own.copy_(weight)
-            weight.copy_(own)
-    return found
+    config = trained_config(sizes, base, recipe, fingerprint)
+    write_trained(Path(folder).expanduser(), FILE, convolutions.state_dict(), config, WHAT)

@@ -11,48 +11,38 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, check_heads
 from sakiyomi.cache.policies.retaining.raw import out_features
 from sakiyomi.core.checkpoint import RETAINING_FILE as FILE
-from sakiyomi.core.checkpoint import read_checkpoint, read_header, read_json
+from sakiyomi.core.checkpoint import read_checkpoint, read_json
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.fingerprint import tokenizer_digest
-from sakiyomi.core.trained import differences, write_trained
+from sakiyomi.core.trained import PICKLES, Trained, read_tensors, trained_config, write_trained
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["FILE", "HeadsFile", "fingerprint", "read_heads", "write_heads"]
 
-KIND = "retaining_heads"
-PICKLES = (".bin", ".pt", ".pth")
+KIND, WHAT = "retaining_heads", "retaining heads"
 NAME = "model.layers.{}.self_attn.fc{}.weight"
 _TENSOR = re.compile(r"(?:^|\.)(\d+)\.(?:[^\d.]\w*\.)+fc([12])\.weight$")  # inside an attention: MLPs have such
 
 
 @dataclass(frozen=True)
-class HeadsFile:
-    """Heads as they were found.
+class HeadsFile(Trained):
+    """Heads as they were found; their recipe has labels, whether the question stands in front (``query_aware``), ...
 
     Attributes:
         heads: themselves, in the dtype in which they are stored.
-        name: of the folder or file.
-        base: what their configuration calls the target; None: it does not say.
-        recipe: how they were trained: labels, whether the question stands in front of the prompt
-            (``query_aware``), ...; empty for files of others.
-        fingerprint: of the target (see `fingerprint`); empty for files of others.
     """
 
     heads: RetainingHeads
-    name: str
-    base: str | None = None
-    recipe: dict[str, Any] = field(default_factory=dict)
-    fingerprint: dict[str, str] = field(default_factory=dict)
 
     def check(
         self, widths: Sequence[int], kv_heads: Sequence[int], fingerprint: Mapping[str, str] | None = None
@@ -72,7 +62,7 @@ class HeadsFile:
             UnsupportedError: sizes differ; with both numbers.
         """
         check_heads(self.heads.shape, widths, kv_heads, self.name)
-        return differences(self.fingerprint, fingerprint)
+        return self.differences(fingerprint)
 
 
 def fingerprint(model: Any, tokenizer: Any) -> dict[str, str]:
@@ -124,21 +114,10 @@ def read_heads(name: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
         files = (path,)
     else:
         raise LoadError(f"there is no folder or file {str(path)!r} with retaining heads; check the path")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= _pickled(file, allow_pickle) if file.suffix in PICKLES else _stored(file)
+    tensors = read_tensors(files, WHAT, wanted=_TENSOR.search, allow_pickle=allow_pickle)
     activation = config.get("activation", config.get("hidden_act", "silu"))  # Locret's folders have the model's own
     heads = _assembled(path, tensors, str(activation))
-    if config.get("kind") != KIND:
-        return HeadsFile(heads, str(name))
-    base, recipe, digests = (config.get(key) for key in ("base_model_name_or_path", "recipe", "fingerprint"))
-    return HeadsFile(
-        heads,
-        str(name),
-        base if isinstance(base, str) else None,
-        recipe if isinstance(recipe, dict) else {},
-        digests if isinstance(digests, dict) else {},
-    )
+    return HeadsFile.of(config if config.get("kind") == KIND else {}, heads=heads, name=str(name))
 
 
 def write_heads(
@@ -166,8 +145,6 @@ def write_heads(
     """
     shape, folder = heads.shape, Path(folder).expanduser()
     said: dict[str, Any] = {"kind": KIND}
-    if base is not None:
-        said["base_model_name_or_path"] = str(base)
     if config is not None:
         text = config.get_text_config()
         said |= {"model_type": config.model_type, "hidden_size": int(text.hidden_size)}
@@ -177,14 +154,12 @@ def write_heads(
         "width": _one_or_all(shape.widths),
         "d_r": shape.hidden,
         "activation": shape.activation,
-        "recipe": dict(recipe or {}),
-        "fingerprint": dict(fingerprint or {}),
     }
     tensors = {}
     for layer in range(shape.layers):
         for part, linear in ((1, heads.first), (2, heads.second)):
-            tensors[NAME.format(layer, part)] = linear.get_parameter(f"{layer}.weight").detach().cpu().contiguous()
-    write_trained(folder, FILE, tensors, said, "retaining heads")
+            tensors[NAME.format(layer, part)] = linear.get_parameter(f"{layer}.weight")
+    write_trained(folder, FILE, tensors, trained_config(said, base, recipe, fingerprint), WHAT)
 
 
 def _one_or_all(values: tuple[int, ...]) -> int | list[int]:
@@ -203,40 +178,8 @@ def _files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
     if not (folder / "model.safetensors.index.json").is_file() and (others or (pickles and allow_pickle)):
         return tuple(others or pickles)
     if pickles and not others:
-        raise _no_pickle(pickles[0])
+        return tuple(pickles)  # which are refused
     return read_checkpoint(folder).files  # says what is missing
-
-
-def _no_pickle(path: Path) -> LoadError:
-    return LoadError(
-        f"{path} is a pickle file, which can run any code when it is opened; use a safetensors version of the heads, "
-        "or pass allow_pickle=True if you trust where they came from"
-    )
-
-
-def _pickled(path: Path, allow_pickle: bool) -> dict[str, Tensor]:
-    if not allow_pickle:
-        raise _no_pickle(path)
-    import torch
-
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged in whatever way
-        raise LoadError(f"{path} cannot be read ({error}); download it again") from error
-    if not isinstance(found, dict):
-        raise LoadError(f"{path} holds no tensors by name; it is no file of retaining heads")
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and _TENSOR.search(name)}
-
-
-def _stored(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError, safe_open
-
-    read_header(path)  # damage is found before anything is read
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if _TENSOR.search(name)}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise LoadError(f"{path} cannot be read ({error}); get it again") from error
 
 
 def _assembled(path: Path, tensors: Mapping[str, Tensor], activation: str) -> RetainingHeads:

@@ -1,7 +1,8 @@
 """What the attention layers of a model project: queries, keys and values before norms and rotary embedding.
 
 Which modules do that is found by the names that transformers' models use, or by a small pass. Listening works on a
-model as transformers runs it and on one whose layers are packed, eagerly and in compiled graphs (see ``kernels.tap``).
+model as transformers runs it and on one whose layers are packed, eagerly and in compiled graphs (see
+``model_executor.features``).
 """
 
 from __future__ import annotations

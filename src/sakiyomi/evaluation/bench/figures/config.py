@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from sakiyomi.core.embedded import DEFAULT
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig
 
@@ -65,7 +66,7 @@ class ReportConfig:
     sections: tuple[str, ...] = ()
     redraw: bool = False
     again: bool = False
-    target: str = "tales"
+    target: str = DEFAULT
     draft: str = "auto"
     heads: str | None = None
     sizes: tuple[str, ...] = ("60M", "134M")

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.embedded import MEDUSA_HEADS
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
@@ -104,7 +105,7 @@ class Work:
         The model is written into the report's folder, and found there the next time.
         """
         config = self.config
-        heads = config.heads or ("tales-medusa" if config.target == "tales" else None)
+        heads = config.heads or MEDUSA_HEADS.get(config.target)
         if not size:
             return self.row(what, note), heads
         # Of another target, or with other heads, it is another model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sakiyomi.core.checks import at_least
+from sakiyomi.core.embedded import DEFAULT
 
 __all__ = ["CompareConfig", "MergeConfig", "SpecConfig"]
 
@@ -38,7 +39,7 @@ class SpecConfig:
         compile: wait for compiled graphs and use them; otherwise everything runs eagerly.
     """
 
-    target: str = "tales"
+    target: str = DEFAULT
     draft: tuple[str, ...] = ()
     questions: str | None = None
     categories: tuple[str, ...] = ()

@@ -1,0 +1,96 @@
+"""Values of flags from the environment and from a TOML file, which count after those of the command line."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+
+from sakiyomi.core.errors import InputError, LoadError
+
+__all__ = ["EXPECTED", "config_flag", "keyword"]
+
+OTHER_VARIABLES = ("config", "cache_dir", "native", "profiles")
+"""Of the environment: what is no flag of ``serve``, by the names behind its prefix."""
+EXPECTED = {bool: "on or off", int: "a whole number", float: "a number", str: "words, those with spaces in quotes"}
+_IN_FILE = EXPECTED | {bool: "true or false"}
+
+
+def keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    """A parameter of a command."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def config_flag(kinds: Mapping[str, Any], environment: str) -> inspect.Parameter:
+    """The file's values become defaults, so that flags and environment come first. Looks at the environment as well."""
+
+    def take(ctx: typer.Context, path: str | None) -> None:
+        _check_environment(kinds, environment)
+        if path is None:
+            return
+        try:
+            values = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise LoadError(f"the configuration {path!r} cannot be read ({error}); expected a TOML file") from None
+        if wrong := [name for name in values if name not in kinds]:
+            near = difflib.get_close_matches(wrong[0].replace("-", "_"), kinds, 1)
+            known = f"did you mean {near[0]!r}? " if near else ""
+            raise InputError(f"{path!r} sets {wrong[0]!r}; {known}known names: {', '.join(kinds)}")
+        ctx.default_map = {name: _of_file(path, name, kinds[name], value) for name, value in values.items()}
+
+    text = "TOML file with values of the other flags, by their names (with _ for -)."
+    option = typer.Option(
+        "--config", help=text, metavar="FILE", is_eager=True, callback=take, envvar=f"{environment}CONFIG"
+    )
+    return keyword("config", None, Annotated[str | None, option])
+
+
+def _check_environment(kinds: Mapping[str, Any], prefix: str) -> None:
+    """Refuse what is no value of a flag; a name that nearly is one is told of: others may have names of their own."""
+    for name, text in os.environ.items():
+        flag = name.removeprefix(prefix).lower()
+        if not text or not name.startswith(prefix) or flag in OTHER_VARIABLES:
+            continue
+        if flag not in kinds:
+            if near := difflib.get_close_matches(flag, kinds, 1, cutoff=0.8):
+                typer.echo(
+                    f"{name} is set, and is no setting of this command; did you mean {prefix}{near[0].upper()}?",
+                    err=True,
+                )
+        elif kinds[flag] in (bool, int, float) and not _reads(kinds[flag], text):
+            raise InputError(f"{name} is {text!r}; expected {EXPECTED[kinds[flag]]}")
+
+
+def _reads(kind: Any, text: str) -> bool:
+    if kind is bool:
+        return text.lower() in ("1", "0", "true", "false", "t", "f", "yes", "no", "y", "n", "on", "off")
+    try:
+        kind(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _of_file(path: str, name: str, kind: Any, value: Any) -> Any:
+    """A value of a TOML file as the command line would give it."""
+    inner = next((part for part in get_args(kind) if part is not type(None)), kind)
+    if get_origin(kind) is list:
+        fits, wanted = (
+            isinstance(value, list) and all(isinstance(part, str) for part in value),
+            'a list: ["...", "..."]',
+        )
+    elif inner is str:  # numbers and truth values are words as well: kv_budget = 64, compile = false
+        fits, wanted = isinstance(value, str | int | float), "a text in quotes"
+        value = str(value) if fits else value
+    else:
+        taken = (int, float) if inner is float else inner
+        fits, wanted = isinstance(value, taken) and isinstance(value, bool) == (inner is bool), _IN_FILE[inner]
+    if not fits:
+        raise InputError(f"{path!r} sets {name} = {value!r:.80}; expected {wanted}")
+    return value

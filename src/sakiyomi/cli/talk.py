@@ -1,0 +1,169 @@
+"""A conversation at work: messages come in, replies are streamed, figures are kept. Lines with a slash go elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.cli.common import note_lossy
+from sakiyomi.cli.lines import Lines
+from sakiyomi.cli.output import note, printed, stdout, write
+from sakiyomi.core.errors import InputError, SakiyomiError
+from sakiyomi.core.outputs import Stats
+from sakiyomi.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sakiyomi.engine.chat_template import Dialogue, Exchange
+    from sakiyomi.engine.llm import LLM
+
+__all__ = ["REFUSED", "Chat", "Reply", "check"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Figures of one reply. ``finish_reason`` is "interrupted" after Ctrl-C."""
+
+    prompt_tokens: int
+    finish_reason: str
+    stats: Stats
+
+
+REFUSED = {
+    "n": "a message has one reply, and /again generates another",
+    "logprobs": "they are shown by sakiyomi generate --json only; leave them out",
+}
+"""Parameters that do not fit a conversation, and what to do instead."""
+
+
+def check(params: SamplingParams) -> None:
+    """Refuse parameters that do not fit a conversation.
+
+    Raises:
+        InputError: with the remedy.
+    """
+    for name, remedy in REFUSED.items():
+        if (value := getattr(params, name)) != getattr(SamplingParams, name):
+            raise InputError(f"{name} is {value}; {remedy}")
+    note_lossy(params)
+
+
+class Chat:
+    """A conversation at work.
+
+    Args:
+        llm: the engine.
+        dialogue: what was said before.
+        lines: where messages come from.
+        params: of all replies until ``/set`` changes them.
+        trace: tokens are coloured by their origin.
+        obey: runs the command that a line with a slash names.
+
+    Attributes:
+        attempt: how many other replies the last message had before: with a seed the next one has other randomness.
+        replies: figures of each reply, also of those that were removed.
+        failed: a message had no reply.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        dialogue: Dialogue,
+        lines: Lines,
+        params: SamplingParams,
+        trace: bool,
+        obey: Callable[[Chat, str], None],
+    ) -> None:
+        self.llm, self.dialogue, self.lines, self.params, self.trace = llm, dialogue, lines, params, trace
+        self._obey = obey
+        self.conversation = llm.conversation()
+        self.attempt = 0
+        self.replies: list[Reply] = []
+        self.over = self.failed = self._told = False
+
+    def run(self) -> None:
+        """Answer messages and obey commands until there are no more."""
+        warned = False
+        with self.conversation:
+            while not self.over:
+                is_command = False
+                try:
+                    is_command, text = self.lines.read()
+                    warned = False
+                    if is_command:
+                        self._obey(self, text)
+                    elif text.strip():
+                        self.answer(text, self.dialogue.exchanges)
+                except SakiyomiError as error:
+                    note(f"error: {error.message}")
+                    self.failed = self.failed or not is_command
+                except EOFError:
+                    if self.lines.interactive:
+                        note("")
+                    return
+                except KeyboardInterrupt:
+                    if not self.lines.interactive:
+                        raise
+                    note("" if warned else "\nCtrl-C again, or Ctrl-D, leaves; /help lists commands")
+                    if warned:
+                        return
+                    warned = True
+
+    def answer(self, message: str, before: Sequence[Exchange], attempt: int = 0) -> None:
+        """Stream the reply to a message behind these exchanges. Stopped by Ctrl-C it is what was said by then.
+
+        Raises:
+            SakiyomiError: there is no reply, and what was said before stays as it was.
+        """
+        prompt = self.dialogue.prompt(message, before)
+        if len(prompt) >= self.llm.max_context:
+            raise InputError(
+                f"with this message the conversation has {len(prompt)} tokens, and the context holds "
+                f"{self.llm.max_context}: /undo removes the last exchange, /reset starts over"
+            )
+        said: list[str] = []
+        reason = "interrupted"
+        try:
+            with closing(self.conversation.stream(prompt, self.params, index=attempt)) as steps:
+                for step in printed(steps, self.llm.tokenizer, self.params.stop, self.trace):
+                    said.append(step.text)
+                    reason = step.finish_reason or reason
+        except KeyboardInterrupt:
+            if not self.lines.interactive:
+                raise
+            write(stdout(), "", end="\n")
+        self.replies.append(Reply(len(prompt), reason, self.conversation.stats))
+        text = "".join(said)
+        if reason == "interrupted" and not text.strip():
+            note("stopped before the first word: this exchange was not kept")
+            return
+        self.dialogue.exchanges = [*before, (message, text)]
+        self.attempt = attempt
+        self._comment(text)
+
+    def _comment(self, text: str) -> None:
+        """One line where a reply ended otherwise than its reader may think."""
+        last = self.replies[-1]
+        if self.used >= self.llm.max_context:
+            full = f"the context of {self.llm.max_context} tokens is full"
+            note(f"{full}: /undo removes the last exchange, /reset starts over")
+        elif last.finish_reason == "length" and self.lines.interactive and not self._told:
+            self._told = True  # once is enough for those who want their replies short
+            note(f"cut after {last.stats.tokens} tokens: /set max_new_tokens N for longer replies")
+        elif not text.strip() and self.lines.interactive:
+            note("an empty reply: the model ended it at once")
+
+    @property
+    def used(self) -> int:
+        """Tokens of the last prompt and the reply to it."""
+        return self.replies[-1].prompt_tokens + self.replies[-1].stats.tokens if self.replies else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Messages and figures as JSON values."""
+        return {
+            "messages": self.dialogue.messages,
+            "replies": [{**dataclasses.asdict(reply), "stats": reply.stats.to_dict()} for reply in self.replies],
+            "stats": Stats.total(reply.stats for reply in self.replies).to_dict(),
+        }

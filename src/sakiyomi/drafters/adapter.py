@@ -1,0 +1,117 @@
+"""Drafters that are no subclass of ``Drafter``: objects with ``name``, ``kind`` and ``propose``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import Draft, DraftKind
+from sakiyomi.drafters.base import Context, Drafter
+
+if TYPE_CHECKING:
+    from sakiyomi.core.params import SamplingParams
+
+__all__ = ["DrafterAdapter", "Proposer", "as_drafter"]
+
+
+class Proposer(Protocol):
+    """The least that an object must have to be used as a drafter; see ``Drafter`` for the members."""
+
+    @property
+    def name(self) -> str:
+        """See ``Drafter``."""
+        ...
+
+    @property
+    def kind(self) -> DraftKind:
+        """See ``Drafter``."""
+        ...
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``."""
+        ...
+
+
+class DrafterAdapter(Drafter):
+    """Gives a ``Proposer`` the other members of a ``Drafter``: its own where it has them, else the defaults.
+
+    They are looked up at each use, since its clocks may be plain attributes that grow.
+
+    Args:
+        proposer: what is adapted.
+    """
+
+    def __init__(self, proposer: Any) -> None:
+        from sakiyomi.model_executor.runner import ModelRunner
+
+        self.proposer = proposer
+        self.runs_model = hasattr(proposer, "passes")
+        self.prefers_coupled = hasattr(proposer, "kind_for")
+        model = getattr(proposer, "model", None)
+        if isinstance(model, ModelRunner):  # any other model is the proposer's own matter
+            self.model = model
+
+    @property
+    def name(self) -> str:
+        """See ``Drafter``; setting it renames the proposer."""
+        return str(self.proposer.name)
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.proposer.name = name
+
+    @property
+    def kind(self) -> DraftKind:  # type: ignore[override]
+        """See ``Drafter``."""
+        kind: DraftKind = self.proposer.kind
+        return kind
+
+    @property
+    def passes(self) -> int:
+        """See ``Drafter.passes``."""
+        return int(getattr(self.proposer, "passes", 0))
+
+    @property
+    def forward_seconds(self) -> float:
+        """See ``Drafter.forward_seconds``."""
+        return float(getattr(self.proposer, "forward_seconds", 0.0))
+
+    @property
+    def prefill_seconds(self) -> float:
+        """See ``Drafter.prefill_seconds``."""
+        return float(getattr(self.proposer, "prefill_seconds", 0.0))
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``Drafter.kind_for``."""
+        kind: DraftKind = self.proposer.kind_for(params) if hasattr(self.proposer, "kind_for") else self.kind
+        return kind
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``."""
+        drafts: list[Draft] = self.proposer.propose(contexts, gammas)
+        return drafts
+
+    def inherit(self, context: Context, earlier: Context) -> None:
+        """See ``Drafter.inherit``."""
+        if hasattr(self.proposer, "inherit"):
+            self.proposer.inherit(context, earlier)
+
+    def end(self, context: Context) -> None:
+        """See ``Drafter.end``."""
+        if hasattr(self.proposer, "end"):
+            self.proposer.end(context)
+
+
+def as_drafter(given: Drafter | Proposer) -> Drafter:
+    """The object itself if it is a ``Drafter``, else one that adapts it.
+
+    Raises:
+        InputError: it has no ``propose``, ``name`` or ``kind``.
+    """
+    if isinstance(given, Drafter):
+        return given
+    missing = [name for name in ("propose", "name", "kind") if not hasattr(given, name)]
+    if missing:
+        raise InputError(f"the drafter {type(given).__name__} has no {missing[0]}; it needs name, kind and propose")
+    return DrafterAdapter(given)

@@ -1,0 +1,260 @@
+"""The draft of one request while it grows: from rows of logits to candidates, and from candidates to a tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
+from sakiyomi.drafters.base import Context
+from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.trees import Builder, CandidateTree
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.sampling.probs import best, best_token, leading
+from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
+from sakiyomi.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sakiyomi.drafters.draft_length import TokenValue
+
+__all__ = ["DraftTreeState", "RequestMemory"]
+
+_Listed = tuple[list[int], list[float]]
+
+
+@dataclass(eq=False, slots=True)
+class DraftTreeState:
+    """The draft of one request while it grows.
+
+    Attributes:
+        context, sampler: of the request.
+        name: of the drafter; it names the stream of uniforms that candidates are drawn with.
+        candidates: the tokens that may become nodes of the tree.
+        builder: decides the shape of the tree.
+        confidence: turns scores into chances of acceptance.
+        drawn: whether candidates are drawn rather than chosen: then none may be left out because of its token.
+        slot: of the request in the model's cache.
+        held: committed tokens whose keys and values were in that slot at the beginning.
+        rows: candidates that the model has read, in the order of their rows in the cache.
+        unread: candidates that the model reads in the next pass.
+        listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
+            tokens that were listed as children, with their scores.
+    """
+
+    context: Context
+    sampler: Sampler
+    name: str
+    candidates: CandidateTree
+    builder: Builder
+    confidence: Confidence
+    drawn: bool
+    slot: int
+    held: int
+    rows: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
+    _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
+    _drawn_from: list[Row] = field(default_factory=list)
+    _row_of: dict[int, int] = field(default_factory=dict)
+    _first: int = field(init=False)  # position of the tokens of the first level
+
+    def __post_init__(self) -> None:
+        self._first = len(self.context.tokens)
+
+    @property
+    def worth(self) -> TokenValue | None:
+        """What a token is worth, where the tree's size follows from that and from the candidates' own chances."""
+        return None if self.drawn else self.context.worth
+
+    @property
+    def columns(self) -> int:
+        """Columns of the slot that are in use after the next pass."""
+        return self._first + len(self.rows) + len(self.unread)
+
+    def segment(self) -> SequenceRows:
+        """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""
+        candidates, done = self.candidates, len(self.rows)
+        if not candidates.levels:
+            return SequenceRows(self.slot, self.held, self.context.tokens[self.held :])
+        rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.unread))}
+        parents = tuple(rows.get(candidates.parents[candidate], -1) for candidate in rows)
+        tokens = [candidates.tokens[candidate] for candidate in self.unread]
+        return SequenceRows(self.slot, self._first + done, tokens, parents, done=done)
+
+    def learn(self, tokens: Sequence[int]) -> list[int]:
+        """Learn from what the target chose at every node that it reached.
+
+        Args:
+            tokens: all tokens that are committed by now.
+
+        Returns:
+            Rows of the accepted path, without the last committed token, whose logits are still wanted.
+        """
+        rows = {candidate: row for row, candidate in enumerate(self.rows)}
+        first, place = self._first, -1
+        path: list[int] = []
+        for position in range(first, len(tokens)):
+            if place not in self.listed:
+                break
+            start, listed, scores = self.listed[place]
+            rank = listed.index(tokens[position]) if tokens[position] in listed else None
+            self.confidence_at(position - first).learn(scores, rank)
+            place = start + rank if rank is not None else len(self.candidates.tokens)
+            if place in rows and len(path) == position - first and position < len(tokens) - 1:
+                path.append(rows[place])
+        return path
+
+    def advance(self, places: Sequence[int], logits: Tensor) -> None:
+        """Add a level from the logits of a pass, and decide which of its candidates to read next.
+
+        Args:
+            places: the candidates that were read, -1 for the last committed token.
+            logits: (places, V of the target) of the draft model.
+        """
+        candidates, sampler = self.candidates, self.sampler
+        self.unread = []
+        candidates.begin_level()
+        edited = logits
+        if sampler.edits:
+            try:
+                edited = sampler.process(logits, [self._path(place) for place in places], self.context.tokens)
+            except Exception:
+                # The user's own processor raised. If the target reaches this text too, it ends the request.
+                return
+        try:
+            for place, row, ranked in zip(places, edited, self._ranked(places, edited), strict=True):
+                self.read(place, row, ranked)
+        except InputError:
+            if not sampler.edits or bool(logits.isnan().any()):
+                raise  # the draft model computes no numbers
+            return  # the request's options leave no token
+        if candidates.levels < candidates.depth:
+            stops = self.context.stop_ids
+            self.unread = [c for c in self.builder.expand(candidates) if candidates.tokens[c] not in stops]
+
+    def _ranked(self, places: Sequence[int], logits: Tensor) -> Sequence[_Listed | None]:
+        """The likeliest tokens after every place in one call, where these are the candidates; else None for each."""
+        if len(places) < 2 or self.sampler.edits or self.context.rule != "greedy":
+            return [None] * len(places)
+        count = max(self.candidate_count(place) for place in places)
+        return leading(logits, count) if count > 1 else [None] * len(places)
+
+    def read(self, place: int, logits: Tensor, ranked: _Listed | None = None) -> None:
+        """Add the children of a place.
+
+        Args:
+            place: the candidate that was read, -1 for the last committed token.
+            logits: (V of the target,) of the draft model, as the request's options change them.
+            ranked: the likeliest tokens, as ``leading`` gives them, where they are known.
+        """
+        candidates = self.candidates
+        count = self.candidate_count(place)
+        if not count:
+            return
+        if ranked is not None:
+            tokens, scores = ranked[0][:count], ranked[1][:count]
+            probs: list[float | None] = [math.exp(score) for score in scores]
+        else:
+            tokens, probs, scores = self._candidates(place, logits, count, self._first + candidates.levels - 1)
+        chances = (
+            self.confidence_at(candidates.levels - 1).chances(scores)
+            if len(scores) > 1
+            else [0.5 if probs[0] is None else probs[0]]
+        )
+        self.listed[place] = (len(candidates.tokens), tokens, scores)
+        self._probs.extend(probs[: candidates.offer(place, tokens, chances)])
+
+    def candidate_count(self, place: int) -> int:
+        """How many children a place should have."""
+        return self.builder.candidate_count(self.candidates, place)
+
+    def confidence_at(self, level: int) -> Confidence:
+        """What turns the scores of a level's candidates into chances; 0 is the first level."""
+        return self.confidence
+
+    def draft(self) -> Draft:
+        """The proposal."""
+        candidates, worth = self.candidates, self.worth
+        chosen = self.builder.chosen(candidates)
+        if worth is not None:
+            chosen = chosen[: worth.size([candidates.values[candidate] for candidate in chosen])]
+        chosen.sort()
+        tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents)).keep(chosen)
+        draws = tuple(
+            Draw(
+                node,
+                self.name,
+                self._row_of.get(candidates.parents[candidate]),
+                self._probs[candidate],
+                candidates.chances[candidate],
+            )
+            for node, candidate in enumerate(chosen)
+        )
+        kind: DraftKind = "point_mass"
+        if self.drawn:
+            kind = "chain" if tree.is_chain else "without_replacement"
+        return Draft(tree, kind, draws, torch.from_numpy(np.stack(self._drawn_from)) if self._drawn_from else None)
+
+    def _path(self, candidate: int) -> list[int]:
+        """Tokens from the root down to a candidate."""
+        return [self.candidates.tokens[each] for each in self.candidates.path(candidate)]
+
+    def _candidates(
+        self, place: int, logits: Tensor, count: int, position: int
+    ) -> tuple[list[int], list[float | None], list[float]]:
+        """(tokens, probabilities, scores) of a place's children: the likeliest, or the first drawn, comes first."""
+        context = self.context
+        if context.rule == "greedy":
+            if count == 1:
+                # In traces it has its probability at temperature 1, as the target's tokens have. On an accelerator
+                # that would take another read-back.
+                token, prob = best(logits) if logits.is_cpu else (best_token(logits), None)
+                return [token], [prob], [0.0]
+            tokens, scores = leading(logits[None], count)[0]
+            return tokens, [math.exp(score) for score in scores], scores
+        probs = np.empty(logits.shape[0], np.float32)
+        support = self.sampler.fill(logits, probs)
+        if context.rule == "coupled":
+            tokens, scores = context.noise.ranked(position, probs, count, support)
+        else:
+            if self.drawn:
+                tokens = draw_distinct(probs, count, context.noise.fork(self.name).uniform, support)
+                self._row_of[place] = len(self._drawn_from)
+                self._drawn_from.append(probs)
+            else:
+                tokens = [token for token in top_tokens(probs, count) if probs[token] > 0.0]
+            scores = [math.log(probs[token]) for token in tokens]
+        return tokens, [float(probs[token]) for token in tokens], scores
+
+
+@dataclass(eq=False, slots=True)
+class RequestMemory:
+    """What a drafter keeps of a request: its sampler, and the tree that was grown last, to learn from."""
+
+    sampler: Sampler
+    tree: DraftTreeState | None = None
+
+    @classmethod
+    def of(cls, context: Context, name: str, vocab_size: int) -> Self:
+        """The memory of a request, a new one where there is none. It learns what the target accepted of the last tree.
+
+        Args:
+            context: of the request.
+            name: of the drafter.
+            vocab_size: width of the logits that its sampler reads.
+        """
+        found: Self | None = context.memory.get(name)
+        if found is None:
+            found = context.memory[name] = cls(Sampler(context.params, vocab_size))
+        if found.tree is not None:
+            found.tree.learn(context.tokens)
+            found.tree = None
+        return found

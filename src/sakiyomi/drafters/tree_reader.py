@@ -1,0 +1,213 @@
+"""Trees of several requests that a model grows at once, one level a pass: draft models, and the target's first layers.
+
+Knows rows of a cache and logits. Whose cache it is, and what becomes of its rows afterwards, is up to the drafter.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.running_mean import running_mean
+from sakiyomi.core.tree import Draft, DraftKind
+from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
+from sakiyomi.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sakiyomi.core.params import SamplingParams
+    from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["LevelDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
+
+DRAWN: dict[str, DraftKind] = {
+    "chain": "chain",
+    "static": "without_replacement",
+    "choices": "without_replacement",
+}
+"""The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
+_FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
+# How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen (docs/log.md).
+SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
+
+
+def kind_of(params: SamplingParams) -> DraftKind:
+    """The kind of draft for a request that is sampled by the ratio rule, by the shape that it asked for."""
+    return DRAWN.get(params.builder, "point_mass")
+
+
+def is_drawn(context: Context) -> bool:
+    """Whether a request's candidates are drawn rather than chosen."""
+    return context.rule == "ratio" and context.params.builder in DRAWN
+
+
+def begin_tree(context: Context, depth: int, nodes: int, ranks: Ranks) -> tuple[CandidateTree, Builder]:
+    """A tree without candidates, and the builder that decides its shape.
+
+    Args:
+        context: of the request.
+        depth, nodes: at most; a chain has as many nodes as levels.
+        ranks: acceptance by rank so far, as ``BUILDERS`` take it.
+    """
+    shape, worth = context.params.builder, context.worth
+    candidates = CandidateTree(depth, depth if shape == "chain" else nodes)
+    builder = BUILDERS[shape](context.params, ranks)
+    if builder.picks and worth is not None:
+        # A pass costs the same for several row counts: a node may pay that is worth less than its share of the largest.
+        candidates.floor = worth.price(candidates.nodes) / 2
+    return candidates, builder
+
+
+class TreeReader:
+    """Grows trees and chains from a model's logits, one level a pass.
+
+    Under the rule "greedy" candidates are the model's most probable tokens, under "coupled" those with the largest
+    log q + noise of the position. Under "ratio" the candidates of a chain or a static tree are drawn from the model's
+    distribution, after the same temperature and truncation as the target's, and the distribution is kept; the
+    candidates of other trees, whose nodes are chosen afterwards, are its most probable tokens.
+
+    Args:
+        model: the draft model.
+        vocab_size: of the target; the model's may be padded differently.
+
+    Attributes:
+        passes: passes so far, one for each level.
+        confidence: by rule, how often the model is right where it gives such probabilities.
+    """
+
+    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
+        self.model = model
+        self.passes = 0
+        self.confidence = {rule: Confidence(sharpness) for rule, sharpness in SHARPNESS.items()}
+        self._vocab_size = vocab_size
+        self._besides = 1e-4  # seconds of a level outside the model
+
+    def begin(
+        self, context: Context, sampler: Sampler, name: str, gamma: int, slot: int, held: int
+    ) -> DraftTreeState | None:
+        """A tree that has no level yet; None: the model's context is shorter than the target's, and ends here.
+
+        Args:
+            context: of the request.
+            sampler: of the request, for the model's logits.
+            name: of the drafter.
+            gamma: depth wanted.
+            slot: of the request in the model's cache.
+            held: committed tokens whose keys and values are there; at least one is missing.
+        """
+        room = self.model.max_context - len(context.tokens)
+        if room < 1:
+            return None
+        drawn = is_drawn(context)
+        depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
+        confidence = self.confidence[context.rule]
+        candidates, builder = begin_tree(context, depth, context.nodes, confidence.ranks)
+        return DraftTreeState(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
+
+    def read(self, states: Sequence[DraftTreeState]) -> None:
+        """Grow these trees until they are complete.
+
+        Afterwards the cache holds all committed tokens, and behind them the rows of the candidates that were read. A
+        tree for which memory runs out stays as it is.
+        """
+        active = [state for state in states if self._has_room(state)]
+        began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
+        while active:
+            segments = [state.segment() for state in active]
+            logits = self.model.score(segments).logits
+            self.passes += 1
+            row = 0
+            for state, segment in zip(active, segments, strict=True):
+                count = len(segment.tokens)
+                self._take(state, logits[row : row + count])
+                row += count
+            active = [state for state in active if state.unread and self._has_room(state)]
+        if self.passes > passes:
+            besides = time.perf_counter() - began - (self.model.forward_seconds - inside)
+            self._besides = running_mean(self._besides, besides / (self.passes - passes))
+
+    def _has_room(self, state: DraftTreeState) -> bool:
+        try:
+            self.model.cache.reserve(state.slot, state.columns)
+        except MemoryLimitError:
+            return False
+        return True
+
+    def _take(self, state: DraftTreeState, logits: Tensor) -> None:
+        """Add a level to a tree from its rows of a pass, (rows, V of the model)."""
+        if not state.candidates.levels:
+            places, logits = [-1], logits[-1:]
+        else:
+            places = state.unread
+            state.rows.extend(places)
+        missing = self._vocab_size - logits.shape[1]
+        if missing:  # vocabularies may be padded differently
+            logits = F.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[:, :missing]
+        state.advance(places, logits)
+        if not self._pays(state, state.unread):
+            state.unread = []
+
+    def _pays(self, state: DraftTreeState, places: list[int]) -> bool:
+        """Whether a pass over these candidates is worth its time."""
+        if state.worth is None or not places:
+            return True
+        price, values = state.worth.price(state.candidates.nodes), state.candidates.values
+        gain = sum(max(0.0, _FOLLOWED * values[place] - price) for place in places)
+        return state.worth.pays(gain, self.model.pass_seconds(len(places)) + self._besides)
+
+
+class LevelDrafter(Drafter):
+    """Drafts with a model, one pass a level. Subclasses decide on which rows of its cache a tree begins.
+
+    Args:
+        model: the draft model.
+        vocab_size: of the target.
+    """
+
+    kind: DraftKind = "chain"
+    runs_model = prefers_coupled = True
+    model: ModelRunner
+
+    def __init__(self, model: ModelRunner, vocab_size: int) -> None:
+        self.model = model
+        self.reader = TreeReader(model, vocab_size)
+
+    def kind_for(self, params: SamplingParams) -> DraftKind:
+        """See ``kind_of``."""
+        return kind_of(params)
+
+    @property
+    def passes(self) -> int:
+        """See ``Drafter.passes``."""
+        return self.reader.passes
+
+    @property
+    def forward_seconds(self) -> float:
+        """See ``Drafter.forward_seconds``."""
+        return self.model.forward_seconds
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; all requests advance together, one pass a level."""
+        states = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+        growing = [state for state in states if state is not None]
+        self.reader.read(growing)
+        for state in growing:
+            self._done(state)
+        return [Draft.empty() if state is None else state.draft() for state in states]
+
+    @abstractmethod
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
+        """The request's tree, without a level yet; None: nothing can be drafted."""
+
+    def _done(self, state: DraftTreeState) -> None:
+        """Called for a tree that is complete; it is not called if an exception ended the passes."""

@@ -1,0 +1,178 @@
+"""The models of an `LLM`: its target, and what drafters load and run beside it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from sakiyomi.cache.eviction_plan import EvictionPlan
+from sakiyomi.core.memory import readable, returned_when_freed
+from sakiyomi.core.progress import progress
+from sakiyomi.core.prompts import judging_text
+from sakiyomi.drafters import Context, DrafterContext
+from sakiyomi.engine.engine import Engine
+from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
+from sakiyomi.kernels.build import builder
+from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
+from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+
+__all__ = ["ModelPool", "answer", "wait"]
+
+
+class ModelPool:
+    """Loads models with the options of one `LLM` and makes them ready to run.
+
+    Args:
+        target: as of ``LLM``.
+        load: ``load_model`` with the options that all models share.
+        run: ``build_runner`` with the options that all models share.
+        quantize, offload: of the target, as of ``LLM``.
+        **options: of ``build_runner`` for the target alone.
+
+    Attributes:
+        loaded: the target as it was loaded.
+        target: the target as it runs.
+        models: all models that run here, the target first.
+
+    Raises:
+        LoadError, UnsupportedError, MemoryLimitError: the target cannot be used.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | tuple[Any, Any],
+        load: Callable[..., Loaded],
+        run: Callable[..., ModelRunner],
+        *,
+        quantize: str | None,
+        offload: str | os.PathLike[str] | None,
+        **options: Any,
+    ) -> None:
+        self._name, self._load, self._run = target, load, run
+        self.loaded = load(target, quantize=quantize, offload=offload)
+        self.target = self._pack(self.loaded, quantize, **options)
+        self.models = [self.target]
+
+    def context(self, answer: Callable[[Context], object], *, allow_pickle: bool) -> DrafterContext:
+        """What drafters are made from.
+
+        Args:
+            answer: asks the target, see ``drafters.oracle``.
+            allow_pickle: as of ``LLM``.
+        """
+        return DrafterContext(
+            target=self.loaded,
+            vocab_size=self.target.vocab_size,
+            load=self.load,
+            pack=self.pack,
+            packed=self.target,
+            rounded=self.quantized,
+            answer=answer,
+            allow_pickle=allow_pickle,
+        )
+
+    def load(self, name: str) -> Loaded:
+        """Load another model, of a family that can draft for the target."""
+
+        def fits(config: Any) -> None:
+            check_family(self.loaded.model.config, config, name)
+
+        return self._load(name, fits=fits)
+
+    def pack(self, loaded: Loaded, quantize: str | None = None) -> ModelRunner:
+        """Make a loaded model ready to run beside the target."""
+        packed = self._pack(loaded, quantize, first_sizes=DRAFT_SIZES)
+        self.models.append(packed)
+        return packed
+
+    def quantized(self, kind: str) -> ModelRunner:
+        """The target once more, its weights quantized, to run beside itself."""
+        return self.pack(self._load(self._name, quantize=kind), kind)
+
+    def settle(self) -> None:
+        """Take into use what has become ready in the background; for when no request runs."""
+        for model in self.models:
+            model.settle()
+
+    def input_processor(self, max_context: int) -> InputProcessor | None:
+        """What makes sources for the target's encoder; None where it has none."""
+        loaded, target = self.loaded, self.target
+        if not has_encoder(loaded.model.config):
+            return None
+        from sakiyomi.engine.encoder_inputs import SourceInputProcessor
+
+        return SourceInputProcessor(
+            loaded.model, loaded.tokenizer, loaded.extractor, target.vocab_size, max_context, target.first_logits
+        )
+
+    def _pack(
+        self, loaded: Loaded, quantize: str | None, *, eviction: EvictionPlan | None = None, **options: Any
+    ) -> ModelRunner:
+        if loaded.prepared is not None or loaded.model.device.type == "cuda":  # quantized already, or by torchao
+            quantize = None
+        size = sum(parameter.nbytes for parameter in loaded.model.parameters()) if quantize else 0
+        wants_text = quantize or (eviction is not None and eviction.packing is not None and eviction.packing.fitted)
+        with returned_when_freed(), progress(f"quantizing {loaded.name} ({readable(size)}) to {quantize}", size=size):
+            packed = self._run(
+                loaded.model,
+                owned=loaded.owned,
+                quantize=quantize,
+                text=judging_text(loaded.model, loaded.tokenizer) if wants_text else (),
+                prepared=loaded.prepared,
+                eviction=eviction,
+                **options,
+            )
+            if loaded.save is not None:
+                loaded.save(packed)
+        return packed
+
+
+def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = None, *, batches: bool = False) -> None:
+    """Wait for kernels that are compiled in the background, and record passes in advance.
+
+    Args:
+        engine: runs the models.
+        models: whose passes are recorded.
+        timeout: seconds at most; None: as long as it takes.
+        batches: also record the larger passes of many requests at once.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+
+    def left() -> float | None:
+        return None if end is None else max(0.0, end - time.monotonic())
+
+    if any(model.weights.unsettled for model in models):
+        builder().join(left())
+        engine.settle()
+    for model in models:
+        for size in model.sizes if batches else model.first_sizes:
+            if left() == 0.0:
+                break
+            model.record((size,))
+
+
+def answer(own: Engine, context: Context) -> tuple[list[int], float] | None:
+    """What the target says to a request without a drafter, and the seconds that it took.
+
+    Args:
+        own: runs the request, which waits meanwhile.
+        context: of the request.
+
+    Returns:
+        None while every slot is taken.
+    """
+    target = own.target
+    if not target.cache.free:
+        return None
+    plain = Engine(target, None, own.tokenizer, max_context=own.max_context, chunk_size=own.chunk_size, exact=own.exact)
+    before = target.forward_seconds
+    params = replace(context.params, n=1, logprobs=None, stop_token_ids=sorted(context.stop_ids))
+    request = plain.submit(TokenizedPrompt(list(context.tokens), params, context.source), live=False)
+    request.context.noise = context.noise
+    (done,) = plain.complete([request])
+    spent = target.forward_seconds - before
+    target.forward_seconds = before  # it is not the target's own work for this request
+    return done.token_ids, spent

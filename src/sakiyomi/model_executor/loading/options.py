@@ -1,0 +1,60 @@
+"""The options ``dtype`` and ``device`` as torch's own objects."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sakiyomi.core.dtypes import dtype_name
+from sakiyomi.core.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DTYPES", "parse_device", "parse_dtype"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
+    """The dtype asked for; None for "auto".
+
+    Raises:
+        InputError: there is no such dtype.
+    """
+    import torch
+
+    name = dtype_name(value)
+    if name == "auto":
+        return None
+    if name not in DTYPES:
+        raise InputError(f"dtype is {value!r}; expected 'auto', {', '.join(map(repr, DTYPES))}")
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def parse_device(value: str | torch.device) -> torch.device:
+    """The device that a name means.
+
+    Raises:
+        InputError: there is no such device, here or in this version.
+    """
+    import torch
+
+    if str(value) == "auto":
+        # mps exists but is untested: the CPU is the safe choice there.
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device is {value!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in {"cpu", "cuda"}:
+        raise InputError(f"device is {value!r}, which this version does not support; expected 'auto', 'cpu' or 'cuda'")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise InputError(
+                f"device is {value!r} and torch sees {count} CUDA devices; pass device='cpu', or install a torch build "
+                "for your GPU"
+            )
+        return torch.device("cuda", device.index or 0)
+    return torch.device("cpu")

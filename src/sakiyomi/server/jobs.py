@@ -1,0 +1,124 @@
+"""One sample of one prompt on its way through the server: what was asked, its state, and what a round gave to it.
+
+Knows neither the thread that runs rounds (``worker.py``) nor the figures that are kept of it (``metrics.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from sakiyomi.core.outputs import RoundTrace, Stats, Step
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.engine.request import Request
+
+if TYPE_CHECKING:
+    from sakiyomi.server.tools import ToolFormat
+
+__all__ = ["Call", "Event", "Job", "JobState"]
+
+
+class JobState(Enum):
+    """Where a sample is. It waits for a slot of the cache, runs in it, and has left it."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    LEFT = auto()
+
+
+@dataclass(eq=False)
+class Job:
+    """One sample of one prompt.
+
+    Attributes:
+        prompt: its tokens.
+        params: how to go on.
+        key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
+        drafted: whether to read ahead.
+        traced: every round's tree is wanted.
+        index: its place among the samples of its call.
+        arrived: when it was asked for, by ``time.perf_counter``.
+        first: when its first token came; 0: it has not.
+        last: when its last tokens came.
+        drafted_before: tokens drafted for it until its last step.
+        request: the engine's, once it has it.
+        call: that it belongs to.
+        over: it was cancelled.
+        tools: how calls are written in its text; None: there are none.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    key: tuple[int, ...] = (0,)
+    drafted: bool = True
+    traced: bool = False
+    index: int = 0
+    arrived: float = field(default_factory=time.perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    drafted_before: int = 0
+    request: Request | None = None
+    call: Call | None = None
+    over: bool = False
+    tools: ToolFormat | None = None
+
+    @property
+    def state(self) -> JobState:
+        """Follows from the engine's request alone, so that no count of states can drift."""
+        request = self.request
+        if self.over or (request is not None and request.over):
+            return JobState.LEFT
+        return JobState.RUNNING if request is not None and request.slot is not None else JobState.WAITING
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What a round gave to one sample.
+
+    Attributes:
+        job: the sample.
+        step: tokens and text; the last one says why it ended.
+        tree, stats: the round, and the sample's figures so far, where the job is traced.
+    """
+
+    job: Job
+    step: Step
+    tree: RoundTrace | None = None
+    stats: Stats | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing comes after it."""
+        return self.step.finish_reason is not None or self.step.error is not None
+
+
+class Call:
+    """The samples of one client's request; iterate over it for what they write.
+
+    Args:
+        jobs: the samples.
+        cancel: ends those of them that are not over.
+    """
+
+    def __init__(self, jobs: Sequence[Job], cancel: Callable[[Sequence[Job]], None]) -> None:
+        self.jobs, self._cancel = jobs, cancel
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._left = len(jobs)
+
+    def put(self, event: Event) -> None:
+        """Called in the event loop."""
+        self._events.put_nowait(event)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while self._left:
+            event = await self._events.get()
+            self._left -= event.over
+            yield event
+
+    def close(self) -> None:
+        """Free what is still running; nothing where all samples are over."""
+        self._cancel(self.jobs)

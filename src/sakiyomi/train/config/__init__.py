@@ -1,0 +1,30 @@
+"""Settings of the training commands: the only home of their defaults.
+
+The command line makes one flag of each setting (same name, `help` from the metadata); nothing here knows of torch.
+"""
+
+from __future__ import annotations
+
+from sakiyomi.train.config.base import Flag, LlamaSizes, LoopConfig, RunConfig, Settings, TextConfig
+from sakiyomi.train.config.beside import AnsweredConfig, LococoConfig, MedusaConfig, RetainingConfig
+from sakiyomi.train.config.data import DistillDataConfig, NgramConfig
+from sakiyomi.train.config.language import DraftConfig, RetrieverConfig, TargetConfig, TextRunConfig
+
+__all__ = [
+    "AnsweredConfig",
+    "DistillDataConfig",
+    "DraftConfig",
+    "Flag",
+    "LlamaSizes",
+    "LococoConfig",
+    "LoopConfig",
+    "MedusaConfig",
+    "NgramConfig",
+    "RetainingConfig",
+    "RetrieverConfig",
+    "RunConfig",
+    "Settings",
+    "TargetConfig",
+    "TextConfig",
+    "TextRunConfig",
+]

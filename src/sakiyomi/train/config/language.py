@@ -1,0 +1,185 @@
+"""Settings of the recipes of whole models: a target, a retriever, a draft."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from sakiyomi.train.config.base import Group, LlamaSizes, LoopConfig, RunConfig, TextConfig, require, setting
+
+__all__ = ["DraftConfig", "RetrieverConfig", "TargetConfig", "TextRunConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRunConfig(RunConfig):
+    """A run that trains a whole model on text."""
+
+    REQUIRED: ClassVar[dict[str, str]] = RunConfig.REQUIRED | {
+        "text": "training text, a .jsonl or .txt file (.gz allowed)"
+    }
+
+    text: TextConfig = field(default=TextConfig())
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeSizes(LlamaSizes):
+    """Sizes of a model with a vocabulary of its own."""
+
+    vocab: int = setting(4096, "Pieces of the tokenizer to train, special tokens included.", least=1)
+    max_positions: int = setting(1024, "Longest context in tokens.", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig(TextRunConfig):
+    """A Llama target trained from random weights on text."""
+
+    tokenizer: str = setting("", "Folder of an existing tokenizer; empty: train one on the training text.")
+    sizes: WholeSizes = WholeSizes()
+    first_layers: int = setting(
+        0, "Layers at the start, a divisor of `layers`; more come later; 0: all from the start.", least=0
+    )
+    grow_at: float = setting(0.45, "Share of the budget at which `first_layers` become `layers`.", least=0, most=1)
+    eval_tokens: int = setting(
+        16384, "Tokens of each held-out file for the losses during the run.", least=1, resume=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, most, rows = self.sizes.layers, self.sizes.max_positions, self.loop.row_tokens
+        if self.first_layers:
+            require(layers % self.first_layers == 0, "first_layers", self.first_layers, f"divides {layers}")
+        require(max(rows) <= most, "row_tokens", rows, f"at most {most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieverConfig(TextRunConfig):
+    """A small Llama that finds facts in long texts, trained on tasks made on the fly."""
+
+    HELP: ClassVar[dict[str, str]] = {
+        "text": "Training file FILE for filler between the facts and for text. Repeatable.",
+        "valid": "Held-out file, NAME=FILE: its loss, and the longest tasks with it as their filler, are measured. "
+        "Repeatable.",
+        "row_tokens": "Row lengths in tokens, one a stage; 32 at least.",
+    }
+
+    loop: LoopConfig = field(
+        default=LoopConfig(minutes=60.0, decay_share=0.3, row_tokens=(64, 128, 256, 1024, 4096), step_tokens=4096)
+    )
+    sizes: WholeSizes = field(
+        default=WholeSizes(
+            vocab=1024,
+            hidden=128,
+            layers=4,
+            heads=4,
+            intermediate=384,
+            max_positions=8192,
+            rope_theta=500000.0,
+        )
+    )
+    stage_shares: tuple[float, ...] = setting(
+        (0.15, 0.25, 0.25, 0.2, 0.15), "Share of the budget of each stage, in the order of the row lengths.", above=0
+    )
+    text_weight: float = setting(0.05, "Weight of the loss of all text beside that of the answers.", least=0)
+    note_weight: float = setting(
+        0.3,
+        "Weight of the loss that has hidden states of values say whether a question in front asks for them.",
+        least=0,
+    )
+    eval_prompts: int = setting(
+        16, "Prompts of each task for the accuracies during the run, at the length of the stage.", least=1, resume=True
+    )
+    final_prompts: int = setting(
+        50, "Prompts of each task, length and form for the accuracies on the card.", least=1, resume=True
+    )
+    eval_lengths: tuple[int, ...] = setting(
+        (1024, 2048, 4096), "Lengths in tokens of the prompts for the accuracies on the card.", least=256, resume=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rows, most = self.loop.row_tokens, self.sizes.max_positions
+        require(min(rows) >= 32, "row_tokens", rows, "32 or more")
+        expected = f"{len(rows)} shares, one for each of row_tokens"
+        require(len(self.stage_shares) == len(rows), "stage_shares", self.stage_shares, expected)
+        longest = max(*rows, *self.eval_lengths)
+        require(longest <= most, "max_positions", most, f"{longest} or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig(Group):
+    """What the target writes for its draft to learn from."""
+
+    samples: int = setting(
+        4096, "Continuations that the target writes as training text; 0: the given text alone.", least=0
+    )
+    sample_minutes: float = setting(10.0, "Most minutes that writing them may take.", least=0)
+    sample_tokens: int = setting(160, "New tokens of each.", least=1)
+    sample_batch: int = setting(128, "Continuations written in one batch.", least=1)
+    temperatures: tuple[float, ...] = setting(
+        (0.0, 0.0, 1.0), "Temperatures of the batches in turn; 0 is greedy.", least=0
+    )
+    prompts: tuple[str, ...] = setting((), "Files of the prompts, FILE@SHARE; empty: the training text.")
+    sample_share: float = setting(0.5, "Share of the rows that are samples before the decay.", least=0, most=1)
+    sample_share_decay: float = setting(0.85, "Share of the rows that are samples during the decay.", least=0, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.temperatures), "temperatures", self.temperatures, "at least one")
+        require(bool(self.samples) or not self.prompts, "prompts", self.prompts, "none with --samples 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(TextRunConfig):
+    """A small Llama draft distilled from a target; the tokenizer and the vocabulary are the target's."""
+
+    REQUIRED: ClassVar[dict[str, str]] = {"target": "the model to draft for"} | TextRunConfig.REQUIRED
+
+    HELP: ClassVar[dict[str, str]] = {
+        "valid": "Held-out file, NAME=FILE; the acceptance is reported under the name. Repeatable; without it some of "
+        "the training text is held back.",
+        "minutes": "Training time in minutes of wall clock, without the time for samples.",
+        "row_tokens": "Row length in tokens; one only, rows are reused with their labels.",
+        "layers": "Layers; the time of a draft step is mostly overhead per layer.",
+        "eval_minutes": "Minutes of training between acceptance measurements.",
+    }
+
+    loop: LoopConfig = field(default=LoopConfig(minutes=15.0, decay_share=0.5, row_tokens=(512,), eval_minutes=3.0))
+    target: str = setting(
+        "", "The target: embedded name (tales), folder in Hugging Face format, or hub id; any causal LM."
+    )
+    init: str = setting(
+        "",
+        "A Llama to start from (embedded name, folder or hub id), as `train target --tokenizer TARGET` makes it; the "
+        "sizes are then its own.",
+    )
+    sizes: LlamaSizes = field(default=LlamaSizes(hidden=192, layers=2, heads=3, kv_heads=1, intermediate=512))
+    top: int = setting(
+        64, "The target's likeliest tokens kept as labels of a position; one bucket holds the rest.", least=1
+    )
+    greedy_weight: float = setting(
+        0.5, "Weight of -log q(the target's likeliest token) beside the KL divergence.", least=0
+    )
+    label_gib: float = setting(2.0, "Memory in GiB for labels that later epochs use again.", least=0, resume=True)
+    sampling: SampleConfig = SampleConfig()
+    eval_prompts: int = setting(32, "Held-out prompts of each file, of 64 tokens, continued by 128.", least=1)
+    gamma: int = setting(4, "Draft tokens a round in the acceptance measurements.", least=1)
+    cost: str = setting(
+        "measured",
+        "Draft step / target step (c) for the expected speed-up: a number, or measured, which times the pair here.",
+        resume=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(len(self.loop.row_tokens) == 1, "row_tokens", self.loop.row_tokens, "one length")
+        if self.cost != "measured":
+            require(0 < self.given_cost < math.inf, "cost", self.cost, "measured, or a number above 0")
+
+    @property
+    def given_cost(self) -> float:
+        """The cost as a number; not a number where it is to be measured, or cannot be meant."""
+        try:
+            return float(self.cost)
+        except ValueError:
+            return math.nan

@@ -1,0 +1,141 @@
+"""The loss of Medusa heads, alone and together with low-rank adapters of their target.
+
+Cai et al. 2024, arXiv 2401.10774, section 2.2.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
+from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.losses import heads_loss
+from sakiyomi.train.writing import writing
+
+__all__ = ["Joint", "guess_loss", "save_tuned"]
+
+PIECE = 512  # positions whose logits over the vocabulary are held at a time
+
+
+def guess_loss(
+    config: MedusaConfig, heads: MedusaHeads, hidden: Tensor, rows: Tensor, weight: Tensor, step: int
+) -> tuple[Tensor, Tensor]:
+    """Loss of the heads on a batch, and each head's own mean in nats.
+
+    Args:
+        config: of the run.
+        heads: being trained.
+        hidden: (B, T, hidden) of the target.
+        rows: (B, T + 1) token ids, complements of those that do not count.
+        weight: of the target's head.
+        step: chooses the positions.
+    """
+    length = rows.shape[1] - 1 - heads.shape.heads  # a place for which every head has a label
+    labels = torch.stack([rows[:, 2 + k : 2 + k + length] for k in range(heads.shape.heads)])
+    labels = labels.flatten(1)
+    places = _places(labels, config.positions, (config.loop.seed, step))
+    labels = labels[:, places]
+    states = hidden[:, :length].flatten(0, 1)[places]
+    if not torch.is_autocast_enabled(states.device.type):
+        states = states.to(heads.weights.dtype)
+    decay = torch.tensor([config.head_decay**k for k in range(len(labels))], device=rows.device)
+    weights = (labels >= 0) * decay[:, None]
+    head = weight if heads.own is None else heads.own
+    return heads_loss(heads.features(states), head, labels.clamp_min(0), weights)
+
+
+def _places(labels: Tensor, share: float, seed: tuple[int, int]) -> Tensor:
+    """Positions to learn from: so many in every batch, those that count before the others."""
+    count = labels.shape[1]
+    if share >= 1.0:
+        return torch.arange(count, device=labels.device)
+    order = torch.from_numpy(np.random.default_rng(seed).permutation(count)).to(labels.device)
+    counts = (labels >= 0).any(0)[order]
+    order = torch.cat([order[counts], order[~counts]])
+    return order[: max(1, round(share * count))]
+
+
+class Joint(nn.Module):
+    """Heads and target together: the target keeps to what it was by the divergence from itself without adapters."""
+
+    def __init__(self, config: MedusaConfig, target: Any, heads: MedusaHeads) -> None:
+        super().__init__()
+        peft = _peft()
+        self.heads, self._config = heads, config
+        settings = peft.LoraConfig(
+            r=config.joint.lora_rank,
+            lora_alpha=config.joint.lora_alpha,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that it will lose
+            self.model = peft.get_peft_model(target, settings)
+        self._backbone = Backbone(target)
+
+    def train(self, mode: bool = True) -> Joint:
+        """The target writes without dropout, whoever trains: what it said before is what it is compared with."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def loss(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Loss of both on a batch, and each head's own mean in nats."""
+        config, weight = self._config, self._backbone.weight
+        ids = torch.where(rows < 0, ~rows, rows)[:, :-1]
+        hidden = self._backbone(ids)
+        with torch.no_grad(), self.model.disable_adapter():
+            before = self._backbone(ids)
+        loss, each = guess_loss(config, self.heads, hidden, rows, weight, step)
+        counted = (rows[:, 1:] >= 0).flatten().nonzero()[:, 0]
+        divergence = self._divergence(before.flatten(0, 1)[counted], hidden.flatten(0, 1)[counted], weight)
+        return divergence + config.joint.heads_weight * loss, each
+
+    @staticmethod
+    def _divergence(before: Tensor, after: Tensor, weight: Tensor) -> Tensor:
+        """Mean KL(before || after) of the next token; a piece of the positions at a time."""
+        total = after.new_zeros((), dtype=torch.float32)
+        for old, new in zip(before.split(PIECE), after.split(PIECE), strict=True):
+            total = total + checkpoint(_kl, old, new, weight, use_reentrant=False)
+        return total / max(len(before), 1)
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapters' weights."""
+        own = {id(weight) for weight in self.heads.parameters()}
+        return sum(4 * weight.numel() for weight in self.parameters() if weight.requires_grad and id(weight) not in own)
+
+    def merged(self) -> Any:
+        """The target with its adapters in it."""
+        return self.model.merge_and_unload()
+
+
+def _kl(before: Tensor, after: Tensor, weight: Tensor) -> Tensor:
+    old, new = ((hidden.to(weight.dtype) @ weight.T).float().log_softmax(-1) for hidden in (before, after))
+    return torch.nn.functional.kl_div(new, old, log_target=True, reduction="sum")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UnsupportedError(
+            "training the target too needs peft: pip install 'sakiyomi[train]', or leave --joint out"
+        ) from error
+    return peft
+
+
+def save_tuned(target: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the tuned target and its tokenizer, a folder in Hugging Face format."""
+    with writing(folder):
+        target.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

@@ -1,0 +1,175 @@
+"""What a run of Medusa heads is measured by: losses by head, ranks of the target's tokens, trees, time and memory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.core.memory import readable
+from sakiyomi.drafters.medusa_heads.backbone import Backbone
+from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
+from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
+from sakiyomi.theory import expected_tree_tokens
+from sakiyomi.train.config import MedusaConfig
+from sakiyomi.train.hidden import HiddenStates
+from sakiyomi.train.progress import Progress
+from sakiyomi.train.samples import whole_lines
+from sakiyomi.train.writing import writing
+
+__all__ = ["Answers", "HeadLog", "best_trees", "measured", "memory", "rank_answers", "throughput"]
+
+BUDGETS = (4, 8, 16, 32, 64)
+"""Nodes of the trees in the report."""
+SHOWN = 5  # first guesses whose accuracy is reported
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Held-out prompts and what the target writes behind them, greedily."""
+
+    prompts: list[list[int]]
+    texts: list[list[int]]
+
+
+class HeadLog:
+    """The loss of each head at every step, in nats, a line each in a file that a resumed run goes on with.
+
+    Args:
+        path: of the file.
+        resume: go on with it.
+    """
+
+    def __init__(self, path: Path, resume: bool) -> None:
+        self._path = path
+        self._fresh: list[list[float]] = []
+        with writing(path):
+            if resume:
+                whole_lines(path)  # a last one that was cut off goes
+            self._file = path.open("a" if resume else "w", encoding="utf-8", buffering=1)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # of a full disk, which was said when the line was written
+            self._file.close()
+
+    def add(self, step: int, means: Tensor) -> None:
+        """The next step's."""
+        self._fresh.append([round(loss, 5) for loss in means.tolist()])
+        with writing(self._path):
+            self._file.write(json.dumps({"step": step, "loss": self._fresh[-1]}) + "\n")
+
+    def recent(self) -> list[float]:
+        """Means over the steps since this was asked last."""
+        found = np.mean(self._fresh, axis=0).tolist() if self._fresh else []
+        self._fresh = []
+        return list(found)
+
+    def curve(self, most: int = 200) -> list[tuple[int, list[float]]]:
+        """Means over so many steps that a curve has few points."""
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        # Steps behind the checkpoint that a run was resumed from were made again: the later line counts.
+        steps = {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
+        means = sorted(steps.items())
+        size = max(1, -(-len(means) // most))
+        pieces = [means[at : at + size] for at in range(0, len(means), size)]
+        return [(piece[-1][0] + 1, np.mean([each for _, each in piece], axis=0).tolist()) for piece in pieces]
+
+
+def rank_answers(heads: MedusaHeads, backbone: Backbone, texts: Answers) -> Ranks:
+    """Where the target's own tokens stand among the heads' guesses."""
+    weight = backbone.weight.to(heads.weights.dtype)
+
+    def hidden_of(ids: Sequence[int]) -> Tensor:
+        return backbone(torch.tensor([list(ids)], device=weight.device))[0].to(weight.dtype)
+
+    return rank_texts(hidden_of, lambda hidden: heads(hidden, weight), texts.prompts, texts.texts)
+
+
+def measured(ranks: Ranks) -> dict[str, float]:
+    """Accuracies of each head, and what its best tree of 16 nodes brings."""
+    found: dict[str, float] = {}
+    for head, chances in enumerate(ranks.accuracies(), start=1):
+        for top in range(1, SHOWN + 1):
+            found[f"head_{head}_top_{top}"] = sum(chances[:top])
+    found["tau_16_nodes"] = ranks.replay(ranks.best(16))
+    found["tokens"] = ranks.places
+    return found
+
+
+def best_trees(ranks: Ranks) -> list[dict[str, Any]]:
+    """The best tree of each budget: what the accuracies say of it, and what these texts do."""
+    levels = ranks.accuracies()
+    found = []
+    for nodes in BUDGETS:
+        paths = ranks.best(nodes)
+        found.append(
+            {
+                "nodes": nodes,
+                "expected_tau": expected_tree_tokens(levels, paths),
+                "replayed_tau": ranks.replay(paths),
+                "choices": [list(path) for path in paths],
+            }
+        )
+    return found
+
+
+def throughput(config: MedusaConfig, progress: Progress, hidden: HiddenStates) -> dict[str, float] | None:
+    """Median milliseconds of a step and of the frozen target's part of it, where no row came from disk."""
+    times = [after[2] - before[2] for before, after in itertools.pairwise(progress.losses)]
+    rows = config.loop.step_tokens // config.loop.row_tokens[0]
+    whole = [seconds for count, seconds in hidden.calls if count == rows]
+    if config.joint.joint or hidden.found or not times or not whole:
+        return None
+    step, forward = statistics.median(times), statistics.median(whole)
+    return {"step_ms": 1000 * step, "forward_ms": 1000 * forward, "ratio": step / forward}
+
+
+def memory(
+    config: MedusaConfig, target: nn.Module, heads: MedusaHeads, adapters: int, device: torch.device
+) -> dict[str, Any]:
+    """What the run held at most, and what of it must be."""
+    frozen = sum(weight.nbytes for weight in target.parameters())
+    trained = sum(weight.numel() * 4 for weight in heads.parameters())
+    states = config.loop.step_tokens * int(heads.shape.hidden_size) * 2
+    kept = int(config.loop.step_tokens * config.positions) * int(heads.shape.hidden_size) * heads.shape.heads * 2
+    peak = (
+        torch.cuda.max_memory_allocated(device)
+        if device.type == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    )
+    parts = {
+        "target": frozen,
+        "heads": trained,
+        "adapters": adapters,
+        "gradients": trained + adapters,
+        "optimizer": 2 * (trained + adapters),
+        "hidden_states": states,
+        "head_activations": 4 * kept,
+    }
+    where = "on the device" if device.type == "cuda" else "of the process, torch itself and its compiler included"
+    explained = (
+        f"memory: {readable(peak)} at most {where}; of these the target {readable(frozen)}, without gradients or "
+        f"optimizer state, heads with both {readable(4 * trained)}, "
+        + (
+            f"adapters with both {readable(4 * adapters)} beside what their passes keep for gradients, "
+            if adapters
+            else ""
+        )
+        + f"a batch's hidden states {readable(states)} and "
+        f"what heads make of them about {readable(4 * kept)}"
+    )
+    return {"peak": peak, "parts": parts, "explained": explained}

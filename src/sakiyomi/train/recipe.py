@@ -1,0 +1,115 @@
+"""What all training runs share: threads, checks, the seed, the loop, the card. A recipe states what is its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from sakiyomi.train.config import RunConfig, TextRunConfig
+from sakiyomi.train.data import TextSpec, check_shares, parse_text
+from sakiyomi.train.evaluate import parse_valid
+from sakiyomi.train.export import Result, write_card
+from sakiyomi.train.loop import Loop
+from sakiyomi.train.preflight import check_run
+from sakiyomi.train.report import Reporter
+
+__all__ = ["Recipe", "TextRecipe", "train"]
+
+Settings = TypeVar("Settings", bound=RunConfig)
+TextSettings = TypeVar("TextSettings", bound=TextRunConfig)
+
+
+class Recipe(ABC, Generic[Settings]):
+    """One kind of training run; `train` calls its methods in their order here.
+
+    Args:
+        config: settings of the run.
+
+    Attributes:
+        reporter: takes lines about what goes on besides the loop.
+    """
+
+    def __init__(self, config: Settings) -> None:
+        self.config = config
+        self.reporter = Reporter(config.loop.log_seconds)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuse what can be found wrong before anything is loaded.
+
+        Raises:
+            InputError, LoadError: settings, files or the output folder.
+        """
+
+    @abstractmethod
+    def read(self) -> None:
+        """Load models and data."""
+
+    @abstractmethod
+    def loop(self) -> Loop:
+        """Make what is trained, with random weights from the seed that has just been set, and the loop around it."""
+
+    def listening(self) -> AbstractContextManager[object]:
+        """What is open while the loop runs."""
+        return nullcontext()
+
+    def tokens(self, loop: Loop) -> int:
+        """Tokens that were learnt from."""
+        return loop.progress.tokens
+
+    @abstractmethod
+    def finish(self, loop: Loop) -> Result:
+        """Measure and write what was trained, when the budget is spent."""
+
+
+class TextRecipe(Recipe[TextSettings]):
+    """A recipe that reads text files.
+
+    Attributes:
+        specs: training files with their shares.
+        valid: held-out files by name.
+    """
+
+    def check(self) -> None:
+        """See `Recipe`."""
+        config = self.config
+        self.specs, self.valid = [parse_text(spec) for spec in config.text.text], parse_valid(config.loop.valid)
+        check_shares("--text", self.specs)
+        check_run(config, [spec.path for spec in (*self.specs, *self.prompts())] + list(self.valid.values()))
+
+    def prompts(self) -> Iterable[TextSpec]:
+        """Further files of text."""
+        return ()
+
+
+def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
+    """Run a recipe to the end of its budget.
+
+    Args:
+        recipe: with its settings.
+        command: the command line, for the card.
+
+    Returns:
+        The summary that `--json` prints; `finished` is False after SIGINT.
+
+    Raises:
+        InputError, LoadError, UnsupportedError: before any work is done, where that is possible.
+    """
+    config: RunConfig = recipe.config
+    if config.loop.threads:
+        torch.set_num_threads(config.loop.threads)
+    recipe.check()
+    recipe.read()
+    torch.manual_seed(config.loop.seed)
+    loop = recipe.loop()
+    with recipe.listening():
+        finished = loop.run()
+    progress = dataclasses.replace(loop.progress, tokens=recipe.tokens(loop))
+    if not finished:
+        return {"finished": False, "out": config.loop.out, "step": progress.step, "tokens": progress.tokens}
+    return write_card(config, recipe.finish(loop), progress, command)
