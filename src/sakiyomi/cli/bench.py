@@ -136,7 +136,7 @@ def report(config: ReportConfig, output: JsonOption) -> None:
 
 def inflate(config: InflateConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+    from sakiyomi.cli.output import progress, quiet, say
 
     with progress("loading") as status:
         from sakiyomi.core.memory import readable
@@ -144,7 +144,6 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
 
         quiet()
         found = run(config, Shown(status))
-    console = stdout()
     lines = [
         f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
         f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
@@ -154,7 +153,5 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
         f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
         f"reach {found['random_to_real_activations']:.2f} of the real ones",
     ]
-    for line in lines:
-        console.out(line, highlight=False)
-    if output.json:
-        emit_json(found)
+    say(*lines)
+    output.emit(found)

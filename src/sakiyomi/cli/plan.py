@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(config: PlanConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, stdout, table
+    from sakiyomi.cli.output import say, table
     from sakiyomi.evaluation.tuning import planning
 
     if config.plot is not None:
@@ -33,14 +33,11 @@ def plan(config: PlanConfig, output: JsonOption) -> None:
         check(config.plot)
     found = planning.plan(config)
     table([_shown(line, found["gamma"]) for line in found["lines"]], title="by gamma, against plain decoding")
-    console = stdout()
-    for line in _summary(found):
-        console.out(line, highlight=False)
+    say(*_summary(found))
     if config.plot is not None:
         planning.draw(found, config.plot)
-        console.out(f"the curves are in {config.plot}", highlight=False)
-    if output.json:
-        emit_json(found)
+        say(f"the curves are in {config.plot}")
+    output.emit(found)
 
 
 def _shown(line: dict[str, Any], best: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _painter(picture: PlotOption) -> Callable[[Sequence[Row], Mapping[str, Any]]
 
 def compare(config: CompareConfig, output: JsonOption) -> None:
     """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress
+    from sakiyomi.cli.output import progress
     from sakiyomi.evaluation.bench.spec.results import Results
     from sakiyomi.evaluation.bench.spec.table import compared
 
@@ -91,8 +91,7 @@ def compare(config: CompareConfig, output: JsonOption) -> None:
         several = [Results.read(path) for path in config.files]
         row = compared(several)
         show([row], {}, status)
-    if output.json:
-        emit_json({"files": list(config.files), "rows": [row.to_dict()]})
+    output.emit({"files": list(config.files), "rows": [row.to_dict()]})
 
 
 def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
