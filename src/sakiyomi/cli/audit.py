@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.core.checks import at_least
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.audit.config import AuditConfig
@@ -37,22 +37,16 @@ class PromptOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "audit",
-        LLMConfig,
-        PromptOptions,
-        AuditConfig,
-        JsonOption,
-        help="Check that the output is the target's own.\n\nCompares greedy text with transformers, and drafted with "
-        "plain text, under the coupled rule sampled text too; --sampled tests the distribution under the other rules. "
-        "With --quantize or an evicting cache everything is compared with plain text of the same target. Exit "
-        "code 1 if a defect was found.",
-    )(audit)
+    add_command(app, audit)
 
 
 def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
-    """Run the command."""
+    """Check that the output is the target's own.
+
+    Compares greedy text with transformers, and drafted with plain text, under the coupled rule sampled text too;
+    --sampled tests the distribution under the other rules. With --quantize or an evicting cache everything is compared
+    with plain text of the same target. Exit code 1 if a defect was found.
+    """
     at_least(asked, count=1)
     from sakiyomi.cli.output import progress, quiet
     from sakiyomi.core.prompts import STORIES, read_prompts

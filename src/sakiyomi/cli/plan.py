@@ -6,24 +6,21 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.evaluation.tuning.planning import PlanConfig
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "plan",
-        PlanConfig,
-        JsonOption,
-        help="Say what a draft would bring, from numbers alone.\n\nThe best gamma, the speed-up, operations and memory "
-        "traffic for an acceptance alpha and the costs of draft and passes. `sakiyomi tune` measures instead.",
-    )(plan)
+    add_command(app, plan)
 
 
 def plan(config: PlanConfig, output: JsonOption) -> None:
-    """Run the command."""
+    """Say what a draft would bring, from numbers alone.
+
+    The best gamma, the speed-up, operations and memory traffic for an acceptance alpha and the costs of draft and
+    passes. `sakiyomi tune` measures instead.
+    """
     from sakiyomi.cli.output import say, table
     from sakiyomi.evaluation.tuning import planning
 

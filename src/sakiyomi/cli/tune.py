@@ -6,38 +6,27 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.evaluation.tuning.config import PairConfig, TuneConfig
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     own = typer.Typer(rich_markup_mode=None)
-    command(
-        own,
-        "medusa",
-        TuneConfig,
-        JsonOption,
-        help="Search the tree of Medusa heads that is fastest here.\n\nThe target answers held-out prompts, and each "
-        "head ranks the tokens of the answers; sizes (heads x first guesses x nodes) are compared by these ranks and "
-        "by measured passes. The result is kept beside the heads, and used from then on.",
-    )(medusa)
+    add_command(own, medusa)
 
-    command(
-        own,
-        None,
-        PairConfig,
-        JsonOption,
-        help="Find the drafter and gamma that are fastest for a target on this machine.\n\nEvery drafter that the "
-        "target can use here, and every one that is given, generates some texts. Their acceptance, and the time of "
-        "draft, pass and the rest of a round, predict the speed of every draft length; the best few are measured on "
-        "other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to speculate.",
-    )(pair)
+    add_command(own, pair, name=None)
     app.add_typer(own, name="tune")
 
 
 def pair(config: PairConfig, output: JsonOption) -> None:
-    """Run the command without a name of its own."""
+    """Find the drafter and gamma that are fastest for a target on this machine.
+
+    Every drafter that the target can use here, and every one that is given, generates some texts. Their acceptance,
+    and the time of draft, pass and the rest of a round, predict the speed of every draft length; the best few are
+    measured on other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to
+    speculate.
+    """
     from sakiyomi.cli.output import progress, quiet, say, table
 
     with progress("loading") as status:
@@ -121,7 +110,12 @@ def _summary(found: dict[str, Any]) -> list[str]:
 
 
 def medusa(config: TuneConfig, output: JsonOption) -> None:
-    """Run the command."""
+    """Search the tree of Medusa heads that is fastest here.
+
+    The target answers held-out prompts, and each head ranks the tokens of the answers; sizes (heads x first guesses x
+    nodes) are compared by these ranks and by measured passes. The result is kept beside the heads, and used from then
+    on.
+    """
     from sakiyomi.cli.output import progress, quiet, say, table
 
     with progress("loading") as status:
