@@ -187,7 +187,7 @@ PROMPTS = [prompt(37, 1), prompt(5, 2), prompt(90, 3), prompt(1, 4)]
 
 
 def llm_with(draft: Any = "none", **options: Any) -> LLM:
-    return LLM((model_of(), TOKENIZER), draft, compile=False, chunk_size=CHUNK, **options)
+    return LLM((model_of(), TOKENIZER), draft, chunk_size=CHUNK, **({"compile": False} | options))
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -219,12 +219,12 @@ def test_chains_trees_and_levels_of_a_tree(native: bool, monkeypatch: pytest.Mon
     close(runner.score([SequenceRows(one, 23, [9])]).logits, logits_of([*first, 11, 13, 15, 9])[-1:])
 
 
-@pytest.mark.parametrize("draft", ["none", "chain", "tree", "model"])
-def test_greedy_text_alone_and_in_a_batch(draft: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("draft", ["none", "chain", "tree", "traced", "model"])
+def test_greedy_text_alone_and_in_a_batch(draft: str) -> None:
     """Prompts of several chunks and of one token; a draft model whose own layers keep such windows, too."""
     texts = [greedy(tokens) for tokens in PROMPTS]
     drafter: Any = "none"
-    if draft in ("chain", "tree"):
+    if draft in ("chain", "tree", "traced"):
         kind = Scripted if draft == "chain" else Branching
         drafter = kind(texts_of(PROMPTS, texts), "sometimes", VOCAB)
     elif draft == "model":
@@ -232,11 +232,13 @@ def test_greedy_text_alone_and_in_a_batch(draft: str, tmp_path: Path) -> None:
         from sakiyomi.drafters.model import ModelDrafter
 
         drafter = ModelDrafter(near, VOCAB)
-    llm = llm_with(drafter)
+    llm = llm_with(drafter, compile="auto" if draft == "traced" else False)
+    llm.wait()
     found = llm.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in found] == texts
     assert draft == "none" or sum(out.stats.accepted for out in found) > 10
     assert [llm.generate([tokens], GREEDY)[0].token_ids for tokens in PROMPTS] == texts
+    assert any(map(llm.target.recorder.has, llm.target.sizes)) if draft == "traced" else llm.target.recorder is None
     assert llm.target.cache.bytes > sum(store.nbytes for store in (*llm.target.cache.keys, *llm.target.cache.values))
 
 

@@ -231,7 +231,7 @@ def test_the_audit_reads_the_prompt_likewise(tmp_path: Any, monkeypatch: pytest.
         def __init__(self, *args: Any, **values: Any) -> None:
             super().__init__(*args, **{**values, "prompt": True})
 
-    monkeypatch.setattr(sakiyomi.evaluation.audit.engine_reference, "Segment", AllPrompt)
+    monkeypatch.setattr(sakiyomi.evaluation.audit.engine_reference, "SequenceRows", AllPrompt)
     assert audit(str(folder), f"model:{folder}", prompts=[text], config=config, options=options).noise > 1
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import sakiyomi.model_executor.build
 import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, model_of, prompt
 from drafters import Branching, Scripted, texts_of
@@ -99,7 +100,7 @@ def test_kept_places_make_way_for_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     llm = LLM((tiny_llama(vocab=VOCAB, max_position_embeddings=1024), TOKENIZER), "none", compile=False)
     idle, conversation = llm.conversation(), llm.conversation()
     wanted = idle.generate(FIRST, params()).token_ids
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", lambda device: 0)
     assert conversation.generate(FIRST, params()).token_ids == wanted
     assert llm.target.cache.slots == 1
     with pytest.raises(MemoryLimitError):

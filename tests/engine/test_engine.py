@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+import sakiyomi.model_executor.build
 import sakiyomi.model_executor.runner
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Noisy, Scripted, texts_of
@@ -524,7 +525,7 @@ def test_too_little_memory_is_refused_before_any_work(monkeypatch: pytest.Monkey
     """With the bytes that are needed and what would fit; then everything goes on as before."""
     llm = llm_with()
     pair = llm.target.cache.pair_bytes
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 200 * pair)
+    monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", lambda device: 200 * pair)
     with pytest.raises(MemoryLimitError, match="available"):
         llm.generate([prompt(30)], params(max_new_tokens=200))
     assert not llm.engine.busy

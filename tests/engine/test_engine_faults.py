@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import sakiyomi.drafters.model
-import sakiyomi.model_executor.runner
+import sakiyomi.model_executor.build
 from architectures import VOCAB, greedy, logits_after, model_of, prompt
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, DraftError, InputError, MemoryLimitError, RemovedError, SamplingParams, Step
@@ -170,7 +170,7 @@ def test_all_requests_of_a_list_have_to_fit_together(monkeypatch: pytest.MonkeyP
     """Storage has one length for all slots: what one needs, all get."""
     llm = llm_with(max_batch=4)
     pair = llm.target.cache.pair_bytes
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: int(3 * 256 * pair / 0.9))
+    monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", lambda device: int(3 * 256 * pair / 0.9))
     long = [prompt(20, i) for i in range(4)]
     with pytest.raises(MemoryLimitError, match="4 requests of"):
         llm.generate(long, params(max_new_tokens=180))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import sakiyomi.model_executor.runner
+import sakiyomi.model_executor.build
 from architectures import VOCAB, greedy, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
@@ -78,7 +78,7 @@ def test_memory_is_asked_about_once_for_many_requests(monkeypatch: pytest.Monkey
         asked.append(device)
         return left[0]
 
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", available)
+    monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", available)
     llm = llm_with(max_batch=2)
     params = SamplingParams(max_new_tokens=NEW)
     asked.clear()

@@ -128,14 +128,14 @@ def test_trees_give_the_targets_own_text(
 ) -> None:
     """Greedy, and sampled with a seed; no tree is larger than asked for, and most pairs really branch."""
     proposed: list[Draft] = []
-    say = CrossDrafter._say
+    say = CrossDrafter._translated
 
     def watched(drafter: CrossDrafter, each: Any) -> Any:
         found = say(drafter, each)
         proposed.append(found.draft("watched"))
         return found
 
-    monkeypatch.setattr(CrossDrafter, "_say", watched)
+    monkeypatch.setattr(CrossDrafter, "_translated", watched)
     values = {"max_new_tokens": NEW, "ignore_eos": True} | size
     for params in (SamplingParams(**values), SamplingParams(**values, temperature=1.0, seed=5)):
         done, wanted, llm = both(target, f"model:{drafts[draft]}", params)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import sakiyomi.model_executor.runner
+import sakiyomi.model_executor.build
 import seq2seq_toys
 from architectures import VOCAB, model_of, prompt
 from sakiyomi import LLM, MemoryLimitError, SamplingParams
@@ -301,7 +301,7 @@ def test_without_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make("full")
     requests = [llm.engine.submit(PROMPTS[0], GREEDY) for _ in range(2)]
     llm.engine.step()
-    monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 0)
+    monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", lambda device: 0)
     finish(llm)
     monkeypatch.undo()
     (wanted,) = alone(make("full"), PROMPTS[:1], GREEDY)
@@ -388,7 +388,7 @@ def test_the_only_place_is_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
         llm = make("full", **options)
         first = served(llm, PROMPTS[0])
         if not options:
-            monkeypatch.setattr(sakiyomi.model_executor.runner, "available_bytes", lambda device: 0)
+            monkeypatch.setattr(sakiyomi.model_executor.build, "available_bytes", lambda device: 0)
         assert served(llm, first.tokens + prompt(9, 7)).stats.reused == len(first.tokens) - 1
         assert served(llm, PROMPTS[3]).stats.reused == 64
         assert llm.target.cache.slots == 1

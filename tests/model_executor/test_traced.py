@@ -28,7 +28,7 @@ def passes(runner: ModelRunner, laps: int = WORTH_IT + 3) -> list[torch.Tensor]:
             rows = [SequenceRows(first, 9 + lap, prompt(5, lap), TREE), SequenceRows(second, 5 + lap, prompt(3, lap))]
             found.append(runner.score(rows).logits.clone())
             for slot, length in ((first, 9), (second, 5)):
-                runner.cache.keep(slot, length + lap, (0,))
+                runner.cache.commit(slot, length + lap, (0,))
     return found
 
 

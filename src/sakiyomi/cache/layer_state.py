@@ -94,15 +94,15 @@ _numbers = itertools.count()
 class _Pass(threading.local):
     """The running pass of this thread, and whose it is: a graph that is compiled in the background has none."""
 
-    plan: BatchPlan
+    plan: BatchPlan | None = None
     states: States = MappingProxyType({})
 
 
 _pass = _Pass()
 
 
-def begin_pass(plan: BatchPlan, states: States) -> None:
-    """Say what this thread's next pass looks like, and which states it reads and writes."""
+def begin_pass(plan: BatchPlan | None, states: States) -> None:
+    """Say what this thread's next pass looks like, and which states it reads and writes; None: it is over."""
     _pass.plan, _pass.states = plan, states
 
 
@@ -143,8 +143,8 @@ def _through(number: int) -> Callable[..., Tensor]:
 
 
 def _layer_state(rows: Tensor, number: int) -> Tensor:
-    state = _pass.states.get(number)
-    return torch.zeros_like(rows) if state is None else state.forward(rows, _pass.plan)
+    state, plan = _pass.states.get(number), _pass.plan
+    return torch.zeros_like(rows) if state is None or plan is None else state.forward(rows, plan)
 
 
 _library = torch.library.Library("sakiyomi", "FRAGMENT")

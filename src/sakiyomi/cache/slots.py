@@ -104,8 +104,8 @@ class SlotCache(KVStore):
 
     # ------------------------------------------------------------ what all layers keep
 
-    def begin(self, plan: BatchPlan) -> None:
-        """Say what this thread's next pass looks like, where layers without keys and values ask."""
+    def begin(self, plan: BatchPlan | None) -> None:
+        """Say what this thread's next pass looks like, where layers without keys and values ask; None: it is over."""
         if self.states:
             begin_pass(plan, self.states)
 

@@ -26,7 +26,6 @@ __all__ = [
     "RemovedError",
     "SakiyomiError",
     "UnsupportedError",
-    "one_line",
 ]
 
 
@@ -72,8 +71,3 @@ class DraftError(SakiyomiError):
 
 class RemovedError(SakiyomiError):
     """A request was removed, or interrupted, before its text was complete."""
-
-
-def one_line(error: Exception) -> str:
-    """An error of another library in one line, for a message of ours."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

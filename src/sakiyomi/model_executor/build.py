@@ -68,7 +68,8 @@ def build_runner(
         alone = max(len(weights.text) if quantize else 0, TRIAL if exact else 0)
         slots = max_slots + int(weights.encoder is not None)
         capacity = eviction.capacity(weights.shapes, weights.dtype.itemsize, slots, alone=alone)
-    evicts = eviction is not None
+    # States of other layers are computed in Python, which no capture on a device replays.
+    evicts = eviction is not None or bool(weights.stateful)
     cache, sources = _caches(weights, max_slots, capacity, offloaded, exact=exact, evicts=evicts)
     sizes: tuple[int, ...] = SIZES
     if choose_backend(

@@ -209,7 +209,7 @@ class ModelRunner:
 
     def _make_recorder(self) -> PassRecorder | None:
         weights = self.weights
-        if not self.compile or weights.offloaded or weights.unsettled or weights.stateful:
+        if not self.compile or weights.offloaded or weights.unsettled:
             return None
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
@@ -373,6 +373,7 @@ class ModelRunner:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             spent = time.perf_counter() - began
+            self.cache.begin(None)
             if keep is None and not (self.recorder is not None and self.recorder.fresh):
                 self.clock.add(self.padded(size), replayed, spent)
             self.forward_seconds += spent

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.checkpoint import read_json
-from sakiyomi.core.errors import LoadError, UnsupportedError, one_line
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 
 __all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config", "text_config"]

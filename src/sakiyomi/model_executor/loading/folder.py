@@ -7,7 +7,8 @@ from typing import Any
 
 from sakiyomi.core.checkpoint import HEADS_FILE, MERGING_FILE, RETAINING_FILE
 from sakiyomi.core.embedded import folder_of
-from sakiyomi.core.errors import InputError, LoadError, one_line
+from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.loading.hub import looks_like_hub_id
 from sakiyomi.model_executor.loading.reader import quiet
 

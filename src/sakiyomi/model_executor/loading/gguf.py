@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.checkpoint import Checkpoint
-from sakiyomi.core.errors import LoadError, UnsupportedError, one_line
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.loading.reader import quiet
 
 __all__ = ["read_gguf"]

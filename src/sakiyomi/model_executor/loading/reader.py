@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.checkpoint import Checkpoint
-from sakiyomi.core.errors import LoadError, MemoryLimitError, one_line
+from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.memory import readable
+from sakiyomi.core.messages import one_line
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import PACKED

@@ -1,0 +1,10 @@
+"""Parts of error messages."""
+
+from __future__ import annotations
+
+__all__ = ["one_line"]
+
+
+def one_line(error: Exception) -> str:
+    """An error of another library in one line, for a message of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
