@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.core.checks import at_least
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.audit.config import AuditConfig
@@ -37,24 +37,18 @@ class PromptOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "audit",
-        LLMConfig,
-        PromptOptions,
-        AuditConfig,
-        JsonOption,
-        help="Check that the output is the target's own.\n\nCompares greedy text with transformers, and drafted with "
-        "plain text, under the coupled rule sampled text too; --sampled tests the distribution under the other rules. "
-        "With --quantize or an evicting cache everything is compared with plain text of the same target. Exit "
-        "code 1 if a defect was found.",
-    )(audit)
+    add_command(app, audit)
 
 
 def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
-    """Run the command."""
+    """Check that the output is the target's own.
+
+    Compares greedy text with transformers, and drafted with plain text, under the coupled rule sampled text too;
+    --sampled tests the distribution under the other rules. With --quantize or an evicting cache everything is compared
+    with plain text of the same target. Exit code 1 if a defect was found.
+    """
     at_least(asked, count=1)
-    from sakiyomi.cli.output import emit_json, progress, quiet
+    from sakiyomi.cli.output import progress, quiet
     from sakiyomi.core.prompts import STORIES, read_prompts
 
     texts = list(STORIES) if asked.prompts is None else read_prompts(asked.prompts)
@@ -73,24 +67,21 @@ def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: J
             note=status.update,
         )
     _show(model, report)
-    if output.json:
-        emit_json({"target": model.target, "draft": model.draft, **report.to_dict()})
+    output.emit({"target": model.target, "draft": model.draft, **report.to_dict()})
     if not report.ok:
         raise typer.Exit(DEFECT)
 
 
 def _show(model: LLMConfig, report: AuditReport) -> None:
-    from sakiyomi.cli.output import stdout, table
+    from sakiyomi.cli.output import say, table
 
-    console = stdout()
-    console.out(
+    say(
         f"target {model.target} in {report.dtype}, draft {model.draft}, exact {'yes' if report.exact else 'no'}; "
         f"noise of {report.reference} between pass shapes: {report.noise:.2g} logits; gaps are explained up to 4 times "
-        "that",
-        highlight=False,
+        "that"
     )
     if report.quantization is not None:
-        console.out(f"{report.quantization}; the same target without a draft is the reference", highlight=False)
+        say(f"{report.quantization}; the same target without a draft is the reference")
     table(
         [
             {
@@ -114,23 +105,22 @@ def _show(model: LLMConfig, report: AuditReport) -> None:
     for check in report.checks:
         for found in check.divergences:
             what = "DEFECT" if found.defect else "near-tie"
-            console.out(
+            say(
                 f"{what}: {check.rule} {check.what}, gamma {check.gamma or '-'}, "
                 f"text {found.text}, token {found.position}: expected {_word(report.tokenizer, found.expected)}, "
                 f"got {_word(report.tokenizer, found.got)}; gap {found.gap:.3g}, "
-                f"top-2 gap {found.top2_gap:.3g}, explained up to {found.limit:.3g}",
-                highlight=False,
+                f"top-2 gap {found.top2_gap:.3g}, explained up to {found.limit:.3g}"
             )
     if report.drafter is None:
-        console.out("there was no draft: only plain text was checked; pass --draft model:FOLDER", highlight=False)
+        say("there was no draft: only plain text was checked; pass --draft model:FOLDER")
     for rule in report.untested:
-        console.out(f"{rule} was not tested: it takes no draft of these drafters", highlight=False)
+        say(f"{rule} was not tested: it takes no draft of these drafters")
     verdict = "no defect" if report.ok else f"{report.defects} DEFECTS: the output is not the target's own"
-    console.out(verdict, highlight=False)
+    say(verdict)
 
 
 def _show_sampled(report: AuditReport) -> None:
-    from sakiyomi.cli.output import stdout, table
+    from sakiyomi.cli.output import say, table
     from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER
 
     table(
@@ -153,20 +143,17 @@ def _show_sampled(report: AuditReport) -> None:
             for check in report.sampled
         ]
     )
-    console = stdout()
-    console.out(
+    say(
         "whole: texts of the pair itself; played: rows of the pair, played through the engine and the rule; "
         "neighbours: the same texts, against the requests beside them. A total variation as in the last column is seen "
-        f"with power {POWER}. Odds of a false alarm in all: {ODDS:g}",
-        highlight=False,
+        f"with power {POWER}. Odds of a false alarm in all: {ODDS:g}"
     )
     weak = [check for check in report.sampled if check.how != "whole" and check.fit.ok and check.fit.power < POWER]
     if weak:
         least = min(check.fit.power for check in weak)
-        console.out(
+        say(
             f"{len(weak)} tests were given too few tokens: their power is down to {least:.3f}; raise --samples for "
-            f"{POWER}",
-            highlight=False,
+            f"{POWER}"
         )
 
 

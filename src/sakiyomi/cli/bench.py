@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli import spec
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.rows import PlotOption, Shown, measured
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, InflateConfig, Note
@@ -35,49 +35,21 @@ class PlotFolderOption:
 def register(app: typer.Typer) -> None:
     """Add the command, and the one below it."""
     own = typer.Typer(rich_markup_mode=None)
-    command(
-        own,
-        None,
-        BenchConfig,
-        PlotOption,
-        JsonOption,
-        help="Measure speed side by side.\n\nInterleaved laps, medians, equal outputs checked in the same run. Of our "
-        "own contenders: draft, score and rest in ms a round; KV, keys and values of the largest pass; bw, what "
-        "decoding passes of the target read, as a share of the memory's measured speed.",
-    )(bench)
-    command(
-        own,
-        "inflate",
-        InflateConfig,
-        JsonOption,
-        help="Write a larger model that computes what a small one does.\n\nReal acceptance at a real size: new layers, "
-        "heads and units are random inside and add nothing. It is checked before it is there.",
-    )(inflate)
-    command(
-        own,
-        "long",
-        LongConfig,
-        PlotFolderOption,
-        JsonOption,
-        help="Compare cache systems on long contexts.\n\nEvery system answers the same prompts: right answers, keys "
-        "and values, peak memory, speed. Then how memory grows with the length; of books perplexity and agreement with "
-        "the full cache; of turns one conversation that grows.",
-    )(long)
+    add_command(own, bench, name=None)
+    add_command(own, inflate)
+    add_command(own, long)
     spec.register(own)
-    command(
-        own,
-        "report",
-        ReportConfig,
-        JsonOption,
-        help="Make a page of figures from measurements here.\n\nTime by model size and temperature, ranks, alpha by "
-        "draft, trees, rounds, the formulas beside measured points, Medusa, accuracy by memory, predictions: one HTML "
-        "page that needs no other file, and pictures. Numbers are kept; a run that was broken off goes on.",
-    )(report)
+    add_command(own, report)
     app.add_typer(own, name="bench")
 
 
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
-    """Run the command."""
+    """Measure speed side by side.
+
+    Interleaved laps, medians, equal outputs checked in the same run. Of our own contenders: draft, score and rest in
+    ms a round; KV, keys and values of the largest pass; bw, what decoding passes of the target read, as a share of the
+    memory's measured speed.
+    """
 
     def start(note: Note) -> Iterable[Row]:
         from sakiyomi.evaluation.bench import plot, suites
@@ -97,7 +69,11 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
 
 
 def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
-    """Run the command."""
+    """Compare cache systems on long contexts.
+
+    Every system answers the same prompts: right answers, keys and values, peak memory, speed. Then how memory grows
+    with the length; of books perplexity and agreement with the full cache; of turns one conversation that grows.
+    """
 
     def start(note: Note) -> Iterable[Row]:
         from sakiyomi.evaluation.bench.long import plot
@@ -116,7 +92,12 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
 
 
 def report(config: ReportConfig, output: JsonOption) -> None:
-    """Run the command."""
+    """Make a page of figures from measurements here.
+
+    Time by model size and temperature, ranks, alpha by draft, trees, rounds, the formulas beside measured points,
+    Medusa, accuracy by memory, predictions: one HTML page that needs no other file, and pictures. Numbers are kept; a
+    run that was broken off goes on.
+    """
 
     def start(say: Note) -> Iterable[Row]:
         from sakiyomi.evaluation.bench.figures.run import run
@@ -135,8 +116,12 @@ def report(config: ReportConfig, output: JsonOption) -> None:
 
 
 def inflate(config: InflateConfig, output: JsonOption) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+    """Write a larger model that computes what a small one does.
+
+    Real acceptance at a real size: new layers, heads and units are random inside and add nothing. It is checked before
+    it is there.
+    """
+    from sakiyomi.cli.output import progress, quiet, say
 
     with progress("loading") as status:
         from sakiyomi.core.memory import readable
@@ -144,7 +129,6 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
 
         quiet()
         found = run(config, Shown(status))
-    console = stdout()
     lines = [
         f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
         f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
@@ -154,7 +138,5 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
         f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
         f"reach {found['random_to_real_activations']:.2f} of the real ones",
     ]
-    for line in lines:
-        console.out(line, highlight=False)
-    if output.json:
-        emit_json(found)
+    say(*lines)
+    output.emit(found)

@@ -31,7 +31,6 @@ __all__ = [
     "FileArgument",
     "JsonOption",
     "add_command",
-    "command",
     "flag_help",
     "load",
     "parameters",
@@ -106,68 +105,47 @@ def note_lossy(params: SamplingParams) -> None:
         note("acceptance typical is lossy: the output does not follow the target's own distribution")
 
 
-def command(
-    app: typer.Typer,
-    name: str | None,
-    *groups: type[Any],
-    help: str,
-    defaults: Mapping[str, Any] | None = None,
-    environment: str | None = None,
-) -> Callable[[Callable[..., None]], None]:
-    """Register a command that is called with one object for each group.
-
-    Args:
-        app: takes the command.
-        name: of the command; None: it is what ``app`` does where none of its own commands is named.
-        groups: dataclasses; their fields become the flags, in order.
-        help: shown by ``--help``.
-        defaults: of this command, in the place of the fields' own.
-        environment: its flags may also be set by environment variables that begin so, and in a file (``--config``).
-    """
-
-    def register(run: Callable[..., None]) -> None:
-        def body(ctx: typer.Context, **given: Any) -> None:
-            given.pop("config", None)  # read before the others
-            if ctx.invoked_subcommand is None:
-                run(*(_build(group, given) for group in groups))
-            else:
-                _refuse_flags(ctx, given)
-
-        flags = [(group, field) for group in groups for field in _flags(group)]
-        found = [
-            _parameter(group, field, (defaults or {}).get(field.name, field.default), environment)
-            for group, field in flags
-        ]
-        if environment is not None:
-            found.append(config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}, environment))
-        found.append(keyword("ctx", inspect.Parameter.empty, typer.Context))
-        body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
-        body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
-        if name is None:
-            app.callback(invoke_without_command=True, help=help)(body)
-        else:
-            app.command(name, help=help)(body)
-
-    return register
-
-
 def add_command(
     app: typer.Typer,
     run: Callable[..., None],
     *,
+    name: str | None = "",
     defaults: Mapping[str, Any] | None = None,
     environment: str | None = None,
 ) -> None:
-    """Register a function under its own name: its parameters are the groups of flags, its docstring is the help.
+    """Register a function as a command: its parameters are the groups of flags, its docstring is the help.
 
     Args:
         app: takes the command.
-        run: called with one object for each group.
-        defaults, environment: see ``command``.
+        run: called with one object for each group, a dataclass whose fields become the flags, in order.
+        name: of the command, by default the function's; None: it is what ``app`` does where none of its own commands is
+            named.
+        defaults: of this command, in the place of the fields' own.
+        environment: its flags may also be set by environment variables that begin so, and in a file (``--config``).
     """
     groups = [group for name, group in get_type_hints(run).items() if name != "return"]
-    text = inspect.getdoc(run) or ""
-    command(app, run.__name__, *groups, help=text, defaults=defaults, environment=environment)(run)
+
+    def body(ctx: typer.Context, **given: Any) -> None:
+        given.pop("config", None)  # read before the others
+        if ctx.invoked_subcommand is None:
+            run(*(_build(group, given) for group in groups))
+        else:
+            _refuse_flags(ctx, given)
+
+    flags = [(group, field) for group in groups for field in _flags(group)]
+    found = [
+        _parameter(group, field, (defaults or {}).get(field.name, field.default), environment) for group, field in flags
+    ]
+    if environment is not None:
+        found.append(config_flag({field.name: _KINDS[str(field.type)][0] for _, field in flags}, environment))
+    found.append(keyword("ctx", inspect.Parameter.empty, typer.Context))
+    body.__signature__ = inspect.Signature(found)  # type: ignore[attr-defined]
+    body.__annotations__ = {parameter.name: parameter.annotation for parameter in found}
+    help = inspect.getdoc(run)
+    if name is None:
+        app.callback(invoke_without_command=True, help=help)(body)
+    else:
+        app.command(name or run.__name__, help=help)(body)
 
 
 def flag_help(config: type[Any]) -> dict[str, str]:

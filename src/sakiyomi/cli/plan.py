@@ -6,25 +6,22 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.evaluation.tuning.planning import PlanConfig
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    command(
-        app,
-        "plan",
-        PlanConfig,
-        JsonOption,
-        help="Say what a draft would bring, from numbers alone.\n\nThe best gamma, the speed-up, operations and memory "
-        "traffic for an acceptance alpha and the costs of draft and passes. `sakiyomi tune` measures instead.",
-    )(plan)
+    add_command(app, plan)
 
 
 def plan(config: PlanConfig, output: JsonOption) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import emit_json, stdout, table
+    """Say what a draft would bring, from numbers alone.
+
+    The best gamma, the speed-up, operations and memory traffic for an acceptance alpha and the costs of draft and
+    passes. `sakiyomi tune` measures instead.
+    """
+    from sakiyomi.cli.output import say, table
     from sakiyomi.evaluation.tuning import planning
 
     if config.plot is not None:
@@ -33,14 +30,11 @@ def plan(config: PlanConfig, output: JsonOption) -> None:
         check(config.plot)
     found = planning.plan(config)
     table([_shown(line, found["gamma"]) for line in found["lines"]], title="by gamma, against plain decoding")
-    console = stdout()
-    for line in _summary(found):
-        console.out(line, highlight=False)
+    say(*_summary(found))
     if config.plot is not None:
         planning.draw(found, config.plot)
-        console.out(f"the curves are in {config.plot}", highlight=False)
-    if output.json:
-        emit_json(found)
+        say(f"the curves are in {config.plot}")
+    output.emit(found)
 
 
 def _shown(line: dict[str, Any], best: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def measured(
     Raises:
         typer.Exit: with code 1, if a row has failed.
     """
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout
+    from sakiyomi.cli.output import progress, quiet, say
 
     with progress(doing) as status:
         from sakiyomi.engine import machine
@@ -71,10 +71,8 @@ def measured(
         if conditions is None:
             conditions = machine.conditions()
         done = show(rows, conditions, status)
-    for key, value in more.items():
-        stdout().out(f"the {key} is {value}", highlight=False)
-    if output.json:
-        emit_json({"conditions": dict(conditions), **more, "rows": [row.to_dict() for row in done]})
+    say(*(f"the {key} is {value}" for key, value in more.items()))
+    output.emit({"conditions": dict(conditions), **more, "rows": [row.to_dict() for row in done]})
     if draw is not None:
         draw(done, conditions)
     if any(row.error is not None for row in done):
@@ -83,24 +81,20 @@ def measured(
 
 def show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:
     """Each row's table when it is done, with its notes and conditions; all of them come back."""
-    from sakiyomi.cli.output import stdout, table
+    from sakiyomi.cli.output import say, table
     from sakiyomi.evaluation.bench import report
 
-    console = stdout()
     status.stop()
-    console.out(report.condition_line(conditions), highlight=False)
+    say(report.condition_line(conditions))
     status.start()
     done = []
     for row in rows:
         done.append(row)
         # The spinner and the table may share a screen.
         status.stop()
-        console.out()
+        say("")
         table(row.table(), title=f"{row.name}: {row.title}")
-        if row.error is not None:
-            console.out(f"  {row.error}", highlight=False)
-        for note in row.notes:
-            console.out(f"  {note}", highlight=False)
-        console.out(f"  {report.condition_line(row.conditions)}", highlight=False)
+        below = [*([row.error] if row.error is not None else []), *row.notes, report.condition_line(row.conditions)]
+        say(*(f"  {text}" for text in below))
         status.start()
     return done

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.rows import PlotOption, measured, show
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import Note
@@ -20,39 +20,19 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the command, and those below it."""
     own = typer.Typer(rich_markup_mode=None)
-    command(
-        own,
-        None,
-        SpecConfig,
-        PlotOption,
-        JsonOption,
-        help="Compare drafters on questions of several kinds, as Spec-Bench does.\n\nGreedy, one request at a time, "
-        "everyone by turns on each question; every answer is compared with the plain one. Speed-ups are over plain "
-        "decoding beside it, the prompt's pass included; decode is the speed-up behind the prompt, tau the mean "
-        "accepted tokens.",
-    )(spec)
-    command(
-        own,
-        "compare",
-        CompareConfig,
-        JsonOption,
-        help="Put result files side by side.\n\nOn the questions and drafters that all of them have: another machine, "
-        "another version, other settings.",
-    )(compare)
-    command(
-        own,
-        "merge",
-        MergeConfig,
-        PlotOption,
-        JsonOption,
-        help="Show result files as one table, and write them into one file.\n\nParts of one measurement: other "
-        "questions, other drafters, the same settings and machine. With one file its table is shown again.",
-    )(merge)
+    add_command(own, spec, name=None)
+    add_command(own, compare)
+    add_command(own, merge)
     app.add_typer(own, name="spec")
 
 
 def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
-    """Run the command without a name of its own."""
+    """Compare drafters on questions of several kinds, as Spec-Bench does.
+
+    Greedy, one request at a time, everyone by turns on each question; every answer is compared with the plain one.
+    Speed-ups are over plain decoding beside it, the prompt's pass included; decode is the speed-up behind the prompt,
+    tau the mean accepted tokens.
+    """
 
     def start(note: Note) -> Iterable[Row]:
         from sakiyomi.evaluation.bench.spec.run import run
@@ -82,8 +62,11 @@ def _painter(picture: PlotOption) -> Callable[[Sequence[Row], Mapping[str, Any]]
 
 
 def compare(config: CompareConfig, output: JsonOption) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress
+    """Put result files side by side.
+
+    On the questions and drafters that all of them have: another machine, another version, other settings.
+    """
+    from sakiyomi.cli.output import progress
     from sakiyomi.evaluation.bench.spec.results import Results
     from sakiyomi.evaluation.bench.spec.table import compared
 
@@ -91,12 +74,15 @@ def compare(config: CompareConfig, output: JsonOption) -> None:
         several = [Results.read(path) for path in config.files]
         row = compared(several)
         show([row], {}, status)
-    if output.json:
-        emit_json({"files": list(config.files), "rows": [row.to_dict()]})
+    output.emit({"files": list(config.files), "rows": [row.to_dict()]})
 
 
 def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
-    """Run the command."""
+    """Show result files as one table, and write them into one file.
+
+    Parts of one measurement: other questions, other drafters, the same settings and machine. With one file its table
+    is shown again.
+    """
     from pathlib import Path
 
     from sakiyomi.evaluation.bench.spec.results import Results, join

@@ -6,56 +6,39 @@ from typing import Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.evaluation.tuning.config import PairConfig, TuneConfig
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     own = typer.Typer(rich_markup_mode=None)
-    command(
-        own,
-        "medusa",
-        TuneConfig,
-        JsonOption,
-        help="Search the tree of Medusa heads that is fastest here.\n\nThe target answers held-out prompts, and each "
-        "head ranks the tokens of the answers; sizes (heads x first guesses x nodes) are compared by these ranks and "
-        "by measured passes. The result is kept beside the heads, and used from then on.",
-    )(medusa)
+    add_command(own, medusa)
 
-    command(
-        own,
-        None,
-        PairConfig,
-        JsonOption,
-        help="Find the drafter and gamma that are fastest for a target on this machine.\n\nEvery drafter that the "
-        "target can use here, and every one that is given, generates some texts. Their acceptance, and the time of "
-        "draft, pass and the rest of a round, predict the speed of every draft length; the best few are measured on "
-        "other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to speculate.",
-    )(pair)
+    add_command(own, pair, name=None)
     app.add_typer(own, name="tune")
 
 
 def pair(config: PairConfig, output: JsonOption) -> None:
-    """Run the command without a name of its own."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
+    """Find the drafter and gamma that are fastest for a target on this machine.
+
+    Every drafter that the target can use here, and every one that is given, generates some texts. Their acceptance,
+    and the time of draft, pass and the rest of a round, predict the speed of every draft length; the best few are
+    measured on other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to
+    speculate.
+    """
+    from sakiyomi.cli.output import progress, quiet, say, table
 
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.search import tune
 
         quiet()
         found = tune(config, status.update)
-    console = stdout()
     table([_drafter(row) for row in found["drafters"] if "refused" not in row], title="drafters, at chains of 8")
-    for row in found["drafters"]:
-        if "refused" in row:
-            console.out(f"{row['draft']}: {row['refused']}", highlight=False)
-    console.out()
+    say(*(f"{row['draft']}: {row['refused']}" for row in found["drafters"] if "refused" in row), "")
     table(_configurations(found), title="configurations, tokens/s behind the prompt")
-    for line in _summary(found):
-        console.out(line, highlight=False)
-    if output.json:
-        emit_json(found)
+    say(*_summary(found))
+    output.emit(found)
 
 
 def _drafter(row: dict[str, Any]) -> dict[str, Any]:
@@ -127,18 +110,22 @@ def _summary(found: dict[str, Any]) -> list[str]:
 
 
 def medusa(config: TuneConfig, output: JsonOption) -> None:
-    """Run the command."""
-    from sakiyomi.cli.output import emit_json, progress, quiet, stdout, table
+    """Search the tree of Medusa heads that is fastest here.
+
+    The target answers held-out prompts, and each head ranks the tokens of the answers; sizes (heads x first guesses x
+    nodes) are compared by these ranks and by measured passes. The result is kept beside the heads, and used from then
+    on.
+    """
+    from sakiyomi.cli.output import progress, quiet, say, table
 
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.medusa_search import tune
 
         quiet()
         found = tune(config, status.update)
-    console = stdout()
     best, measured = found["best"], found["measured"]
     table(_shown(found["table"], best), title="heads x first guesses (top_k) x nodes")
-    console.out()
+    say("")
     table(
         [
             {"head": number, **{f"top {top}": sum(chances[:top]) for top in (1, 2, 3, 5, 10)}}
@@ -146,7 +133,7 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
         ],
         title="how often the first guesses of a head hold the token that came",
     )
-    console.out()
+    say("")
     table([{"way": name, **measured[name]} for name in ("plain", "fixed", "default")], title="measured")
     facts = found["conditions"]
     lines = [
@@ -158,10 +145,8 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
         + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)"),
         f"kept in {found['file']}",
     ]
-    for line in lines:
-        console.out(line, highlight=False)
-    if output.json:
-        emit_json(found)
+    say(*lines)
+    output.emit(found)
 
 
 def _shown(rows: list[dict[str, object]], best: dict[str, object]) -> list[dict[str, object]]:
