@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backends import backend_on
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.policies import CacheSpec, read_cache
 from sakiyomi.cache.quantized import (
@@ -32,7 +33,6 @@ from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights
-from sakiyomi.model_executor.attention.torch import TorchBackend
 from turning import fit
 
 native_only = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -291,7 +291,7 @@ def storage(shape: LayerShape, packing: Packing) -> QuantizedKV:
     return packed
 
 
-def filled(case: Case, dtype: torch.dtype, native: PackedWeights | None) -> SlotCache:
+def filled(case: Case, dtype: torch.dtype) -> SlotCache:
     """A cache full of noise, with so many columns packed and dropped."""
     packed = storage(case.shape, case.packing)
     heads = case.shape.heads
@@ -301,7 +301,6 @@ def filled(case: Case, dtype: torch.dtype, native: PackedWeights | None) -> Slot
         max_slots=3,
         limits=[[300] * heads],
         packed=packed,
-        on_move=native.attach if native else None,
     )
     cache.reserve(2, 256)
     for store, seed in ((cache.keys, 3), (cache.values, 4)):
@@ -319,23 +318,15 @@ def filled(case: Case, dtype: torch.dtype, native: PackedWeights | None) -> Slot
 
 def run(case: Case, dtype: torch.dtype, how: str) -> Tensor:
     """The operator's output (rows, heads, value dim)."""
-    native = PackedWeights.create() if how == "native" else None
-    cache = filled(case, dtype, native)
+    backend = backend_on(filled(case, dtype), native=how == "native", by_row=how == "by row")
     q, k, v = case.inputs(dtype)
-    plan = BatchPlan(case.segments)
-    if native is not None:
-        native.begin(plan, q.shape[2])
-        attend = torch.ops.sakiyomi_cpu.attend
-    else:
-        TorchBackend(cache, by_row=how == "by row").begin(plan, q.shape[2])
-        attend = torch.ops.sakiyomi.attend
-    out: Tensor = attend(q, k, v, 0, case.scaling, case.softcap, case.window)
-    return out[0]
+    backend.begin(BatchPlan(case.segments), q.shape[2])
+    return backend.attend(q, k, v, 0, case.scaling, case.softcap, case.window)[0]
 
 
 def oracle(case: Case, dtype: torch.dtype) -> Tensor:
     """Each row and head alone, in double precision, over all packed columns, those behind them, and its own path."""
-    cache = filled(case, dtype, None)
+    cache = filled(case, dtype)
     q, k, v = (x.double() for x in case.inputs(dtype))
     out = torch.zeros(q.shape[2], q.shape[1], case.shape.value_dim, dtype=torch.float64)
     row = 0
@@ -389,17 +380,10 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
     q, k, v = case.inputs(dtype)
     for segment in case.segments:
         if not segment.prompt:
-            native = PackedWeights.create() if how == "native" else None
-            cache = filled(case, dtype, native)
-            plan = BatchPlan([SequenceRows(segment.slot, segment.length, [0])])
-            if native is not None:
-                native.begin(plan, 1)
-                attend = torch.ops.sakiyomi_cpu.attend
-            else:
-                TorchBackend(cache, by_row=True).begin(plan, 1)
-                attend = torch.ops.sakiyomi.attend
+            backend = backend_on(filled(case, dtype), native=how == "native", by_row=True)
+            backend.begin(BatchPlan([SequenceRows(segment.slot, segment.length, [0])]), 1)
             own = (x[:, :, row : row + 1] for x in (q, k, v))
-            alone = attend(*own, 0, case.scaling, case.softcap, case.window)[0, 0]
+            alone = backend.attend(*own, 0, case.scaling, case.softcap, case.window)[0, 0]
             assert torch.equal(alone, together[row])
         row += len(segment.tokens)
 

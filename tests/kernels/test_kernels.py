@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backends import backend_on
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights, can_pack, pack_weight
-from sakiyomi.model_executor.attention.torch import TorchBackend
 
 native_only = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -206,9 +206,9 @@ def cases(draw: st.DrawFn, prompts: bool = False) -> Case:
     )
 
 
-def cache_of(case: Case, dtype: torch.dtype, native: PackedWeights | None) -> SlotCache:
+def cache_of(case: Case, dtype: torch.dtype) -> SlotCache:
     """A cache filled with noise: columns that a row must not see would be seen in the result."""
-    cache = SlotCache([case.shape], dtype=dtype, max_slots=4, on_move=native.attach if native else None)
+    cache = SlotCache([case.shape], dtype=dtype, max_slots=4)
     cache.reserve(3, 140)
     for store, seed in ((cache.keys, 3), (cache.values, 4)):
         store[0].copy_(random(*store[0].shape, seed=case.seed + seed))
@@ -217,27 +217,19 @@ def cache_of(case: Case, dtype: torch.dtype, native: PackedWeights | None) -> Sl
 
 def run(case: Case, dtype: torch.dtype, how: str) -> tuple[Tensor, SlotCache]:
     """The operator's output (rows, heads, value dim), and the cache after it."""
-    native = PackedWeights.create() if how == "native" else None
-    cache = cache_of(case, dtype, native)
+    cache = cache_of(case, dtype)
+    backend = backend_on(cache, native=how == "native", by_row=how == "by row")
     q, k, v = case.inputs(dtype)
-    arguments = (q, k, v, 0, case.scaling, case.softcap, case.window)
-    plan = BatchPlan(case.segments)
-    if native is not None:
-        native.begin(plan, case.rows)
-        out = torch.ops.sakiyomi_cpu.attend(*arguments)
-        assert native.calls() == 1
-    else:
-        dense = TorchBackend(cache, by_row=how == "by row")
-        dense.begin(plan, case.rows)
-        out = torch.ops.sakiyomi.attend(*arguments)
-        assert dense.calls() == 1
+    backend.begin(BatchPlan(case.segments), case.rows)
+    out = backend.attend(q, k, v, 0, case.scaling, case.softcap, case.window)
+    assert backend.calls() == 1
     assert out.shape == (1, case.rows, case.shape.heads * case.group, case.shape.value_dim)
     return out[0], cache
 
 
 def oracle(case: Case, dtype: torch.dtype) -> Tensor:
     """Each row alone, in double precision, over the columns of its own path."""
-    cache = cache_of(case, dtype, None)
+    cache = cache_of(case, dtype)
     q, k, v = (x.double() for x in case.inputs(dtype))
     out, row = [], 0
     for segment in case.segments:
@@ -298,7 +290,7 @@ def test_attention_over_prompt_chunks(how: str, dtype: torch.dtype, case: Case) 
 def test_attention_writes_its_rows_and_nothing_else(how: str, case: Case) -> None:
     """Row i of a segment goes to column length + i of its slot; a stray write would spoil another request."""
     _, cache = run(case, torch.float32, how)
-    expected = cache_of(case, torch.float32, None)
+    expected = cache_of(case, torch.float32)
     _, k, v = case.inputs(torch.float32)
     row = 0
     for segment in case.segments:
@@ -328,13 +320,10 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
         while node >= 0:
             path.insert(0, node)
             node = parents[node]
-        native = PackedWeights.create() if how == "native" else None
-        cache = cache_of(single, dtype, native)
-        state: TorchBackend | PackedWeights = native or TorchBackend(cache, by_row=True)
-        state.begin(BatchPlan([SequenceRows(segment.slot, segment.length, [0] * len(path))]), len(path))
-        name = torch.ops.sakiyomi_cpu if native else torch.ops.sakiyomi
+        backend = backend_on(cache_of(single, dtype), native=how == "native", by_row=True)
+        backend.begin(BatchPlan([SequenceRows(segment.slot, segment.length, [0] * len(path))]), len(path))
         part = (q[:, :, path], k[:, :, path], v[:, :, path])
-        alone = name.attend(*part, 0, case.scaling, case.softcap, case.window)[0, -1]
+        alone = backend.attend(*part, 0, case.scaling, case.softcap, case.window)[0, -1]
         assert torch.equal(alone, together[i])
 
 
@@ -342,16 +331,15 @@ def test_a_row_does_not_depend_on_its_company(how: str, dtype: torch.dtype, case
 def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
     """A pass may have more rows than its plan; what stands there must not be garbage."""
     case = Case(LayerShape(2, 8, 8), 2, (SequenceRows(1, 5, [0, 0, 0]),), 1.0, 0.0, 0, 0)
-    native = PackedWeights.create()
-    assert native is not None
-    cache = cache_of(case, torch.float32, native)
+    cache = cache_of(case, torch.float32)
+    backend = backend_on(cache, native=True)
     wide = Case(case.shape, 2, (SequenceRows(1, 5, [0] * 8),), 1.0, 0.0, 0, 0)
     q, k, v = wide.inputs(torch.float32)
-    native.begin(BatchPlan(case.segments), 8)
-    out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)
+    backend.begin(BatchPlan(case.segments), 8)
+    out = backend.attend(q, k, v, 0, 1.0, 0.0, 0)
     assert out[0, 3:].eq(0).all()
     assert out[0, :3].ne(0).all()
-    before = cache_of(case, torch.float32, None)
+    before = cache_of(case, torch.float32)
     assert torch.equal(cache.keys[0][1, :, 8:], before.keys[0][1, :, 8:])
 
 
@@ -359,16 +347,15 @@ def test_rows_that_only_fill_a_pass_up_are_zero() -> None:
 def test_attention_survives_extreme_scores() -> None:
     """Scores far apart underflow to exact zeros, equal ones share; never a NaN."""
     case = Case(LayerShape(1, 4, 4), 1, (SequenceRows(0, 40, [0, 0]),), 1.0, 0.0, 0, 0)
-    native = PackedWeights.create()
-    assert native is not None
-    cache = cache_of(case, torch.float32, native)
+    cache = cache_of(case, torch.float32)
+    backend = backend_on(cache, native=True)
     q, k, v = (x.clone() for x in case.inputs(torch.float32))
     cache.keys[0][0, 0, :40] = 0
     cache.keys[0][0, 0, 7] = torch.tensor([200.0, 0, 0, 0])
     q[0, 0, 0] = torch.tensor([10.0, 0, 0, 0])
     q[0, 0, 1] = 0
-    native.begin(BatchPlan(case.segments), case.rows)
-    out = torch.ops.sakiyomi_cpu.attend(q, k, v, 0, 1.0, 0.0, 0)[0, :, 0]
+    backend.begin(BatchPlan(case.segments), case.rows)
+    out = backend.attend(q, k, v, 0, 1.0, 0.0, 0)[0, :, 0]
     torch.testing.assert_close(out[0], cache.values[0][0, 0, 7])
     torch.testing.assert_close(out[1], torch.cat([cache.values[0][0, 0, :40], v[0, 0]]).mean(0), atol=1e-5, rtol=1e-5)
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
+from backends import backend_on
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.core.errors import InputError, MemoryLimitError
-from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.attention.cpu import CpuBackend
 
-NATIVE = PackedWeights.create()
 SHAPES = (LayerShape(2, 3, 3), LayerShape(1, 4, 2), LayerShape(2, 3, 3))
 SLOTS = 5
 
@@ -126,9 +127,9 @@ def test_keep_equals_a_cache_built_from_the_kept_tokens(length: int, count: int,
         cache.take(), cache.take()
         cache.reserve(1, length + count)
         write(cache, 1, 0, prefix)
-    if NATIVE is not None:
-        NATIVE.attach(compiled)
-        assert compiled.gather is not None
+    if native() is not None:
+        kernels = backend_on(compiled, native=True)
+        assert isinstance(kernels, CpuBackend) and compiled.gather is not None
     for cache in (one, compiled):
         write(cache, 1, length, rows)
         cache.commit(1, length, kept)
