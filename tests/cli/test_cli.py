@@ -368,7 +368,7 @@ def test_demo(models: Path, no_compiler: None) -> None:
     ]
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in lines)
     assert {"dtype", "draft_dtype", "gamma"} <= set(value["table"]["conditions"])
-    assert value["table"]["conditions"]["graphs"] == "eager"
+    assert value["table"]["conditions"]["graphs"] == "traced"
 
 
 def test_demo_without_the_table(models: Path, no_compiler: None) -> None:

@@ -214,7 +214,7 @@ def test_kernels_that_are_ready_between_two_requests(monkeypatch: pytest.MonkeyP
     """What plain torch wrote into the cache on a machine's first use is read by the compiled kernels from then on."""
     if PackedWeights.create() is None:
         pytest.skip("the C++ kernels cannot be compiled here")
-    for place in ("runner", "build"):
+    for place in ("session", "build"):
         monkeypatch.setattr(f"sakiyomi.model_executor.{place}.native_at_hand", lambda: False)
     llm = LLM((model_of("llama"), TOKENIZER), "none")
     with llm.conversation() as conversation:

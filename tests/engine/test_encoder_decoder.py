@@ -178,8 +178,8 @@ def test_what_a_pass_reads_is_less_than_the_model() -> None:
 def counted(llm: LLM) -> list[object]:
     """Calls of the encoder from now on."""
     calls: list[object] = []
-    assert llm.target._encoder is not None
-    llm.target._encoder._module.register_forward_hook(lambda module, inputs, output: calls.append(module))
+    assert llm.target.weights.encoder is not None
+    llm.target.weights.encoder._module.register_forward_hook(lambda module, inputs, output: calls.append(module))
     return calls
 
 
@@ -296,14 +296,9 @@ def test_compiled_and_plain_attention_agree_on_trees(
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler itself
-def test_a_pass_without_positions_is_compiled_too() -> None:
+def test_a_pass_without_positions_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """T5's graphs have token ids as their only input."""
-    model = build_runner(model_of("t5"), compile=False)
-    model.compile = True
-    model.take_backend()
-    assert model.recorded(4)
-    llm = llm_of("t5")
-    llm.engine.target = llm.target = model
-    llm.engine._slots._cache = model.cache
-    llm.engine._speculation.target = model
+    monkeypatch.setattr("sakiyomi.model_executor.build.SIZES", (4,))
+    llm = LLM((model_of("t5"), TOKENIZER), "none", compile=True)
+    assert llm.target.recorded(4) and llm.target.mode in ("compiled", "eager")
     assert tokens(llm, sources("t5"), params()) == wanted("t5")

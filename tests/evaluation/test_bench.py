@@ -46,7 +46,7 @@ from sakiyomi.kernels.native import PackedLinear
 from sakiyomi.model_executor.attention.registry import PassForward
 from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.loading import load_model
-from sakiyomi.model_executor.runner import SIZES
+from sakiyomi.model_executor.session import SIZES
 from toys import byte_fallback_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 TEXT = ((1, 2, 3),)

@@ -234,7 +234,7 @@ def test_tuned_sizes_are_used(folders: dict[str, Path], tmp_path: Path) -> None:
 
 def test_other_kernels_taken_into_use_later(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The first use on a machine begins in plain torch; heads follow the target to the kernels."""
-    for place in ("runner", "build"):
+    for place in ("session", "build"):
         monkeypatch.setattr(f"sakiyomi.model_executor.{place}.native_at_hand", lambda: False)
     llm = llm_of(f"medusa:{folders['llama']}", compile="auto")
     first = llm.generate(PROMPTS, params(gamma=3))

@@ -167,7 +167,7 @@ def test_early_exit_has_no_cache_and_no_weights_of_its_own() -> None:
 def test_early_exit_follows_the_target_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Built in the background at a machine's first use, and taken into use between requests."""
     at_hand = [False]
-    for place in ("runner", "build"):
+    for place in ("session", "build"):
         monkeypatch.setattr(f"sakiyomi.model_executor.{place}.native_at_hand", lambda: at_hand[0])
     llm = llm_of("early-exit:2", compile="auto")
     view = llm.draft.model  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backends import backend_on
+from backends import backend_on, begin
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels import build
@@ -35,11 +35,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 # ---------------------------------------------------------------- linear
-
-
-def begin(model: PackedWeights, rows: int, filler: int = 0) -> None:
-    """Say that a pass of so many rows comes."""
-    model.begin(BatchPlan([SequenceRows(0, 0, [0] * rows)]), rows + filler)
 
 
 @native_only

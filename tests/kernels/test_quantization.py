@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import sakiyomi.kernels.native
 from architectures import VOCAB, model_of, prompt
+from backends import begin
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
 from sakiyomi.kernels import quantization as rounding
-from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QUANTIZATIONS, check_quantization, choose_bits, compare, layer_errors
@@ -39,10 +39,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------
-
-
-def begin(model: PackedWeights, rows: int) -> None:
-    model.begin(BatchPlan([SequenceRows(0, 0, [0] * rows)]), rows)
 
 
 def tables() -> PackedWeights:

@@ -28,7 +28,8 @@ from sakiyomi.model_executor.attention import cuda as device
 from sakiyomi.model_executor.attention.cuda import CudaBackend, CudaGraphs
 from sakiyomi.model_executor.attention.op import register
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.runner import SIZES, ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.session import SIZES
 from toys import tiny_llama, tiny_tokenizer
 
 SERVED = [name for name in ALL if not name.startswith("falcon")]

@@ -262,7 +262,7 @@ def test_large_trees_are_considered_where_weights_are_fetched(folder: Path) -> N
     seen: list[Costs] = []
     for how, nodes in (({"offload": "disk"}, FAR_NODES), ({}, MOST_NODES)):
         llm = LLM(os.fspath(folder), drafter, compile=False, **how)
-        seen.append(llm.engine._speculation._costs(1, frozenset()))
+        seen.append(llm.engine._speculation._costs(1))
         assert seen[-1].nodes == nodes
     far = Costs(lambda rows: 1.0, 0.001, 0.001, depth=FAR, nodes=FAR_NODES)
     asked = AutoSize(trees=True).next(lambda: far)
@@ -276,13 +276,13 @@ def test_a_pass_that_reads_everything_is_not_tried_out(folder: Path) -> None:
     """One pass of one row is timed; more rows are taken to cost as much until a round has shown what they do."""
     llm = LLM(os.fspath(folder), "none", offload="disk", compile=False)
     passes: list[int] = []
-    run = llm.target._run
-    llm.target._run = lambda plan, size, **how: (passes.append(size), run(plan, size, **how))[1]  # type: ignore[method-assign, func-returns-value, assignment]
+    run = llm.target.run
+    llm.target.run = lambda plan, size, **how: (passes.append(size), run(plan, size, **how))[1]  # type: ignore[method-assign, func-returns-value, assignment]
     first = llm.target.pass_seconds(1)
     assert set(passes) == {1}
     assert llm.target.pass_seconds(129) == llm.target.pass_seconds(40) == first
     assert set(passes) == {1}
-    llm.target._seconds[128, False] = 3 * first
+    llm.target.clock._seconds[128, False] = 3 * first
     assert llm.target.pass_seconds(100) == 3 * first
     assert llm.target.pass_seconds(40) == first
 

@@ -78,7 +78,8 @@ def test_top_p_keeps_the_fewest_that_reach_it(size: int, spread: float, top_p: f
         assert np.array_equal(support, left)
     assert values[left].sum(dtype=np.float64) >= top_p - 1e-6
     if left.size > 1:
-        assert values[left].sum(dtype=np.float64) - values[left].min() < top_p + 1e-6
+        # The kernel's exp is right to a few ulp of float32, and so is the mass that it adds up: 16 of them.
+        assert values[left].sum(dtype=np.float64) - values[left].min() < top_p + 2e-6
     gone = np.setdiff1d(np.arange(size), left)
     assert not gone.size or values[gone].max() <= values[left].min()
     assert np.allclose(kept[left], values[left] / values[left].sum(dtype=np.float64), rtol=1e-5)

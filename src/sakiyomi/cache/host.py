@@ -12,11 +12,11 @@ from sakiyomi.cache.layout import KVCache
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.native import PackedWeights
 
-__all__ = ["CacheHost"]
+__all__ = ["CacheHost", "ModelHost"]
 
 
-class CacheHost(Protocol):
-    """A model that can run passes over its own cache."""
+class ModelHost(Protocol):
+    """A model beside its cache."""
 
     @property
     def module(self) -> nn.Module:
@@ -49,6 +49,10 @@ class CacheHost(Protocol):
     @property
     def packed_weights(self) -> PackedWeights | None:
         """The compiled kernels' weights, which can take in further linear layers; None where plain torch runs."""
+
+
+class CacheHost(ModelHost, Protocol):
+    """A model that can run passes over its own cache."""
 
     def score(self, segments: Sequence[SequenceRows], *, last: bool = False) -> object:
         """One pass over these rows."""

@@ -17,7 +17,8 @@ from sakiyomi.engine.engine import Engine
 from sakiyomi.engine.inputs import InputProcessor, TokenizedPrompt
 from sakiyomi.kernels.build import builder
 from sakiyomi.model_executor.loading import Loaded, check_family, has_encoder
-from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["ModelPool", "answer", "wait"]
 

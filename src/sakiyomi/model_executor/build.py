@@ -18,7 +18,8 @@ from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.model_executor.attention import choose_backend
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
-from sakiyomi.model_executor.runner import SIZES, TARGET_SIZES, ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.session import SIZES, TARGET_SIZES
 from sakiyomi.model_executor.weights import ModelWeights
 
 __all__ = ["build_runner"]

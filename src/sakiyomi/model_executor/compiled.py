@@ -11,7 +11,7 @@ import logging
 import os
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -97,6 +97,8 @@ class CompiledPasses:
     Attributes:
         failed: there is no compiler, or it failed; passes run eagerly.
     """
+
+    mode: ClassVar[str] = "compiled"
 
     def __init__(self, forward: PassForward, device: torch.device, sizes: Sequence[int]) -> None:
         self._forward, self._device = forward, device

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from sakiyomi.core.errors import InputError, UnsupportedError
-from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["FirstLayers"]
 

@@ -40,18 +40,21 @@ class HiddenStateCapture:
 
     Attributes:
         layers: what is captured, in the order of ``take``.
+        wanted: decoder layers to be captured beside the head's input, from the next ``listen`` on.
     """
 
     def __init__(self) -> None:
         self.layers: tuple[int, ...] = ()
+        self.wanted: dict[int, nn.Module] = {}
         self._hooks: list[Any] = []
         # By layer; what a pass that is being compiled in another thread makes is kept apart.
         self._states: dict[int, Tensor] = {}
         self._traced: dict[int, Tensor] = {}
 
-    def listen(self, head: nn.Module, layers: Mapping[int, nn.Module]) -> None:
-        """Capture from now on what this head reads and what these layers give, and nothing else."""
+    def listen(self, head: nn.Module) -> None:
+        """Capture from now on what this head reads and what the wanted layers give, and nothing else."""
         self.leave()
+        layers = self.wanted
 
         def read(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self._note(HEAD, inputs[0])

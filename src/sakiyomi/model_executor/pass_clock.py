@@ -26,10 +26,10 @@ class PassClock:
         self._seconds: dict[tuple[int, bool], float] = {}
         self._warm: set[tuple[int, bool]] = set()
 
-    def add(self, size: int, recorded: bool, seconds: float) -> None:
-        """Take a reading; the first one of its kind counts as a warm-up."""
+    def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
+        """Take a reading; the first one of its kind, and one that was recorded on the way, is only a warm-up."""
         key = (size, recorded)
-        if key in self._warm or self._offloaded:
+        if not fresh and (key in self._warm or self._offloaded):
             self._seconds[key] = running_mean(self._seconds.get(key), seconds)
         self._warm.add(key)
 

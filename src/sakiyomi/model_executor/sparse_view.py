@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.model_executor.runner import DRAFT_SIZES, ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["Excerpt"]
 

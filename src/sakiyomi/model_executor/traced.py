@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers.masking_utils
@@ -43,6 +43,8 @@ class TracedPasses:
     Attributes:
         failed: the model cannot be traced; its passes run eagerly.
     """
+
+    mode: ClassVar[str] = "traced"
 
     def __init__(self, forward: PassForward, module: nn.Module, sizes: Sequence[int]) -> None:
         self._forward, self._module, self._sizes = forward, module, frozenset(sizes)

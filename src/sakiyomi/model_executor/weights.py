@@ -6,6 +6,7 @@ several sessions (`runner.py`): the whole model, its first layers, the model on 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import threading
@@ -39,7 +40,7 @@ from sakiyomi.model_executor.structural_copy import structural_copy
 __all__ = ["ModelWeights"]
 
 logger = logging.getLogger("sakiyomi")
-SMALL_HEAD = 0.1  # share of the weights, up to which the logits of all rows of a prompt cost next to nothing
+SMALL_HEAD = 0.1  # share of the weights
 
 
 class ModelWeights:
@@ -95,7 +96,6 @@ class ModelWeights:
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
         self.max_context = _max_context(self.config)
-        self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
         self.offloaded = not owned and is_offloaded(self.module)
         self.stream = attach(self.module, int(self.config.num_hidden_layers)) if self.offloaded else None
@@ -128,10 +128,47 @@ class ModelWeights:
         head: nn.Module = self.module.get_output_embeddings()
         return head
 
+    def capture_layers(self, layers: Sequence[int]) -> None:
+        """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
+
+        Args:
+            layers: counted from 0.
+
+        Raises:
+            UnsupportedError: the model has an encoder, no such layers, or none that can be found.
+        """
+        name, count = type(self.module).__name__, len(self.shapes) + len(self.stateful)
+        if self.encoder is not None:
+            raise UnsupportedError(f"{name} has an encoder: its hidden states are not captured")
+        if not all(0 <= layer < count for layer in layers):
+            raise UnsupportedError(
+                f"hidden states of layers {', '.join(map(str, layers))} are wanted, and {name} has {count}, counted "
+                "from 0: name others"
+            )
+        lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+        if len(lists) != 1:
+            raise UnsupportedError(
+                f"{name} has {len(lists)} lists of {count} layers where one is expected: hidden states of its layers "
+                "cannot be captured"
+            )
+        wanted = {layer: lists[0][layer] for layer in sorted({*self.capture.wanted, *layers})}
+        if wanted.keys() != self.capture.wanted.keys():
+            self.capture.wanted = wanted
+            self.generation += 1
+
+    def listen(self) -> None:
+        """Capture what the head reads, and what the wanted layers give."""
+        self.capture.listen(self.head)
+
     @property
     def keeps_logits(self) -> bool:
         """Whether the model's forward can be asked for the logits of some rows alone."""
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
+
+    @functools.cached_property
+    def small_head(self) -> bool:
+        """Whether the logits of all rows of a prompt cost next to nothing."""
+        return _count(self.head) < SMALL_HEAD * sum(map(_count, self.module.modules()))
 
     @property
     def one_device(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.host import CacheHost
+    from sakiyomi.cache.host import CacheHost, ModelHost
 
 __all__ = ["Merger", "Policy", "View"]
 
@@ -121,7 +121,7 @@ class Policy:
         end = int(self.ends / 2 * budget)
         return max(self.sinks, end) + self.last_of(budget) + end
 
-    def listen(self, model: CacheHost) -> None:
+    def listen(self, model: ModelHost) -> None:
         """Attach to modules of the model, where queries are not enough.
 
         Called where ``needs_queries`` is set, before the model's first pass, and again when the model has taken other

@@ -19,7 +19,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.kernels.pack import linear_beside
 
 if TYPE_CHECKING:
-    from sakiyomi.cache.host import CacheHost
+    from sakiyomi.cache.host import ModelHost
     from sakiyomi.cache.policies.retaining.heads import RetainingHeads
     from sakiyomi.cache.policies.retaining.raw import Raw
 
@@ -54,7 +54,7 @@ class Locret(Policy):
         """The stabilizers too."""
         return super().least_of(budget) + max(0, int(self.stabilizers * budget) - self.local)
 
-    def listen(self, model: CacheHost) -> None:
+    def listen(self, model: ModelHost) -> None:
         """Read the heads, and attach to the layers' projections."""
         from sakiyomi.cache.policies.retaining.formats import fingerprint, read_heads
         from sakiyomi.cache.policies.retaining.raw import Raw

@@ -26,7 +26,8 @@ from sakiyomi.model_executor.loading import (
     same_tokenizer,
     stop_tokens,
 )
-from sakiyomi.model_executor.runner import DRAFT_SIZES, TARGET_SIZES, ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.session import DRAFT_SIZES, TARGET_SIZES
 
 __all__ = ["NO_TEXT", "Assistance", "Engines", "Ready"]
 

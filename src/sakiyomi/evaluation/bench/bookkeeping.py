@@ -17,7 +17,7 @@ from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.runner import DRAFT_SIZES
+from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["bookkeeping"]
 

@@ -112,7 +112,7 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     """In the new process: seconds of each graph, in the order in which a request asks for them."""
     from sakiyomi.kernels.build import native
     from sakiyomi.model_executor.loading import load_model
-    from sakiyomi.model_executor.runner import TARGET_SIZES
+    from sakiyomi.model_executor.session import TARGET_SIZES
 
     native()  # built at a machine's first use, which is no graph's time
     began = time.perf_counter()

@@ -139,7 +139,7 @@ class PairRow:
         """What has to be known of the row, after its laps; ``prompts``: others than the pair's."""
         config, pair = self.config, self.pair
         found: dict[str, Any] = {**pair.names, **pair.dtypes, "gamma": config.gamma, "rounding": rounding(llm)}
-        found["graphs"] = "compiled" if llm.compiled() and llm.target.recorded(config.gamma + 1) else "eager"
+        found["graphs"] = llm.target.mode if llm.target.recorded(config.gamma + 1) else "eager"
         return found | lengths(config, pair.prompts if prompts is None else prompts) | pair.quality.conditions | more
 
     def row(self, title: str, standings: Sequence[Standing], **conditions: Any) -> Row:

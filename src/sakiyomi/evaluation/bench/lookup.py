@@ -82,7 +82,7 @@ def lookup(config: BenchConfig, note: Note) -> Row:
         for kind, (tasks, judge) in kinds.items()
     }
     conditions = {"target": config.target, "dtype": dtype_name(llm.target.dtype), "gamma": config.gamma}
-    conditions |= {"rounding": rounding(llm), "graphs": "compiled" if llm.compiled() else "eager"}
+    conditions |= {"rounding": rounding(llm), "graphs": llm.target.mode}
     return joined("lookup", title, parts, **conditions, laps=config.repeats, **by_part(parts))
 
 

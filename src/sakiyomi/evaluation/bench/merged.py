@@ -66,7 +66,7 @@ def merged(config: BenchConfig, note: Note) -> Row:
         standings = row.race({name: task_run(way, free) for name, way in ways.items()}, judge, where=kind)
         parts[kind] = row.row(title, standings, notes=[_verdict(standings)], **task_conditions(free))
     conditions: dict[str, Any] = {"target": config.target, "draft": config.draft_model, "sizes": "auto"}
-    conditions |= by_part(parts) | {"graphs": "compiled" if llm.compiled() else "eager", "laps": config.repeats}
+    conditions |= by_part(parts) | {"graphs": llm.target.mode, "laps": config.repeats}
     return joined("merged", title, parts, **conditions)
 
 

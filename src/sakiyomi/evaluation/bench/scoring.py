@@ -67,7 +67,7 @@ def scoring(config: BenchConfig, note: Note) -> Row:
             })  # fmt: skip
     conditions = {
         "model": described(model),
-        "graphs": "compiled" if all(target.recorded(rows) for rows in NODES) else "eager",
+        "graphs": target.mode if all(target.recorded(rows) for rows in NODES) else "eager",
         "depth": DEPTH,
         "laps": config.repeats,
         "passes_a_lap": IN_A_LAP,

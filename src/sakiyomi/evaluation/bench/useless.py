@@ -11,7 +11,7 @@ from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.runner import DRAFT_SIZES
+from sakiyomi.model_executor.session import DRAFT_SIZES
 
 __all__ = ["useless"]
 

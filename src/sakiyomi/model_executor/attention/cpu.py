@@ -69,6 +69,7 @@ class CpuBackend:
 
     def attach(self, cache: SlotCache) -> None:
         """Point the kernels at the cache's present tensors."""
+        self._cache = cache  # held, too
         if not cache.room:
             return
         library, session = self._library, self._session
@@ -99,6 +100,7 @@ class CpuBackend:
 
     def attach_sources(self, sources: SourceCache) -> None:
         """Point cross-attention at the present tensors of what it reads."""
+        self._sources = sources
         if not sources.room:
             return
         lengths, half = sources.lengths.data_ptr(), int(sources.dtype == torch.bfloat16)

@@ -244,6 +244,8 @@ class CudaGraphs:
         failed: a pass could not be captured; they all run eagerly since then.
     """
 
+    mode: ClassVar[str] = "captured"
+
     def __init__(self, forward: PassForward, backend: CudaBackend) -> None:
         self._forward, self._backend = forward, backend
         self.fresh = self.failed = False

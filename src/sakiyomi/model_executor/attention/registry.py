@@ -62,9 +62,11 @@ class PassRecorder(Protocol):
     """Decoding passes recorded once and replayed, by their number of rows.
 
     Attributes:
+        mode: how recorded passes run, in one word.
         fresh: the last pass was recorded first, so that its time says nothing of the next ones.
     """
 
+    mode: ClassVar[str]
     fresh: bool
 
     def has(self, rows: int) -> bool:

@@ -91,7 +91,7 @@ class Work:
 
     def conditions(self, **more: Any) -> dict[str, Any]:
         """What has to be known of a section about the pair, after its laps."""
-        found = {**self.pair.names, **self.pair.dtypes, "graphs": "compiled" if self.llm.compiled() else "eager"}
+        found = {**self.pair.names, **self.pair.dtypes, "graphs": self.llm.target.mode}
         return found | self.laps() | more
 
     def laps(self) -> dict[str, Any]:

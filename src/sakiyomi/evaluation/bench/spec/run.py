@@ -137,7 +137,7 @@ def _settings(config: SpecConfig, llm: LLM, template: str, questions: Sequence[Q
         "target": llm.name,
         **llm.recipe(),
         "device": str(llm.target.device),
-        "graphs": "compiled" if llm.compiled() else "eager",
+        "graphs": llm.target.mode,
         "template": "plain text" if Dialogue(llm.tokenizer, template).plain else shown,
         "questions": digest(questions),
         **{name: getattr(config, name) for name in same},
