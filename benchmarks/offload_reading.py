@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--laps", type=int, default=8)
     arguments = parser.parse_args()
     ahead = LLM(arguments.folder, "none", offload="disk")
-    with patch("sakiyomi.model_executor.runner.attach", lambda *_: None):
+    with patch("sakiyomi.model_executor.weights.attach", lambda *_: None):
         mapped = LLM(arguments.folder, "none", offload="disk")
     stream = ahead.target.weights.stream
     assert stream is not None and mapped.target.weights.stream is None

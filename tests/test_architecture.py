@@ -152,7 +152,13 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 def test_classes_fit_in_a_head() -> None:
     """Lines; and attributes, those of bases in the package included."""
-    classes = {node.name: node for _, node, _ in lengths(ast.ClassDef) if isinstance(node, ast.ClassDef)}
+    # The server's bodies have the fields of another's API.
+    listed = [
+        (name, node)
+        for name, node, _ in lengths(ast.ClassDef)
+        if name.split(".")[:3] != ["sakiyomi", "server", "schema"]
+    ]
+    classes = {node.name: node for _, node in listed if isinstance(node, ast.ClassDef)}
 
     def everything(node: ast.ClassDef) -> set[str]:
         bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]

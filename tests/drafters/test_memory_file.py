@@ -131,7 +131,7 @@ def test_what_is_refused_and_what_it_says(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "FORMAT", 2)
     with pytest.raises(LoadError, match="format '1', this version reads 2"):
         read_memory(path)
-    with pytest.raises(UnsupportedError, match="no vocabulary"):
+    with pytest.raises(UnsupportedError, match="does not give its vocabulary"):
         tokenizer_digest(object())
 
 

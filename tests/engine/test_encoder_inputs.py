@@ -275,7 +275,7 @@ def test_drafts_are_looked_up_in_the_source_only_where_it_has_the_decoders_token
     ):
         llm = llm_of(build(name, **config), "prompt-lookup")
         tokens = sources(name)[1]
-        source = llm.engine._intake(tokens, params()).source
+        source = llm.engine._requests.intake(tokens, params()).source
         assert source is not None
         assert list(source.tokens) == (tokens if shared else []), config
         texts = llm.generate([tokens], params(ignore_eos=True))[0].token_ids
@@ -395,7 +395,7 @@ def test_weights_outside_the_memory_are_refused(name: str, root: Path) -> None:
 def test_a_source_for_which_there_is_no_memory_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = llm_of(model_of("bart"), max_batch=4)
     assert llm.target.sources is not None
-    monkeypatch.setattr(llm.target.sources, "_available", lambda: 0)
+    monkeypatch.setattr(llm.target.sources.sizing, "available", lambda: 0)
     first = llm.engine.submit(sources("bart")[0], params())
     llm.engine.step()
     assert isinstance(first.error, sakiyomi.MemoryLimitError)

@@ -207,7 +207,7 @@ def test_a_broken_rule_is_found(
 
 def test_noise_of_another_request_is_found(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted and plain text agree with each other then, and not with the logits."""
-    monkeypatch.setattr("sakiyomi.engine.engine.RequestNoise", lambda seed, *key: RequestNoise(seed + 1, *key))
+    monkeypatch.setattr("sakiyomi.engine.request_factory.RequestNoise", lambda seed, *key: RequestNoise(seed + 1, *key))
     report = run(models)
     assert {(check.rule, check.against) for check in report.checks if check.defects} == {("coupled", "logits")}
 

@@ -352,7 +352,7 @@ def test_cache_usage_leaves_out_what_was_evicted() -> None:
     with running(llm) as (_, url):
         asked = {"model": "toy", "prompt": [5] * 400, "max_tokens": 1}
         assert web.post(f"{url}/v1/completions", json=asked).status_code == 200
-        (limit,) = {columns for layer in llm.target.cache.limits or () for columns in layer}
+        (limit,) = {columns for layer in llm.target.cache.sizing.limits or () for columns in layer}
         assert figures(url)["vllm:kv_cache_usage_perc"] == pytest.approx(40 / (2 * limit))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from sakiyomi.core.errors import LoadError
+from sakiyomi.core.errors import DraftError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.outputs import Step
 from sakiyomi.core.tree import Draft
@@ -17,9 +17,10 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import PassOutput
 
 if TYPE_CHECKING:
+    from sakiyomi.cache.slots import SlotCache
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Batch", "score_alone"]
+__all__ = ["Batch", "make_room", "score_alone"]
 
 
 @dataclass(eq=False)
@@ -72,6 +73,29 @@ class Batch:
         self.requests = [self.requests[i] for i in going]
         self.drafts = [self.drafts[i] for i in going]
         self.rows = [self.rows[i] for i in going]
+
+
+def make_room(batch: Batch, cache: SlotCache, check: Callable[[Request], None]) -> list[Step]:
+    """Room in the cache for a round; a request for which there is none, or no right draft, leaves the batch.
+
+    Args:
+        batch: the round.
+        cache: of the target.
+        check: raises what was wrong with a request's draft, where that ends it.
+
+    Returns:
+        The last steps of requests that end.
+    """
+    steps = []
+    for request, draft in batch.pairs():
+        assert request.slot is not None
+        try:
+            check(request)
+            cache.reserve(request.slot, request.cached + len(draft) + 1)
+        except (DraftError, MemoryLimitError) as error:
+            steps.append(request.fail(error))
+    batch.drop_ended()
+    return steps
 
 
 def score_alone(

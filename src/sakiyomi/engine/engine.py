@@ -5,37 +5,31 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sakiyomi.cache.prefix import Prefix
 from sakiyomi.cache.slot_record import neg_log_prob
-from sakiyomi.core.errors import DraftError, InputError, MemoryLimitError, RemovedError
+from sakiyomi.core.errors import InputError, MemoryLimitError, RemovedError
 from sakiyomi.core.outputs import Generation, Step
 from sakiyomi.core.params import SamplingParams, as_params
-from sakiyomi.core.text import TextStream
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.drafters.adapter import Proposer, as_drafter
-from sakiyomi.drafters.base import Context, Drafter
-from sakiyomi.drafters.draft_length import NO_DRAFT, make_policy
-from sakiyomi.engine.batch import Batch, score_alone
-from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor, TokenizedPrompt
+from sakiyomi.drafters.base import Drafter
+from sakiyomi.engine.batch import Batch, make_room, score_alone
+from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor
 from sakiyomi.engine.prefill import Prefill
 from sakiyomi.engine.request import Request, RetainedSlot
+from sakiyomi.engine.request_factory import RequestFactory
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.engine.speculation import RoundClock, SpeculationController
 from sakiyomi.model_executor.features import HEAD, PassOutput
-from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows
 
 if TYPE_CHECKING:
@@ -84,14 +78,22 @@ class Engine:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_context, self.chunk_size, self.exact = max_context, chunk_size, exact
-        self._intake = intake or TextInputProcessor(tokenizer, target.vocab_size, max_context)
-        self._settle, self._depth = settle, depth
+        self._settle = settle
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._slots = SlotManager(target, drafter, chunk_size, exact)
-        self._ids = itertools.count()
         self._lock = threading.RLock()
         self._speculation = SpeculationController(target, drafter, exact=exact, strict=strict)
+        self._requests = RequestFactory(
+            intake or TextInputProcessor(tokenizer, target.vocab_size, max_context),
+            self._speculation.verifier,
+            tokenizer,
+            vocab_size=target.vocab_size,
+            stop_ids=self.stop_ids,
+            max_context=max_context,
+            exact=exact,
+            depth=depth,
+        )
         self._prefill = Prefill(target, self._slots, chunk_size, self._evict, exact=exact)
 
     @property
@@ -150,36 +152,17 @@ class Engine:
                 conversation has a request under way.
             MemoryLimitError: its keys and values would not fit.
         """
-        asked = prompt if isinstance(prompt, TokenizedPrompt) else self._intake(prompt, as_params(params))
-        tokens, params = asked.tokens, asked.params
-        depth = self._depth if params.gamma == params.tree == params.nodes == "auto" else None
-        if depth is not None:
-            params = replace(params, tree="chain")
-        verifier = self._speculation.verifier(params)
-        rule = verifier.rule
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_ids)
-        noise = RequestNoise(seed, *key)
-        context = Context(
-            *(next(self._ids), tokens, params, rule, noise, stop_ids),
-            shares=shares and not self.exact,
-            source=asked.source,
-        )
-        last = min(len(tokens) + params.max_new_tokens, self.max_context)
-        request = Request(
-            context,
-            len(tokens),
-            Sampler(params, self.target.vocab_size),
-            verifier,
-            make_policy(params, depth) if drafted else NO_DRAFT,
-            TextStream(self.tokenizer, params.stop),
-            last,
-            keep_rounds=rounds_trace,
-            keep_logits=keep_logits,
-            live=live or bool(params.stop),
+        request = self._requests.make(
+            prompt,
+            params,
+            key=key,
+            rounds_trace=rounds_trace,
+            live=live,
             outbox=outbox,
             place=place,
             shares=shares,
+            drafted=drafted,
+            keep_logits=keep_logits,
         )
         with self._lock:
             others = [*self._running, *self._waiting]
@@ -216,7 +199,7 @@ class Engine:
                 clock = RoundClock(self.target)
                 drafted = self._speculation.propose(requests)  # draft
                 batch = Batch.of_drafts(requests, drafted.drafts)
-                steps += self._make_room(batch)
+                steps += make_room(batch, self.target.cache, self._speculation.check)
                 try:
                     output = self.target.score(batch.rows)  # score
                 except Exception as error:
@@ -288,19 +271,6 @@ class Engine:
                 self._settle()
 
     # ------------------------------------------------------------ one round
-
-    def _make_room(self, batch: Batch) -> list[Step]:
-        """Room in the cache for a round; a request for which there is none, or no right draft, leaves the batch."""
-        steps = []
-        for request, draft in batch.pairs():
-            assert request.slot is not None
-            try:
-                self._speculation.check(request)
-                self.target.cache.reserve(request.slot, request.cached + len(draft) + 1)
-            except (DraftError, MemoryLimitError) as error:
-                steps.append(request.fail(error))
-        batch.drop_ended()
-        return steps
 
     def _decide(self, batch: Batch, output: PassOutput) -> list[Step]:
         """Verify each request's draft and commit what was accepted; an error of its own options ends a request alone.

@@ -6,12 +6,11 @@ several sessions (`runner.py`): the whole model, its first layers, the model on 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,15 @@ from sakiyomi.model_executor.structural_copy import structural_copy
 __all__ = ["ModelWeights"]
 
 logger = logging.getLogger("sakiyomi")
-SMALL_HEAD = 0.1  # share of the weights
+SMALL_HEAD = 0.1  # share of the weights, below which a head is small
+
+
+class _Given(NamedTuple):
+    """How the weights are to be packed, see ``ModelWeights``."""
+
+    owned: bool
+    prepared: Prepared | None
+    quantize: str | None
 
 
 class ModelWeights:
@@ -57,6 +64,7 @@ class ModelWeights:
         module: the transformers model as it runs here.
         encoder: of an encoder-decoder model, whose decoder is the module.
         max_context: positions that the model has.
+        small_head: the logits of all rows of a prompt cost next to nothing.
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
             same whatever the number of rows.
         stream: where those come from that lie in files; None: no weights do.
@@ -96,13 +104,14 @@ class ModelWeights:
         self.dtype: torch.dtype = model.dtype
         self.device = _device(model)
         self.max_context = _max_context(self.config)
+        self.small_head = _count(head) < SMALL_HEAD * sum(map(_count, model.modules()))
         # Of what was loaded to be packed here, hooks bring each layer once, and are gone then.
         self.offloaded = not owned and is_offloaded(self.module)
         self.stream = attach(self.module, int(self.config.num_hidden_layers)) if self.offloaded else None
         for module in self.module.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False
-        self._owned, self._prepared, self._quantize = owned, prepared, quantize
+        self._given = _Given(owned, prepared, quantize)
         self.text = list(text)
         self.quantization: QuantizationReport | None = prepared.report if prepared is not None else None
         self.siblings: list[list[str]] = prepared.siblings if prepared is not None else []
@@ -165,11 +174,6 @@ class ModelWeights:
         """Whether the model's forward can be asked for the logits of some rows alone."""
         return "logits_to_keep" in inspect.signature(self.module.forward).parameters
 
-    @functools.cached_property
-    def small_head(self) -> bool:
-        """Whether the logits of all rows of a prompt cost next to nothing."""
-        return _count(self.head) < SMALL_HEAD * sum(map(_count, self.module.modules()))
-
     @property
     def one_device(self) -> bool:
         """Whether all layers lie where the model does."""
@@ -220,20 +224,20 @@ class ModelWeights:
     def packable(self) -> bool:
         """Whether the compiled kernels could serve this model."""
         # What we loaded ourselves may be on disk until it is packed.
-        places = {"cpu", "meta"} if self._owned else {"cpu"}
+        places = {"cpu", "meta"} if self._given.owned else {"cpu"}
         here = self.one_device and {p.device.type for p in self.module.parameters()} <= places
         return not self.own_attention and here and self.dtype in (torch.float32, torch.bfloat16)
 
     def pack(self) -> None:
         """Put the linear layers into the compiled kernels, where these serve them; quantize them, if that was asked."""
-        self.packed = self._prepared.native if self._prepared is not None else self._packed()
+        self.packed = self._given.prepared.native if self._given.prepared is not None else self._packed()
         self.generation += 1
 
     def _packed(self) -> PackedWeights | None:
         table = PackedWeights.create() if self.packable else None
         if table is None:
             return None
-        if not self._owned:  # the user's own weights stay beside the packed ones
+        if not self._given.owned:  # the user's own weights stay beside the packed ones
             need = sum(m.weight.nbytes for m in self.module.modules() if type(m) in PACKED)
             if need > available_bytes(str(self.device)):
                 logger.warning(
@@ -242,10 +246,10 @@ class ModelWeights:
                     readable(need),
                 )
                 return None
-        bits = self._choose_bits(self._quantize) if self._quantize else None
+        bits = self._choose_bits(self._given.quantize) if self._given.quantize else None
         names = {id(module): name for name, module in self.module.named_modules()}
         self.siblings = [[names[id(layer)] for layer in group] for group in self._together]
-        pack_linears(self.module, table, self._together, free=self._owned, bits=bits)
+        pack_linears(self.module, table, self._together, free=self._given.owned, bits=bits)
         self._together = []
         return table
 
@@ -261,10 +265,10 @@ class ModelWeights:
         Raises:
             UnsupportedError: they do not.
         """
-        if self._quantize and self.packed is None:
+        if self._given.quantize and self.packed is None:
             raise UnsupportedError(
-                f"quantize={self._quantize!r}: the compiled CPU kernels do not serve {type(self.module).__name__}, "
-                "which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
+                f"quantize={self._given.quantize!r}: the compiled CPU kernels do not serve "
+                f"{type(self.module).__name__}, which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
             )
 
     def judge(self, after: Tensor) -> None:
@@ -275,7 +279,7 @@ class ModelWeights:
         layers = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, PackedLinear)}
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
-        self.quantization = QuantizationReport(str(self._quantize), *counts)
+        self.quantization = QuantizationReport(str(self._given.quantize), *counts)
 
 
 def _device(model: Any) -> torch.device:
