@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights
@@ -21,12 +20,6 @@ def backend_on(cache: SlotCache, *, native: bool = False, by_row: bool = False) 
     return backend
 
 
-_begun: list[CpuBackend] = []
-
-
 def begin(weights: PackedWeights, rows: int, filler: int = 0) -> None:
     """A pass of one request comes, for layers that are called without their model; `filler` rows only fill it up."""
-    cache = SlotCache([LayerShape(1, 2, 2)], dtype=torch.float32, max_slots=1)
-    backend = CpuBackend(BackendNeeds(torch.device("cpu"), packed=weights), cache)
-    backend.begin(BatchPlan([SequenceRows(0, 0, [0] * rows)]), rows + filler)
-    _begun[:] = [backend]  # held until the next one
+    weights.begin(BatchPlan([SequenceRows(0, 0, [0] * rows)]), rows + filler)

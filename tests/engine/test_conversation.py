@@ -220,7 +220,7 @@ def test_kernels_that_are_ready_between_two_requests(monkeypatch: pytest.MonkeyP
     with llm.conversation() as conversation:
         conversation.generate(FIRST, params())
         assert not isinstance(llm.target.backend, CpuBackend)
-        monkeypatch.setattr(sakiyomi.model_executor.runner, "native_at_hand", lambda: True)
+        monkeypatch.setattr("sakiyomi.model_executor.session.native_at_hand", lambda: True)
         out = conversation.generate(second(), params())
         assert isinstance(llm.target.backend, CpuBackend)
         assert (out.stats.reused, out.token_ids) == (22, reply(tuple(second())))

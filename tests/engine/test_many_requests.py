@@ -55,19 +55,19 @@ def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
     drafting, largest = llm.engine._speculation, llm.target.sizes[-1]
     rows: list[int] = []
     for batch in (1, 8, 32, 200):
-        costs = drafting._costs(batch, frozenset())
+        costs = drafting._costs(batch)
         rows.append(batch * (costs.nodes + 1))
         assert 1 <= costs.depth <= costs.nodes
-    assert drafting._costs(1, frozenset()).nodes == MOST_NODES
+    assert drafting._costs(1).nodes == MOST_NODES
     assert max(rows[:3]) <= largest < rows[3]  # beyond it there is one node: others would be tried out for nothing
 
 
 def test_one_request_alone_does_not_inherit_the_speed_of_many() -> None:
     drafting = llm_with(max_batch=32).engine._speculation
     for _ in range(50):
-        drafting._gain(32, frozenset()).add(1.0, 1.0)
-    assert drafting._costs(32, frozenset()).rate == pytest.approx(1.0)
-    assert drafting._costs(1, frozenset()).rate == 0.0
+        drafting._gain(32).add(1.0, 1.0)
+    assert drafting._costs(32).rate == pytest.approx(1.0)
+    assert drafting._costs(1).rate == 0.0
 
 
 def test_memory_is_asked_about_once_for_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:

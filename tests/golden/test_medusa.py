@@ -14,6 +14,7 @@ from architectures import ALL, VOCAB, greedy, model_of
 from medusa_toys import PROMPTS, fitted_heads, heads_folder, new_heads
 from sakiyomi import LLM, InputError, LoadError, SamplingParams, UnsupportedError
 from sakiyomi.core.tree import TokenTree
+from sakiyomi.drafters.base import HiddenStates
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
@@ -23,6 +24,7 @@ from sakiyomi.drafters.medusa_heads.tuned import FILE
 from sakiyomi.drafters.trees import BUILDERS, CandidateTree
 from sakiyomi.evaluation.tuning.medusa_search import ranks_of
 from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.features import HEAD
 from toys import character_tokenizer, save_model, tiny_llama, tiny_tokenizer
 
 NEW = 24
@@ -93,6 +95,8 @@ def test_merged_with_other_drafts(draft: str, folders: dict[str, Path]) -> None:
 
 
 class _Noting:
+    hidden_states = HiddenStates((HEAD,))
+
     """Keeps what the target's hidden state was at every round."""
 
     name, kind = "noting", "point_mass"
@@ -103,7 +107,7 @@ class _Noting:
     def propose(self, contexts: Any, gammas: Any) -> list[Any]:
         from sakiyomi import Draft
 
-        self.seen += [(list(context.tokens), context.hidden.clone()) for context in contexts]
+        self.seen += [(list(context.tokens), context.states[HEAD].clone()) for context in contexts]
         # A right token, a wrong one behind it: rows in the middle of a draft are what comes next.
         right = [greedy(model_of("llama"), context.tokens, 1) for context in contexts]
         return [Draft.chain([token, 1, 2][:gamma], self.name) for (token,), gamma in zip(right, gammas, strict=True)]

@@ -46,7 +46,7 @@ def memory_asked_for_once() -> Iterator[None]:
     """Each of thousands of requests would read the machine's figures anew, an eighth of the time."""
     there = available_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sakiyomi.model_executor.runner.available_bytes", lambda device: there)
+        patch.setattr("sakiyomi.model_executor.build.available_bytes", lambda device: there)
         yield
 
 

@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process now: graphs may still be compiling in a thread, and nobody waits for what it would give."""
+    """End the process now: kernels may still be compiling in a thread, and nobody waits for what it would give."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()

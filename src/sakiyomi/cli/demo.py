@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
 COMPILE_UNTIL, TABLE_UNTIL = 30.0, 46.0
-"""Seconds after the start: graphs are waited for, and laps are added to the table, no longer than this."""
+"""Seconds after the start: kernels are waited for, and laps are added to the table, no longer than this."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def demo(options: DemoOptions, output: JsonOption) -> None:
     stats = story[-1].stats
     assert stats is not None
     say(
-        f"{stats.tokens} tokens, {stats.tau:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s while graphs "
-        f"compile; first token {first - began:.1f} s after the start"
+        f"{stats.tokens} tokens, {stats.tau:.2f} per target pass, {stats.tokens_per_second:.0f} tokens/s; "
+        f"first token {first - began:.1f} s after the start"
     )
     found: dict[str, Any] = {
         "target": options.target,

@@ -45,7 +45,7 @@ def serve(config: ServerConfig, model: LLMConfig) -> None:
     llm = load(model, say)
     if config.warm_up != "none":
         if not llm.compiled():
-            say("compiling for this machine: seconds, or minutes the first time (--warm-up)")
+            say("preparing: seconds, or a minute the first time on this machine, while kernels compile (--warm-up)")
         llm.wait(batches=config.warm_up == "all")
     set_up(config.log_format)
     run(llm, config, listening=lambda url: say(f"serving {config.served_name or llm.name} at {url}"))

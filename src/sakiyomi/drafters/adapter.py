@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sakiyomi.core.errors import InputError
@@ -10,6 +10,8 @@ from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sakiyomi.core.params import SamplingParams
 
 __all__ = ["DrafterAdapter", "Proposer", "as_drafter"]
@@ -48,6 +50,7 @@ class DrafterAdapter(Drafter):
         self.proposer = proposer
         self.runs_model = hasattr(proposer, "passes")
         self.prefers_coupled = hasattr(proposer, "kind_for")
+        self.hidden_states = getattr(proposer, "hidden_states", None)
         model = getattr(proposer, "model", None)
         if isinstance(model, ModelRunner):  # any other model is the proposer's own matter
             self.model = model
@@ -91,6 +94,11 @@ class DrafterAdapter(Drafter):
         """See ``Drafter.propose``."""
         drafts: list[Draft] = self.proposer.propose(contexts, gammas)
         return drafts
+
+    def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
+        """See ``Drafter.observe``."""
+        if hasattr(self.proposer, "observe"):
+            self.proposer.observe(context, first, states)
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``."""

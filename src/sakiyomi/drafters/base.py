@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, Rule
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sakiyomi.cache.cross_attention import Source
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["Context", "Drafter", "Rule", "tell_end", "tell_inherit"]
+__all__ = ["Context", "Drafter", "HiddenStates", "Rule", "tell_end", "tell_inherit"]
 
 logger = logging.getLogger("sakiyomi")
 
@@ -43,9 +43,8 @@ class Context:
             own proposals may then go less or more deep than he is asked to. None: the size is as asked for.
         slot: the request's place in the target's cache, for a drafter that runs part of the target; it holds the keys
             and values of all tokens but the last. Set before each round.
-        hidden: (hidden,) what the target's head over the vocabulary read at the last token that the target has
-            processed, the one before the last in ``tokens``; None before the prompt is through, and where the target
-            has an encoder.
+        states: by layer, (hidden,) each, where the drafter's ``hidden_states`` ask for the last row: that of the last
+            token that the target has processed, the one before the last in ``tokens``; empty while the prompt is read.
         shares: what was read of another request may be used for it, as far as its tokens are the same; not with
             ``exact``, where the same numbers are wanted.
         source: what the text is made from, where the target has an encoder; its ``tokens`` stand before the text for
@@ -62,10 +61,24 @@ class Context:
     nodes: int = 1
     worth: TokenValue | None = None
     slot: int = -1
-    hidden: Tensor | None = None
+    states: Mapping[int, Tensor] = field(default_factory=dict)
     shares: bool = True
     source: Source | None = None
     memory: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """Hidden states of the target's passes that a drafter asks for.
+
+    Attributes:
+        layers: decoder layers, counted from 0, whose output is wanted; ``HEAD``: what the head of the model reads.
+        rows: "last": of the last token that the target has processed, in ``Context.states`` when drafts are asked for;
+            "all": of every token of the prompt and of the text, once, by ``Drafter.observe``; not of the head.
+    """
+
+    layers: tuple[int, ...]
+    rows: Literal["last", "all"] = "last"
 
 
 class Drafter(ABC):
@@ -79,6 +92,7 @@ class Drafter(ABC):
         kind: how its drafts come about; checked against the acceptance rule before any work is done.
         runs_model: whether proposing takes passes of a model: where several drafters are merged, these are asked last.
         model: the draft model; None: there is none.
+        hidden_states: what it reads of the target's passes; None: nothing.
         prefers_coupled: whether its trees follow the noise of each token's position where the rule is "coupled"; then
             that rule is what acceptance "auto" chooses for them.
     """
@@ -87,6 +101,7 @@ class Drafter(ABC):
     kind: DraftKind
     runs_model = False
     prefers_coupled = False
+    hidden_states: HiddenStates | None = None
     model: ModelRunner | None = None
 
     @property
@@ -121,6 +136,16 @@ class Drafter(ABC):
             gammas: the depth wanted for each, at least 1; less is allowed, and ``Draft.empty()`` too.
         """
 
+    def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:  # noqa: B027
+        """The target has processed tokens of a request; called where ``hidden_states`` ask for all rows.
+
+        Args:
+            context: of the request.
+            first: place in ``context.tokens`` of the first of these tokens. Tokens before it that were never given lay
+                in the cache already: a prefix, a conversation, the beginning of another request.
+            states: by layer, (tokens, hidden).
+        """
+
     def inherit(self, context: Context, earlier: Context) -> None:  # noqa: B027
         """The next request of a conversation begins: take over what is useful of the one before, which then ends."""
 
@@ -134,6 +159,13 @@ def tell_inherit(drafter: Drafter | None, context: Context, earlier: Context) ->
     if drafter is not None:
         with _logged(drafter, "inherit"):
             drafter.inherit(context, earlier)
+
+
+def tell_states(drafter: Drafter | None, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
+    """Give a drafter hidden states of a request. What it raises is logged: nothing else depends on it."""
+    if drafter is not None:
+        with _logged(drafter, "observe"):
+            drafter.observe(context, first, states)
 
 
 def tell_end(drafter: Drafter | None, context: Context) -> None:

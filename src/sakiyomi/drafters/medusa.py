@@ -17,13 +17,14 @@ import torch
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind
-from sakiyomi.drafters.base import Context, Drafter
+from sakiyomi.drafters.base import Context, Drafter, HiddenStates
 from sakiyomi.drafters.confidence import RANKS, Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.medusa_heads.formats import read_heads
 from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
 from sakiyomi.drafters.tree_reader import SHARPNESS, begin_tree, is_drawn, kind_of
+from sakiyomi.model_executor.features import HEAD
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,6 +93,7 @@ class MedusaDrafter(Drafter):
     name = "medusa"
     kind: DraftKind = "chain"
     runs_model = prefers_coupled = True
+    hidden_states = HiddenStates((HEAD,))
 
     def __init__(self, guesser: MedusaRunner, vocab_size: int, tuned: Tuned | None = None) -> None:
         if tuned is not None and len(tuned.accuracies) != guesser.heads:
@@ -137,10 +139,9 @@ class MedusaDrafter(Drafter):
 
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``; the heads of all requests are one pass."""
-        hidden = [context.hidden for context in contexts]
-        if not all(state is not None for state in hidden):
+        if not all(context.states for context in contexts):
             raise ValueError("the target gives no hidden states")
-        logits = self.guesser(torch.stack(hidden))  # type: ignore[arg-type]
+        logits = self.guesser(torch.stack([context.states[HEAD] for context in contexts]))
         return [
             self._guesses(context, gamma).grow(logits[:, row])
             for row, (context, gamma) in enumerate(zip(contexts, gammas, strict=True))

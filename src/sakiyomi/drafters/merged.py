@@ -7,15 +7,16 @@ to it, so that the merged draft is as lossless as its parts under every rule tha
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree, best_nodes
 from sakiyomi.drafters.adapter import Proposer, as_drafter
-from sakiyomi.drafters.base import Context, Drafter, tell_end, tell_inherit
+from sakiyomi.drafters.base import Context, Drafter, HiddenStates, tell_end, tell_inherit, tell_states
 from sakiyomi.drafters.chance_calibration import ChanceCalibration
 from sakiyomi.drafters.draft_length import TokenValue
 
@@ -80,6 +81,10 @@ class MergedDrafter(Drafter):
         self._without: dict[int, set[str]] = {}  # by request: members that failed
         self._faulty: set[str] = set()
         self.name = "+".join(member.name for member in self.members)
+        asked = [member.hidden_states for member in self.members if member.hidden_states is not None]
+        if asked:
+            layers = tuple(sorted({layer for each in asked for layer in each.layers}))
+            self.hidden_states = HiddenStates(layers, "all" if any(each.rows == "all" for each in asked) else "last")
         self._calibrations = {member.name: ChanceCalibration() for member in self.members}
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -98,6 +103,12 @@ class MergedDrafter(Drafter):
     def prefill_seconds(self) -> float:
         """Seconds of these over prompts."""
         return sum(member.prefill_seconds for member in self.members)
+
+    def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
+        """See ``Drafter``."""
+        for member in self.members:
+            if member.hidden_states is not None and member.hidden_states.rows == "all":
+                tell_states(member, context, first, {layer: states[layer] for layer in member.hidden_states.layers})
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter``."""

@@ -29,7 +29,7 @@ from sakiyomi.engine.request import Request, RetainedSlot
 from sakiyomi.engine.request_factory import RequestFactory
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.engine.speculation import RoundClock, SpeculationController
-from sakiyomi.model_executor.features import HEAD, PassOutput
+from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.sampling.verifiers import Rows
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ class Engine:
             exact=exact,
             depth=depth,
         )
-        self._prefill = Prefill(target, self._slots, chunk_size, self._evict, exact=exact)
+        self._prefill = Prefill(
+            target, self._slots, chunk_size, self._evict, self._speculation.give_prompt_states, exact=exact
+        )
 
     @property
     def busy(self) -> bool:
@@ -284,9 +286,7 @@ class Engine:
             try:
                 rows = request.verify_rows(output.logits[here], draft)
                 verdict = request.verifier.verify(draft, rows, request.context.noise)
-                if HEAD in output.features:  # row i + 1 is node i's
-                    end = verdict.path[-1] + 1 if verdict.path else 0
-                    request.context.hidden = output.features[HEAD][here][end]
+                self._speculation.give_states(request, output, here, verdict.path)
                 self._keep(request, draft, verdict, rows)
                 steps.append(request.commit(draft, verdict, rows))
                 self._evict(request)
@@ -303,7 +303,7 @@ class Engine:
         assert request.slot is not None
         eviction = self.target.eviction
         nodes = (0, *(node + 1 for node in verdict.path))
-        if len(request.tokens) > request.prompt_tokens:  # else the rows are the prompt's, kept already
+        if request.decoding:  # else the rows are the prompt's, kept already
             eviction.commit(request.slot, request.cached, nodes)
             request.cached += len(nodes)
         if eviction.needs_log_probs:

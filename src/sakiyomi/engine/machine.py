@@ -78,7 +78,9 @@ def lacks() -> list[str]:
 
     found = []
     if compiler() is None:
-        found.append("no C++ compiler: passes run eagerly, at about half the speed; install g++ or clang++, or set CXX")
+        found.append(
+            "no C++ compiler: plain torch runs in the place of our kernels, slower; install g++ or clang++, or set CXX"
+        )
     if native() is None:
         why = "SAKIYOMI_NATIVE=0 is set" if os.environ.get("SAKIYOMI_NATIVE") == "0" else "they cannot be built here"
         found.append(f"no compiled CPU kernels ({why}): plain torch runs instead, with the same tokens")
@@ -115,7 +117,7 @@ def costs(target: ModelRunner, drafter: Drafter | None, *, context: int = 128, r
     """Milliseconds of target passes over T rows, of a draft step, and the ratios that the theory is about.
 
     Args:
-        target: its graphs are used if they are ready.
+        target: its recorded passes are used if there are any.
         drafter: if it runs a draft model, steps of that model are timed too.
         context: tokens in the cache.
         repeats: passes of each shape; medians are given, shapes take turns.

@@ -1,4 +1,4 @@
-"""The target of an ``LLM`` without its drafter, or with another one: the same weights, graphs and cache."""
+"""The target of an ``LLM`` without its drafter, or with another one: the same weights, recorded passes and cache."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ class Prefill:
         slots: of the requests; a prompt waits for what another request is about to read of it.
         chunk_size: prompt tokens in one pass.
         evict: called for a request whose chunk was read.
+        give_states: called with the hidden states of a chunk: the request, the pass, its first token's place, its rows.
         exact: one prompt a pass.
     """
 
@@ -40,10 +41,12 @@ class Prefill:
         slots: SlotManager,
         chunk_size: int,
         evict: Callable[[Request], None],
+        give_states: Callable[[Request, PassOutput, int, slice], None],
         *,
         exact: bool,
     ) -> None:
         self._target, self._slots, self._evict = target, slots, evict
+        self._give_states = give_states
         self._chunk_size, self._exact = chunk_size, exact
 
     def next_chunk(self, running: Sequence[Request], steps: list[Step]) -> Batch:
@@ -90,10 +93,13 @@ class Prefill:
         eviction = self._target.eviction
         if eviction.needs_log_probs:
             output = self._learn(batch, output, steps)
-        complete, ends = Batch(), []
+        complete, ends, last, row = Batch(), [], [], 0
         for i, (request, rows) in enumerate(zip(batch.requests, batch.rows, strict=True)):
+            at = slice(row, row + len(rows.tokens))
+            row = at.stop
             if request.over:
                 continue
+            self._give_states(request, output, rows.length, at)
             assert request.slot is not None
             request.cached += len(rows.tokens)
             if request.place is None or not request.place.beginning:
@@ -101,12 +107,13 @@ class Prefill:
             if request.prefilled:
                 complete.add(request, Draft.empty(), rows)
                 ends.append(i)
+                last.append(at.stop - 1)
                 continue
             self._evict(request)
             running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
             running.append(request)
         self._slots.share()
-        features = {HEAD: output.features[HEAD][ends]} if HEAD in output.features else {}
+        features = {layer: states[ends if layer == HEAD else last] for layer, states in output.features.items()}
         return complete, PassOutput(output.logits[ends], features)
 
     def _learn(self, batch: Batch, output: PassOutput, steps: list[Step]) -> PassOutput:
@@ -126,5 +133,5 @@ class Prefill:
             first += count
             ends.append(first - 1)
         last = torch.tensor(ends, dtype=torch.int64)
-        features = {HEAD: output.features[HEAD][last]} if HEAD in output.features else {}
+        features = {layer: states[last] if layer == HEAD else states for layer, states in output.features.items()}
         return PassOutput(output.logits[last], features)

@@ -125,6 +125,11 @@ class Request:
         return self.finish_reason is not None or self.error is not None
 
     @property
+    def decoding(self) -> bool:
+        """Whether the first new token is there, so that passes are rounds."""
+        return len(self.tokens) > self.prompt_tokens
+
+    @property
     def prefilled(self) -> bool:
         """Whether the prompt is in the cache, so that decoding rounds may begin."""
         return self.cached >= self.prompt_tokens

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sakiyomi.core.errors import DraftError
+from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters.base import Drafter
+from sakiyomi.drafters.base import Drafter, tell_states
 from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Size, Throughput
 from sakiyomi.engine.batch import Batch
 from sakiyomi.engine.request import Request
+from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class SpeculationController:
     Args:
         target: scores the drafts; its passes are what they cost.
         drafter: None: nothing is ever drafted.
-        exact: drafts stay small enough for a pass on graphs.
+        exact: drafts stay small enough for one pass of a row count that was tested.
         strict: a drafter's fault ends the request.
 
     Attributes:
@@ -92,6 +93,14 @@ class SpeculationController:
     """
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, *, exact: bool, strict: bool) -> None:
+        wanted = drafter.hidden_states if drafter is not None else None
+        if drafter is not None and wanted is not None:
+            if wanted.rows == "all" and HEAD in wanted.layers:
+                raise InputError(
+                    f"drafter {drafter.name} asks for all rows of what the head reads; ask for the outputs of decoder "
+                    "layers, or for the last row"
+                )
+            target.capture(wanted.layers)
         self.target, self.drafter = target, drafter
         self.broken = 0
         self._exact, self._strict = exact, strict
@@ -133,6 +142,37 @@ class SpeculationController:
         fault = self._faults.pop(request.id, None)
         if fault is not None:
             raise fault
+
+    def give_states(self, request: Request, output: PassOutput, here: slice, path: Sequence[int]) -> None:
+        """Give the drafter the hidden states that it asked for, of the tokens that a pass has committed.
+
+        Args:
+            request: whose draft was verified, its tokens not committed yet.
+            output: of the pass.
+            here: the request's rows; row i + 1 is node i's.
+            path: accepted nodes.
+        """
+        wanted = self.drafter.hidden_states if self.drafter is not None else None
+        if wanted is None or not output.features:
+            return
+        rows = [0, *(node + 1 for node in path)]
+        if wanted.rows == "last":
+            request.context.states = {layer: output.features[layer][here][rows[-1]] for layer in wanted.layers}
+        elif request.decoding:  # those of the prompt were given as it was read
+            tell_states(
+                self.drafter,
+                request.context,
+                request.cached,
+                {layer: output.features[layer][here][rows] for layer in wanted.layers},
+            )
+
+    def give_prompt_states(self, request: Request, output: PassOutput, first: int, at: slice) -> None:
+        """Give a drafter that wants all hidden states those of a chunk of a prompt: tokens from `first` on."""
+        wanted = self.drafter.hidden_states if self.drafter is not None else None
+        if wanted is not None and wanted.rows == "all":
+            tell_states(
+                self.drafter, request.context, first, {layer: output.features[layer][at] for layer in wanted.layers}
+            )
 
     def forget(self, request: int) -> None:
         """A request is over."""
@@ -221,7 +261,7 @@ class SpeculationController:
         draft.validate(self.target.vocab_size)
         check_fits(draft.judged_as, request.verifier)
         draft = draft.cut(_room(request))
-        # With exact no larger than a pass on graphs. Draws are counted, not nodes: how many of a level's draws fell
+        # With exact no larger than a pass that was tested. Draws are counted, not nodes: how many of a level's draws fell
         # together depends on their own values.
         while self._exact and len(draft.draws) >= self.target.sizes[-1]:
             draft = draft.cut(draft.tree.depth - 1)

@@ -1,1 +1,1 @@
-"""Everything that runs inside a pass: plans, attention operators, packed weights, compiled graphs."""
+"""What runs inside a pass below torch: the plan of its rows, packed and quantized weights, the compiled operators."""

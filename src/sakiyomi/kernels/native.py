@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -145,6 +145,7 @@ class PackedWeights:
             _registered = True
         self.library = library
         self.number: int = library.sk_weights()
+        self._session: int = library.sk_session(self.number)
         self._held: list[Tensor] = []
 
     @classmethod
@@ -154,17 +155,12 @@ class PackedWeights:
         return cls(library) if library is not None else None
 
     def __del__(self) -> None:
+        self.library.sk_free_session(self._session)
         self.library.sk_free_weights(self.number)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Layers called within belong to no request's pass: all of their rows are computed."""
-        session = self.library.sk_session(self.number)
-        self.library.sk_begin(session, 0, 0, b"")
-        try:
-            yield
-        finally:
-            self.library.sk_free_session(session)
+    def begin(self, plan: BatchPlan, size: int) -> None:
+        """Say what the next pass looks like, where attention is computed elsewhere; `size` counts filler rows too."""
+        self.library.sk_begin(self._session, len(plan.parts), size, plan.packed)
 
     def add_linear(self, weight: Tensor, bias: Tensor | None, *, bits: int = 16) -> PackedLinear:
         """Pack a weight `(out, in)` (fp32 or bf16), with a bias or none; the module computes `x @ weight.T + bias`.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import library_path
 from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, PackedWeights, can_pack, to_halves
 from sakiyomi.kernels.pack import PACKED, present, weight_of
@@ -131,9 +132,9 @@ def _adds_up(native: PackedWeights) -> bool:
     rows = torch.stack([signs[0], signs[8], signs[16]])[None]
     for bits, weight in ((8, signs), (4, torch.where(signs > 0, 7.0, -8.0))):  # kept exactly by either rounding
         layer = native.add_linear(weight, None, bits=bits)
-        with native.alone():
-            if not torch.allclose(layer(rows), rows @ weight.T, rtol=1e-5, atol=1e-3):
-                return False
+        native.begin(BatchPlan([]), rows.shape[1])
+        if not torch.allclose(layer(rows), rows @ weight.T, rtol=1e-5, atol=1e-3):
+            return False
     return True
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import cache_folder, compiler
-from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
+from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 
 __all__ = ["CompiledPasses"]
 
@@ -116,12 +116,12 @@ class CompiledPasses:
     def clear(self) -> None:
         """Nothing: no graph knows where the cache lies."""
 
-    def run(self, backend: AttentionBackend, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
         """The pass that `begin` described; None: it has no graph."""
         graph = self._graphs.get(ids.shape[1])
         return graph(ids, positions) if graph is not None else None
 
-    def record(self, backend: AttentionBackend, rows: int) -> None:
+    def record(self, begin: BeginPass, rows: int) -> None:
         """Compile the graph of so many rows now."""
         if self.failed or rows in self._graphs or rows not in self._sizes:
             return
@@ -129,7 +129,7 @@ class CompiledPasses:
         try:
             with TORCH_STATE, torch.no_grad():
                 ids = torch.zeros(1, rows, dtype=torch.int64, device=self._device)
-                backend.begin(BatchPlan([]), rows)
+                begin(BatchPlan([]), rows)
                 self._graphs[rows] = _compiled(self._forward, ids, torch.zeros_like(ids))
         except Exception as error:  # whatever the compiler throws, the eager path is there
             self.failed = True

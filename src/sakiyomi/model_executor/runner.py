@@ -57,7 +57,7 @@ class ModelRunner(Session):
             began = time.perf_counter()
             self.sources.reserve(slot, source.length)
             hidden = encoder.read(source)
-            self.backend.begin(BatchPlan([]), hidden.shape[1])
+            self.begin(BatchPlan([]), hidden.shape[1])
             self.sources.fill(slot, source, encoder.pairs(hidden))
             self.forward_seconds += time.perf_counter() - began
 
@@ -101,7 +101,7 @@ class ModelRunner(Session):
         """The pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
         with self.lock, torch.no_grad():
             ids, positions = self._inputs(plan, size)
-            self.backend.begin(plan, size)
+            self.begin(plan, size)
             self.cache.begin(plan)
             prompts = self._prompts if plan.prompts else None
             take_over(prompts, plan, size)
@@ -109,7 +109,7 @@ class ModelRunner(Session):
             began = time.perf_counter()
             found = None
             if self.recorder is not None and keep is None and prompts is None:
-                found = self.recorder.run(self.backend, plan, ids, positions)
+                found = self.recorder.run(self.begin, plan, ids, positions)
             replayed = found is not None
             if found is None:
                 wanted = {} if keep is None or not self.weights.keeps_logits else {"logits_to_keep": keep}

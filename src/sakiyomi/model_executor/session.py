@@ -27,6 +27,7 @@ from sakiyomi.model_executor.attention import choose_backend, op
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassRecorder, PassResult
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.compiled import CompiledPasses
+from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
 from sakiyomi.model_executor.traced import TracedPasses
 from sakiyomi.model_executor.weights import ModelWeights
@@ -210,7 +211,7 @@ class Session:
         with self.lock, torch.no_grad():
             for size in sizes if self.recorder is not None else ():
                 assert self.recorder is not None
-                self.recorder.record(self.backend, size)
+                self.recorder.record(self.begin, size)
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -233,10 +234,22 @@ class Session:
     def _replays(self, size: int) -> bool:
         return self.recorder is not None and self.recorder.has(size)
 
+    def capture(self, layers: Sequence[int]) -> None:
+        """Have every pass give what these decoder layers give, too (see ``ModelWeights.capture_layers``)."""
+        if further := [layer for layer in layers if layer != HEAD]:
+            self.weights.capture_layers(further)
+            self.settle()
+
     @property
     def mode(self) -> str:
         """How the passes that any request needs run now: eager, traced, compiled or captured."""
         return self.recorder.mode if self.recorder is not None and self.recorded() else "eager"
+
+    def begin(self, plan: BatchPlan, size: int) -> None:
+        """Describe this thread's next pass of the session; `size` counts filler rows too."""
+        if self.weights.packed is not None and not self.backend.runs_packed:
+            self.weights.packed.begin(plan, size)
+        self.backend.begin(plan, size)
 
     def moved(self, cache: SlotCache) -> None:
         """The cache's tensors are new ones."""

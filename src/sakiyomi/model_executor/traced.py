@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.model_executor.attention.registry import AttentionBackend, PassForward, PassResult
+from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 
 __all__ = ["TracedPasses"]
 
@@ -60,14 +60,14 @@ class TracedPasses:
     def clear(self) -> None:
         """Nothing: no trace knows where the cache lies."""
 
-    def record(self, backend: AttentionBackend, rows: int) -> None:
+    def record(self, begin: BeginPass, rows: int) -> None:
         """Trace a pass of so many rows now."""
         if rows in self._sizes and rows not in self._traces and not self.failed:
             ids = torch.zeros(1, rows, dtype=torch.int64)
-            backend.begin(BatchPlan([]), rows)
+            begin(BatchPlan([]), rows)
             self._trace(rows, ids, ids.clone())
 
-    def run(self, backend: AttentionBackend, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
         """The pass that `begin` described; None: it is not traced (yet)."""
         size = ids.shape[1]
         self.fresh = False
@@ -76,11 +76,11 @@ class TracedPasses:
         if size in self._proven:
             return self._replay(size, ids, positions)
         if size in self._traces and plan.rows:
-            return self._prove(backend, plan, size, ids, positions)
+            return self._prove(begin, plan, size, ids, positions)
         self._passes[size] += bool(plan.rows)
         if self._passes[size] > WORTH_IT and size not in self._traces:
             self._trace(size, ids, positions)
-            backend.begin(plan, size)
+            begin(plan, size)
             self.fresh = True
         return None
 
@@ -98,19 +98,17 @@ class TracedPasses:
         except Exception as error:  # whatever it is, the eager path is there
             self._fail(f"{type(error).__name__}: {error}")
 
-    def _prove(
-        self, backend: AttentionBackend, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor
-    ) -> PassResult:
+    def _prove(self, begin: BeginPass, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor) -> PassResult:
         """Run a pass both ways; its rows are written twice, with the same numbers."""
         expected = self._forward(ids, positions)
-        backend.begin(plan, size)
+        begin(plan, size)
         self.fresh = True
         found = self._replay(size, ids, positions)
         pairs = zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
         if all(torch.equal(a[:, : plan.rows], b[:, : plan.rows]) for a, b in pairs):
             self._proven.add(size)
         else:
-            backend.begin(plan, size)
+            begin(plan, size)
             expected = self._forward(ids, positions)  # once more: the cache holds what the trace has written
             self._fail("its logits differ from those of the eager pass")
         return expected

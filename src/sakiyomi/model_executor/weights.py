@@ -268,7 +268,8 @@ class ModelWeights:
         if self._given.quantize and self.packed is None:
             raise UnsupportedError(
                 f"quantize={self._given.quantize!r}: the compiled CPU kernels do not serve "
-                f"{type(self.module).__name__}, which keeps its own attention, or whose weights are not all on the CPU; leave quantize at None"
+                f"{type(self.module).__name__}, which keeps its own attention, or whose weights are not all on the "
+                "CPU; leave quantize at None"
             )
 
     def judge(self, after: Tensor) -> None:

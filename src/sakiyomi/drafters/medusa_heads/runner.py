@@ -89,7 +89,7 @@ class MedusaRunner:
         with torch.no_grad(), target.lock:
             if self._generation != target.weights.generation:
                 self._pack()
-            target.backend.begin(BatchPlan([]), len(hidden))  # its weights: other models may have had a pass meanwhile
+            target.begin(BatchPlan([]), len(hidden))  # its weights: other models may have had a pass meanwhile
             logits = self._logits(hidden.to(self._weights.dtype))
             if logits.device.type == "cuda":
                 torch.cuda.synchronize(logits.device)

@@ -211,6 +211,9 @@ class TableModel:
         self.eviction = FullCache(self.cache)  # type: ignore[arg-type]
         self._logits, self._step = probs.log(), step
 
+    def capture(self, layers: Sequence[int]) -> None:
+        """A table has no hidden states."""
+
     def make_room(self, slot: int, columns: int, source: object = None) -> None:
         """There is always room."""
 

@@ -81,8 +81,8 @@ def _count_eager(llm: LLM) -> list[int]:
     assert recorder is not None
     run = recorder.run
 
-    def counted(backend: Any, plan: Any, ids: Any, positions: Any) -> Any:
-        replayed = run(backend, plan, ids, positions)
+    def counted(begin: Any, plan: Any, ids: Any, positions: Any) -> Any:
+        replayed = run(begin, plan, ids, positions)
         if replayed is None:
             found.append(ids.shape[1])
         return replayed
@@ -128,7 +128,7 @@ def _start(target: str, dtype: str) -> dict[str, Any]:
     found: dict[int, float] = {}
     for size in dict.fromkeys((*TARGET_SIZES, *model.sizes)):
         began = time.perf_counter()
-        recorder.record(model.backend, size)
+        recorder.record(model.begin, size)
         if not recorder.has(size):
             raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
         found[size] = time.perf_counter() - began

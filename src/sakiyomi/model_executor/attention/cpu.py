@@ -26,6 +26,7 @@ class CpuBackend:
     """
 
     operator: ClassVar[str] = "sakiyomi_cpu"
+    runs_packed: ClassVar[bool] = True
     spare: ClassVar[int] = 0
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:

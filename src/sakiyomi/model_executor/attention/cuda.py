@@ -24,8 +24,8 @@ from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import (
-    AttentionBackend,
     BackendNeeds,
+    BeginPass,
     PassForward,
     PassResult,
 )
@@ -108,6 +108,7 @@ class CudaBackend:
     """The cache and the static plan that attention works on in this thread: see ``AttentionBackend``."""
 
     operator: ClassVar[str] = "sakiyomi_device"
+    runs_packed: ClassVar[bool] = False
     spare: ClassVar[int] = 1
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
@@ -254,14 +255,14 @@ class CudaGraphs:
         """Passes of all sizes are captured at first use."""
         return not self.failed
 
-    def record(self, backend: AttentionBackend, rows: int) -> None:
+    def record(self, begin: BeginPass, rows: int) -> None:
         """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""
 
     def clear(self) -> None:
         """Forget all captures: the cache's tensors have moved."""
         self._backend.frames.clear()
 
-    def run(self, backend: AttentionBackend, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
         """The pass that `begin` described; None for prompts, which have any length.
 
         The hidden states are copies: a captured pass writes to the same place the next time.

@@ -22,6 +22,7 @@ class HFCacheBackend(Cache):
     """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests."""
 
     operator: ClassVar[str] = "eager"
+    runs_packed: ClassVar[bool] = False
     spare: ClassVar[int] = 0
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:

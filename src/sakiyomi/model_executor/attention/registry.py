@@ -21,12 +21,14 @@ from sakiyomi.kernels.batch import BatchPlan
 if TYPE_CHECKING:
     from sakiyomi.kernels.native import PackedWeights
 
-__all__ = ["AttentionBackend", "BackendNeeds", "PassForward", "PassRecorder", "PassResult"]
+__all__ = ["AttentionBackend", "BackendNeeds", "BeginPass", "PassForward", "PassRecorder", "PassResult"]
 
 PassResult = tuple[Tensor, tuple[Tensor, ...]]
 """Logits (1, N, V), and the captured hidden states, (1, N, hidden) each (see ``features.py``)."""
 PassForward = Callable[[Tensor, Tensor], PassResult]
 """From token ids and positions, (1, N) each."""
+BeginPass = Callable[[BatchPlan, int], None]
+"""Describes a session's next pass: its plan, and its rows with those that only fill it up."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ class PassRecorder(Protocol):
         """Whether a pass of so many rows is replayed, or will be when it comes."""
         ...
 
-    def run(self, backend: AttentionBackend, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
-        """The pass that the backend's `begin` described; None: it is not recorded, run it eagerly."""
+    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+        """The pass that `begin` has described; None: it is not recorded, run it eagerly."""
         ...
 
-    def record(self, backend: AttentionBackend, rows: int) -> None:
+    def record(self, begin: BeginPass, rows: int) -> None:
         """Record passes of so many rows now."""
         ...
 
@@ -96,10 +98,12 @@ class AttentionBackend(Protocol):
 
     Attributes:
         operator: name under which transformers knows the attention function.
+        runs_packed: its `begin` describes the pass to linear layers in the compiled kernels, too.
         spare: columns of every slot that filler rows write to, beyond those of tokens.
     """
 
     operator: ClassVar[str]
+    runs_packed: ClassVar[bool]
     spare: ClassVar[int]
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None: ...

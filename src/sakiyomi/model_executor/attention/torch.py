@@ -61,6 +61,7 @@ class TorchBackend:
     """Attention of one session in plain torch: see ``AttentionBackend``."""
 
     operator: ClassVar[str] = "sakiyomi_torch"
+    runs_packed: ClassVar[bool] = False
     spare: ClassVar[int] = 0
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
