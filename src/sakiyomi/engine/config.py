@@ -33,8 +33,8 @@ class LLMConfig:
         offload: where weights lie between passes if they do not fit: disk (in the model's own files), cpu (main
             memory, for a GPU), auto (as much as fits on the device, then in main memory, then on disk), or a folder for
             weights that cannot be used in their stored form.
-        compile: auto (passes that come often are traced on the way, with the same numbers to the last bit), true (all are
-            compiled with inductor while the model loads, which takes minutes the first time) or false (none is).
+        compile: auto (passes that come often are traced on the way, with the same numbers to the last bit), true
+            (compile all of them with inductor while the model loads: minutes the first time) or false (no pass is).
         max_context: most tokens of prompt and output together; by default the model's own limit.
         max_batch: most requests that run at once.
         exact: bit-equal output for every draft, gamma and batch.

@@ -261,8 +261,8 @@ class SpeculationController:
         draft.validate(self.target.vocab_size)
         check_fits(draft.judged_as, request.verifier)
         draft = draft.cut(_room(request))
-        # With exact no larger than a pass that was tested. Draws are counted, not nodes: how many of a level's draws fell
-        # together depends on their own values.
+        # With exact no larger than a pass that was tested. Draws are counted, not nodes: how many of a level's draws
+        # fell together depends on their own values.
         while self._exact and len(draft.draws) >= self.target.sizes[-1]:
             draft = draft.cut(draft.tree.depth - 1)
         return draft
