@@ -243,7 +243,7 @@ def test_one_capture_a_shape_and_the_same_text(captured: ModelRunner) -> None:
     assert made(captured) == [(4, 4, 1, FIRST_ROOM)], "prompts have no capture, rounds have one"
 
 
-def test_growth_drops_what_wasrecorder(captured: ModelRunner) -> None:
+def test_growth_drops_what_was_captured(captured: ModelRunner) -> None:
     """A replay would read and write the tensors that were freed; memory of graphs that are gone is not shared."""
     captured.cache.on_move = captured.moved
     slot = captured.cache.take()
@@ -304,7 +304,7 @@ def test_before_the_first_request_a_trial_pass_works_too(captured: ModelRunner) 
     assert captured.pass_seconds(1) > 0
 
 
-def test_the_first_pass_of_all_may_berecorder(captured: ModelRunner) -> None:
+def test_the_first_pass_of_all_may_be_captured(captured: ModelRunner) -> None:
     """Its layers are counted once, though the forward ran several times."""
     slot = captured.cache.take()
     captured.cache.reserve(slot, 100)
@@ -312,14 +312,14 @@ def test_the_first_pass_of_all_may_berecorder(captured: ModelRunner) -> None:
     assert captured._proven
 
 
-def test_prompts_with_all_their_logits_are_notrecorder(captured: ModelRunner) -> None:
+def test_prompts_with_all_their_logits_are_not_captured(captured: ModelRunner) -> None:
     """As a judge or a perplexity asks for them: each has another length."""
     with captured.cache.lent(200) as slot:
         captured.score([SequenceRows(slot, 0, list(range(150)), prompt=True)])
     assert made(captured) == []
 
 
-def test_what_cannot_berecorder_runs_eagerly(
+def test_what_cannot_be_captured_runs_eagerly(
     captured: ModelRunner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: Any) -> None:
@@ -364,7 +364,7 @@ def test_a_device_that_does_not_give_what_it_has_left(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-def testrecorder_passes_equal_eager_ones() -> None:
+def test_captured_passes_equal_eager_ones() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     tokens = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(0)).tolist()
