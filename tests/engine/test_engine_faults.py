@@ -207,6 +207,30 @@ def test_without_memory_for_the_drafts_cache_text_goes_on_undrafted() -> None:
     assert all(out.stats.drafted for out in llm.generate(PROMPTS, params()))
 
 
+def test_probabilities_of_a_prompt_are_learnt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that runs out between two requests of a pass ends the second; nothing counts twice for the first."""
+    options: dict[str, Any] = {"cache": "sirllm", "kv_budget": 60, "chunk_size": 32, "compile": False}
+    alone = LLM((model_of("llama"), TOKENIZER), "none", **options)
+    prompts = [prompt(12), prompt(10, 1)]
+    expected = alone.generate(prompts[:1], params())[0].token_ids
+    llm = LLM((model_of("llama"), TOKENIZER), "none", **options)
+    learn, learnt = llm.target.eviction.add_prompt_log_probs, []
+
+    def short(slot: int, *arguments: Any) -> None:
+        learnt.append(slot)
+        if len(learnt) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        learn(slot, *arguments)
+
+    monkeypatch.setattr(llm.target.eviction, "add_prompt_log_probs", short)
+    first, second = (llm.engine.submit(tokens, params()) for tokens in prompts)
+    while llm.engine.busy:
+        llm.engine.step()
+    assert first.output == expected
+    assert isinstance(second.error, MemoryLimitError)
+    assert len(learnt) == len(set(learnt)) == 2
+
+
 def test_a_loaded_model_is_not_doubled_without_memory_for_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
