@@ -71,11 +71,10 @@ def build_runner(
         capacity = eviction.capacity(weights.shapes, weights.dtype.itemsize, slots, alone=alone)
     # States of other layers are computed in Python, which no capture on a device replays.
     evicts = eviction is not None or bool(weights.stateful)
-    cache, sources = _caches(weights, max_slots, capacity, offloaded, exact=exact, evicts=evicts)
+    spare = choose_backend(weights.needs(exact=exact, evicts=evicts)).spare
+    cache, sources = _caches(weights, max_slots, capacity, offloaded, spare)
     sizes: tuple[int, ...] = SIZES
-    if choose_backend(
-        weights.needs(exact=exact, evicts=evicts)
-    ).spare:  # captures cost no compiler's seconds: there all have larger ones
+    if spare:  # captures cost no compiler's seconds: there all have larger ones
         sizes = (*SIZES, 128, 256)
     elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # what many requests draft has no place in the common sizes
         sizes = (*SIZES, 128)
@@ -113,9 +112,7 @@ def _caches(
     max_slots: int,
     capacity: Capacity,
     offloaded: MappedFiles | None,
-    *,
-    exact: bool,
-    evicts: bool,
+    spare: int,
 ) -> tuple[SlotCache, SourceCache | None]:
     """The cache of a session; and, where there is an encoder, that of what cross-attention reads."""
     encoder, shapes = weights.encoder, weights.shapes
@@ -124,12 +121,11 @@ def _caches(
     def left() -> int:
         return int(available_bytes(str(weights.device)) * 0.9)
 
-    needs = weights.needs(exact=exact, evicts=evicts)
     cache = SlotCache(
         shapes,
         dtype=weights.dtype,
         max_slots=max_slots,
-        spare=choose_backend(needs).spare,
+        spare=spare,
         extra=extra,
         available=left if offloaded is None else offloaded.available,
         limits=capacity.limits,
