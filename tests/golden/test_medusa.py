@@ -335,5 +335,5 @@ def test_a_target_with_an_encoder_is_refused(tmp_path: Path) -> None:
     from seq2seq_toys import model_of as pair_of
 
     folder = heads_folder(tmp_path, fitted=False)
-    with pytest.raises(UnsupportedError, match="has an encoder"):
+    with pytest.raises(UnsupportedError, match="need a target without an encoder"):
         LLM((pair_of("pegasus"), TOKENIZER), f"medusa:{folder}", compile=False)

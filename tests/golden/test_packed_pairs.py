@@ -30,7 +30,7 @@ from sakiyomi.cache.quantized_levels import LeveledPacking
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.weights import ModelWeights
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -137,7 +137,7 @@ def test_exact_numbers_do_not_depend_on_drafts() -> None:
 
 @pytest.mark.parametrize("spec", [f"h2o+quant-4{SMALL}", f"kvquant-3{SMALL}"])
 def test_plain_torch_says_the_same(monkeypatch: pytest.MonkeyPatch, spec: str) -> None:
-    monkeypatch.setattr(ModelRunner, "_packable", lambda self: False)
+    monkeypatch.setattr(ModelWeights, "packable", property(lambda self: False))
     llm = LLM((model_of("llama"), TOKENIZER), "none", **options(spec))
     assert isinstance(llm.target.backend, TorchBackend)
     assert [out.token_ids for out in llm.generate(PROMPTS, params())] == plain("llama", spec)

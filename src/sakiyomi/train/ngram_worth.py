@@ -116,6 +116,6 @@ def worth(
 def _rows(llm: Any, tokens: Sequence[int]) -> NDArray[np.float64]:
     """The target's distributions behind each token, (n, V), in one pass."""
     with llm.target.cache.lent(len(tokens)) as slot:
-        logits = llm.target.score([SequenceRows(slot, 0, list(tokens))])
+        logits = llm.target.score([SequenceRows(slot, 0, list(tokens))]).logits
     rows: NDArray[np.float64] = logits.double().softmax(-1).cpu().numpy()
     return rows
