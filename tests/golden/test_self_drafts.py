@@ -245,7 +245,7 @@ def test_self_int8(dtype: str, tmp_path: Any) -> None:
         assert [out.token_ids for out in done] == [out.token_ids for out in plain.generate(PROMPTS, params())]
         assert sum(out.stats.accepted for out in done) > 0.4 * sum(out.stats.drafted for out in done)
         own = llm.draft.model  # type: ignore[union-attr]
-        assert own.quantization is not None and llm.target.weights.quantization is None
+        assert own.weights.quantization is not None and llm.target.weights.quantization is None
         assert own.weights.bytes < (0.62 if dtype == "bfloat16" else 0.4) * llm.target.weights.bytes
         assert {entry.source for out in done for entry in out.trace} == {"self-int8", "target"}
 
