@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import typer
 
-from sakiyomi.cli.common import JsonOption, command
+from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.output import emit_json, progress, quiet
 from sakiyomi.cli.rows import Shown, show
 from sakiyomi.core.errors import LoadError, SakiyomiError
@@ -292,7 +292,10 @@ def _gap(target: _Loaded, example: Example, right: Sequence[int], text: Sequence
 
 
 def bench(config: BenchConfig, output: JsonOption) -> None:
-    """Measure the pair and show the table."""
+    """Measure an encoder-decoder pair on its own tasks.
+
+    Plain, a draft model and drafts from text alone, beside transformers, on the questions in the target's folder.
+    """
     try:
         config.check_pair()
         with progress("loading") as status:
@@ -307,14 +310,7 @@ def bench(config: BenchConfig, output: JsonOption) -> None:
 
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
-command(
-    app,
-    None,
-    BenchConfig,
-    JsonOption,
-    help="Measure an encoder-decoder pair on its own tasks.\n\nPlain, a draft model and drafts from text alone, beside "
-    "transformers, on the questions in the target's folder.",
-)(bench)
+add_command(app, bench, name=None)
 
 if __name__ == "__main__":
     app()

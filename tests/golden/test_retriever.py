@@ -44,5 +44,5 @@ def test_heads_that_know_the_question_keep_its_answer_in_a_text_of_answers_alone
 def test_a_question_chooses_what_it_is_answered_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """InfLLM reads a prompt's end again, on blocks that it chose itself; those of the chunk before say little."""
     assert right("infllm", "passkey") > 0.8
-    monkeypatch.setattr(InfLLM, "again", 0)
+    monkeypatch.setattr(InfLLM, "reread_tokens", 0)
     assert right("infllm", "passkey") < 0.5
