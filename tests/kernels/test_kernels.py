@@ -22,6 +22,7 @@ from torch import Tensor
 from backends import backend_on, begin
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
+from sakiyomi.core.digests import file_digest
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights, can_pack, pack_weight
@@ -435,7 +436,7 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in compiler_that(tmp_path, 'echo half > "$out"; echo out of paper >&2; exit 1').items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OSError, match="out of paper"):
-        build._build(build.library_path())
+        build._build()
     assert not files(tmp_path / "cache" / "kernels")
 
 
@@ -443,19 +444,33 @@ def test_a_build_outlives_the_process_that_began_it(tmp_path: Path) -> None:
     environment = os.environ | compiler_that(tmp_path, 'sleep 1; echo library > "$out"')
     code = """
 import time
-from sakiyomi.kernels.build import library_path, native_at_hand
-print(native_at_hand(), library_path())
+from sakiyomi.kernels.build import native_at_hand
+print(native_at_hand())
 time.sleep(0.4)
 """
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    at_hand, path = done.stdout.split()
-    assert at_hand == "False"
-    for _ in range(200):
-        if Path(path).exists():
+    assert done.stdout.split() == ["False"]
+    folder = tmp_path / "cache" / "kernels"
+    for _ in range(400):
+        if list(folder.glob("*.so")):
             break
         time.sleep(0.05)
-    assert Path(path).read_text() == "library\n"
-    assert files(Path(path).parent) == [Path(path).name]
+    [path] = folder.iterdir()
+    assert path.read_text() == "library\n"
+    assert path.stem.endswith(f"-{file_digest(path)}")
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "flipped"])
+def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
+    """Loading one that is cut off ends the process by SIGBUS, at every start."""
+    for name, value in compiler_that(tmp_path, 'echo library > "$out"').items():
+        monkeypatch.setenv(name, value)
+    path = build._build()
+    whole = path.read_bytes()
+    path.write_bytes({"cut": whole[:4], "zeroed": bytes(8), "empty": b"", "flipped": b"L" + whole[1:]}[damage])
+    assert build.built() is None
+    assert not path.exists()
+    assert build._build().read_bytes() == whole
 
 
 @pytest.mark.skipif(

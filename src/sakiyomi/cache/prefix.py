@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sakiyomi.core.digests import Digests, load_tensors, save_tensors
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.files import whole_file
 
 __all__ = ["LEAST", "Prefix", "alike", "read_about", "read_prefix"]
 
 FORMAT = "1"
+REMEDY = "build it again"
 LEAST = 8  # tokens in common that are worth a copy
 STEP = 64  # tokens that are compared at once
 _KEPT = ("keys.", "values.", "packed.", "state.")
@@ -79,20 +81,11 @@ class Prefix:
         Raises:
             LoadError: it cannot be written there.
         """
-        from safetensors.torch import save_file
-
         path = Path(path).expanduser()
         about = {"format": FORMAT, "text": self.text, "recipe": json.dumps(self.recipe)}
         tensors = {"tokens": torch.tensor(self.tokens, dtype=torch.int32)} | self.tensors
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".sakiyomi-", dir=path.parent) as fresh:
-                file = Path(fresh) / "prefix"
-                save_file(tensors, file, about)
-                file.chmod(0o644)
-                file.replace(path)
-        except OSError as error:
-            raise LoadError(f"the prefix cannot be written to {path}: {error}") from error
+        with whole_file(path, "choose another file") as fresh:
+            save_tensors(fresh, tensors, about)
 
     def check(self, recipe: Mapping[str, str], name: str = "the prefix") -> None:
         """Refuse what was read by another model, or kept in another way.
@@ -114,20 +107,17 @@ def read_about(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, 
     Raises:
         LoadError: it is no such file, or damaged.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path).expanduser()
     if not path.is_file():
         raise LoadError(f"there is no file {str(path)!r}; make one by `sakiyomi cache build`")
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = dict(file.metadata() or {})
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise LoadError(f"{path} cannot be read ({error}); build it again") from error
+    header = Digests.of(path, REMEDY).header
+    about, shapes = header.metadata, {name: tuple(entry["shape"]) for name, entry in header.entries.items()}
     if about.get("format") != FORMAT or "tokens" not in shapes:
-        raise LoadError(f"{path} is no prefix of this version (format {about.get('format')!r}); build it again")
-    return about | {"recipe": json.loads(about["recipe"])}, shapes
+        raise LoadError(f"{path} is no prefix of this version (format {about.get('format')!r}); {REMEDY}")
+    try:
+        return {"text": about["text"], "recipe": dict(json.loads(about["recipe"]))}, shapes
+    except (KeyError, ValueError, TypeError) as error:
+        raise LoadError(f"{path} does not say how it was made ({error!r}); {REMEDY}") from None
 
 
 def read_prefix(path: str | os.PathLike[str]) -> Prefix:
@@ -136,8 +126,6 @@ def read_prefix(path: str | os.PathLike[str]) -> Prefix:
     Raises:
         LoadError: it is no such file, or damaged.
     """
-    from safetensors.torch import load_file
-
     about, _ = read_about(path)
-    tensors = load_file(Path(path).expanduser())
+    tensors = load_tensors(Path(path).expanduser(), REMEDY)
     return Prefix(tensors.pop("tokens").tolist(), about["text"], about["recipe"], tensors)

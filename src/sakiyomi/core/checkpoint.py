@@ -15,7 +15,7 @@ from typing import Any
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.memory import readable
 
-__all__ = ["Checkpoint", "read_checkpoint", "read_header", "read_json"]
+__all__ = ["Checkpoint", "Header", "read_checkpoint", "read_header", "read_json"]
 
 HEADS_FILE = "medusa_lm_head.safetensors"  # of a folder that holds Medusa heads
 RETAINING_FILE = "heads.safetensors"  # of one that holds retaining heads
@@ -61,6 +61,21 @@ class Checkpoint:
         return int(sum(bits) / 8)
 
 
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of its tensors.
+
+    Attributes:
+        entries: dtype, shape and place (``data_offsets``) of each tensor, by name.
+        metadata: of the file.
+        start: where the tensors' bytes begin.
+    """
+
+    entries: dict[str, dict[str, Any]]
+    metadata: dict[str, str]
+    start: int
+
+
 def read_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Checkpoint:
     """Find the weight files of a model folder and check each against its header.
 
@@ -73,7 +88,7 @@ def read_checkpoint(folder: Path, *, allow_pickle: bool = False) -> Checkpoint:
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return _summary([(single, _header(single))])
+        return _summary([(single, read_header(single).entries)])
     if index.is_file():
         return _read_shards(index)
     pickles = sorted(folder.glob("pytorch_model*.bin"))
@@ -100,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"{path} cannot be read as JSON ({error}); download the file again") from error
     if not isinstance(value, dict):
         raise LoadError(f"{path} holds a JSON {type(value).__name__}, expected an object; download the file again")
@@ -121,7 +136,7 @@ def _read_shards(index: Path) -> Checkpoint:
             f"{len(missing)} of the {len(shards)} weight files of {index.parent} are missing ({missing[0]}, ...); "
             "download them again"
         )
-    headers = [(index.parent / shard, _header(index.parent / shard)) for shard in shards]
+    headers = [(index.parent / shard, read_header(index.parent / shard).entries) for shard in shards]
     held = {name for _, header in headers for name in header}
     lost = [name for name in names if name not in held]
     if lost:
@@ -142,8 +157,8 @@ def _summary(headers: list[tuple[Path, dict[str, Any]]]) -> Checkpoint:
     return Checkpoint(tuple(path for path, _ in headers), elements, stored)
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Tensor entries of a safetensors file, checked against the file's size; where its tensors begin.
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file, checked against the file's size.
 
     Raises:
         LoadError: the file cannot be read, is cut off or damaged.
@@ -164,10 +179,12 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     except OSError as error:
         raise LoadError(f"{path} cannot be read ({error})") from error
     try:
-        header = json.loads(text)
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        entries = json.loads(text)
+        metadata = entries.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("metadata that is no text")
         end = max((_end(entry) for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"its header is no list of tensors: {error!r}") from error
     expected = 8 + length + end
     if size < expected:
@@ -177,11 +194,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         )
     if size > expected:
         raise _damaged(path, f"{size - expected} bytes follow the last tensor")
-    return entries, 8 + length
-
-
-def _header(path: Path) -> dict[str, Any]:
-    return read_header(path)[0]
+    return Header(entries, metadata, 8 + length)
 
 
 def _end(entry: dict[str, Any]) -> int:

@@ -16,7 +16,6 @@ import json
 import os
 import sys
 import time
-import uuid
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import whole_file
 
 __all__ = ["LIMIT", "Document", "MemoryFile", "read_memory"]
 
@@ -172,14 +172,8 @@ class MemoryFile:
             "times": [document.time for document in documents],
         }
         rest = json.dumps(header).encode() + b"\n" + body
-        fresh = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex[:8]}")
-        try:
-            # Private from its first byte on, whatever the umask says.
-            with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(MAGIC + f"{FORMAT} {zlib.crc32(rest):08x}\n".encode() + rest)
-            fresh.replace(self.path)
-        finally:
-            fresh.unlink(missing_ok=True)
+        with whole_file(self.path, "name another file", private=True) as fresh:
+            fresh.write_bytes(MAGIC + f"{FORMAT} {zlib.crc32(rest):08x}\n".encode() + rest)
 
 
 def _integers(body: bytes) -> array.array[int]:

@@ -5,9 +5,7 @@ Knows a tokenizer and files of messages; it knows no model and no engine.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.files import whole_file
 
 __all__ = ["Dialogue", "Exchange", "read_template"]
 
@@ -154,15 +153,8 @@ class Dialogue:
             except LoadError:
                 raise LoadError(f"{str(path)!r} is there and holds no messages; choose another name") from None
         text = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1) + "\n"
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
-        except OSError as error:
-            raise LoadError(f"the messages cannot be written to {str(path)!r}: {error.strerror}") from None
-        finally:
-            with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+        with whole_file(path, "choose another name") as fresh:
+            fresh.write_text(text, encoding="utf-8")
 
     def load(self, path: Path) -> None:
         """Replace the messages by those of a file.

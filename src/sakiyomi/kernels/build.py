@@ -16,10 +16,13 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import torch
+
+from sakiyomi.core.digests import file_digest
 
 logger = logging.getLogger("sakiyomi")
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -77,6 +80,16 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
+_KEEP = """
+import os, sys, xxhash
+fresh, name = sys.argv[1:]
+with open(fresh, "rb") as file:
+    digest = xxhash.xxh3_64_hexdigest(file.read())
+    os.fsync(file.fileno())
+os.replace(fresh, f"{name}-{digest}.so")
+"""
+
+
 def _command(cxx: str, target: Path) -> list[str]:
     root = Path(torch.__file__).parent
     include, lib = root / "include", root / "lib"
@@ -88,22 +101,42 @@ def _command(cxx: str, target: Path) -> list[str]:
     ]
 
 
-def library_path() -> Path:
-    """The compiled library's place; its name changes with source, torch version and processor."""
+def built() -> Path | None:
+    """The compiled library for this source, torch version and processor; None: there is none.
+
+    Its name ends with the digest of its content: one that is damaged would end the process that loads it, and is
+    removed.
+    """
+    name = _name()
+    for path in name.parent.glob(f"{name.name}-*.so"):
+        try:
+            if path.stem.rpartition("-")[2] == file_digest(path):
+                return path
+            logger.warning("%s is damaged; the kernels are compiled again", path)
+            path.unlink()
+        except OSError:  # another process was faster, or it cannot be read
+            continue
+    return None
+
+
+def _name() -> Path:
+    """The library's path up to the digest of its content."""
     sources = (path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
     key = "\0".join((*sources, torch.__version__, _processor(), platform.machine()))
-    return cache_folder() / "kernels" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    return cache_folder() / "kernels" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:20]}"
 
 
-def _build(path: Path) -> None:
+def _build() -> Path:
     cxx = compiler()
     if cxx is None:
         raise OSError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
+    path = _name()
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     # A process group of its own, which also moves the result to its place: a first run that is over sooner than the
     # compiler still leaves the kernels to the next one.
-    script = '"$@" && mv "$0" ' + shlex.quote(str(path)) + ' || { rm -f "$0"; exit 1; }'
+    keep = shlex.join([sys.executable, "-c", _KEEP, str(fresh), str(path)])
+    script = f'"$@" && {keep} || {{ rm -f "$0"; exit 1; }}'
     done = subprocess.run(
         ["sh", "-c", script, str(fresh), *_command(cxx, fresh)],
         capture_output=True,
@@ -115,6 +148,10 @@ def _build(path: Path) -> None:
     if done.returncode:
         said = " ".join(done.stderr.split())[:300] or f"exit code {done.returncode}, without a word"
         raise OSError(f"{cxx} failed: {said}")
+    found = built()
+    if found is None:
+        raise OSError(f"what {cxx} has written to {path.parent} is gone or damaged")
+    return found
 
 
 _lock = threading.Lock()
@@ -131,7 +168,7 @@ def native() -> ctypes.CDLL | None:
 
 def native_at_hand() -> bool:
     """Whether `native` answers at once. If not, the kernels are being built in the background from now on."""
-    if os.environ.get("SAKIYOMI_NATIVE") == "0" or library_path().exists():
+    if os.environ.get("SAKIYOMI_NATIVE") == "0" or built() is not None:
         return True
     return not builder().is_alive()
 
@@ -154,9 +191,7 @@ def _native() -> ctypes.CDLL | None:
     if os.environ.get("SAKIYOMI_NATIVE") == "0":
         return None
     try:
-        path = library_path()
-        if not path.exists():
-            _build(path)
+        path = built() or _build()
         torch.ops.load_library(str(path))
         library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.build import library_path
+from sakiyomi.kernels.build import built
 from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, PackedWeights, can_pack, to_halves
 from sakiyomi.kernels.pack import PACKED, present, weight_of
 
@@ -120,7 +120,7 @@ def check_quantization(what: str, dtype: torch.dtype) -> None:
     if not _adds_up(native):
         raise UnsupportedError(
             f"{what}: the compiled CPU kernels fail their self-test, sums of bytes come out wrong; remove "
-            f"{library_path()}, so that they are compiled again, or use the model without quantize"
+            f"{built()}, so that they are compiled again, or use the model without quantize"
         )
 
 

@@ -23,7 +23,8 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,13 +32,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
+from sakiyomi.core.digests import Digests, file_digest, save_tensors, tensor_digest
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
+from sakiyomi.core.files import sync
 from sakiyomi.core.memory import readable
 from sakiyomi.kernels.build import cache_folder
 from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
@@ -143,7 +145,6 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         "cache": [[shape.heads, shape.key_dim, shape.value_dim, shape.window] for shape in packed.cache.shapes],
         "report": None if report is None else asdict(report),
     }
-    about["digest"] = _digest(about)
     size = sum(tensor.nbytes for tensor in (*tensors.values(), *others.values()))
     fresh = place.with_name(f"{place.name}.{os.getpid()}-{_HERE}-{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -161,9 +162,13 @@ def save_packed(packed: ModelRunner, place: Path, source: Path | None, key: str,
         settings = {**config.to_dict(), "dtype": about["dtype"]}
         settings["quantization_config"] = {"quant_method": METHOD, "layers": sorted(layers)}
         (fresh / "config.json").write_text(json.dumps(settings, indent=1, default=str), encoding="utf-8")
-        save_file(others, fresh / "model.safetensors")
-        save_file(tensors, fresh / WEIGHTS)
+        save_tensors(fresh / "model.safetensors", others)
+        about["files"] = {path.name: file_digest(path) for path in sorted(fresh.iterdir())}
+        about["digest"] = _digest(about)
+        save_tensors(fresh / WEIGHTS, tensors)
         (fresh / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        for path in (*fresh.iterdir(), fresh):
+            sync(path)
         _replace(fresh, place)
     except Exception as error:  # safetensors raises its own kinds when a disk is full
         logger.warning(
@@ -231,15 +236,17 @@ def _replace(fresh: Path, place: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, read into memory of their own.
+def _read_tensors(path: Path, pool: ThreadPoolExecutor) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, read into memory of their own, each compared with its digest behind its reading.
 
     A mapped file would share its memory, but its tensors begin at any multiple of 8 bytes, and the kernels want 64.
     """
-    header, start = read_header(path)
+    digests = Digests.of(path)
+    start = digests.header.start
     found: dict[str, Tensor] = {}
+    known: dict[str, Future[str]] = {}
     with path.open("rb", buffering=0) as file:
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        for name, entry in sorted(digests.header.entries.items(), key=lambda item: item[1]["data_offsets"]):
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             file.seek(start + entry["data_offsets"][0])
@@ -249,7 +256,24 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
                     raise LoadError(f"{path} ends within {name}")
                 room = room[count:]
             found[name] = tensor
+            known[name] = pool.submit(tensor_digest, tensor)
+    for name, digest in known.items():
+        digests.check(name, digest.result())
+    digests.record({name: digest.result() for name, digest in known.items()})
     return found
+
+
+def _check_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Compare whole files with their digests.
+
+    Raises:
+        LoadError: one was changed, or is missing.
+    """
+    for name, digest in files.items():
+        if not (folder / name).is_file():
+            raise LoadError(f"{name} is missing")
+        if file_digest(folder / name) != digest:
+            raise LoadError(f"{name} was changed after it was written")
 
 
 @contextmanager
@@ -313,11 +337,14 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
     """
     native = PackedWeights.create()
     assert native is not None, "see check_quantization"
-    with _intact(folder):
+    with _intact(folder), ThreadPoolExecutor(1, "digests") as pool:
+        # Copies of older versions have no digests of these files.
+        others = pool.submit(_check_files, folder, about.get("files", {}))
         model, dtype = read(), getattr(torch, about["dtype"])
         if model.config.quantization_config.layers != sorted(about["layers"]):
             raise ValueError(f"config.json names other layers than {ABOUT}")
-        tensors = _read_tensors(folder / WEIGHTS)
+        tensors = _read_tensors(folder / WEIGHTS, pool)
+        others.result()
         packed: dict[str, PackedLinear] = {}
         for name, layer in about["layers"].items():
             parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}

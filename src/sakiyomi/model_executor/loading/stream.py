@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.checkpoint import read_header
+from sakiyomi.core.checkpoint import Header, read_header
 from sakiyomi.core.errors import LoadError
 
 __all__ = ["Extent", "WeightStream", "attach", "hooks", "is_offloaded"]
@@ -244,7 +244,7 @@ def attach(model: nn.Module, layers: int) -> WeightStream | None:
         model: with hooks of its own, which are changed.
         layers: it has so many; as much as one of them takes is read ahead.
     """
-    headers: dict[Path, tuple[dict[str, Any], int]] = {}
+    headers: dict[Path, Header] = {}
     extents: dict[str, Extent] = {}
     found: list[tuple[nn.Module, Any, dict[str, str]]] = []
     for path, module in model.named_modules():
@@ -269,7 +269,7 @@ def attach(model: nn.Module, layers: int) -> WeightStream | None:
     return stream
 
 
-def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Any]) -> Extent | None:
+def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Header]) -> Extent | None:
     """Where accelerate would read a tensor; None if it is in no file, or in one of another format."""
     from accelerate.utils.offload import OffloadedWeightsLoader, PrefixedDataset
 
@@ -288,7 +288,7 @@ def _locate(weights: Any, name: str, module: nn.Module, headers: dict[Path, Any]
     path = Path(about["safetensors_file"])
     if path not in headers:
         headers[path] = read_header(path)
-    entries, start = headers[path]
+    entries, start = headers[path].entries, headers[path].start
     entry = entries[about.get("weight_name", name)]
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:

@@ -1,0 +1,217 @@
+"""Digests of tensor files: a byte that changed since a file was written is found before it can change a text.
+
+Our own safetensors files carry them in their metadata, under ``digest``: the XXH3 hash of every tensor, and one of the
+table, which is everything else (names, dtypes, shapes, the other metadata, and the tensors' digests). It protects
+against disks and transfers, not against an attacker, who would write new digests.
+
+Files of other tools have none. They are called unverified once, and their digests are recorded beside them in
+``<file>.digest.json``; as long as the file's size and time stay the same, its content must.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from sakiyomi.core.checkpoint import Header, read_header
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import whole_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "KEY",
+    "Digests",
+    "data_digest",
+    "file_digest",
+    "json_digest",
+    "load_tensors",
+    "save_tensors",
+    "tensor_digest",
+]
+
+logger = logging.getLogger("sakiyomi")
+KEY = "digest"
+"""Of a file's metadata."""
+
+
+def data_digest(data: Any) -> str:
+    """XXH3 of a buffer, 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def file_digest(path: Path) -> str:
+    """XXH3 of a whole file."""
+    found = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(1 << 24):
+            found.update(part)
+    return found.hexdigest()
+
+
+def json_digest(value: Any) -> str:
+    """The same of what JSON holds, whatever the order of its keys."""
+    return data_digest(json.dumps(value, sort_keys=True).encode())
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """The same of a tensor's bytes, in the order of a contiguous one."""
+    import torch
+
+    return data_digest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _table(header: Header, digests: Mapping[str, str]) -> str:
+    """Digest of all but the tensors themselves."""
+    entries = {name: [entry["dtype"], entry["shape"]] for name, entry in header.entries.items()}
+    return json_digest([entries, {k: v for k, v in header.metadata.items() if k != KEY}, dict(digests)])
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file with its digests. Whole or not is the caller's matter, see ``whole_file``.
+
+    Args:
+        path: to write to.
+        tensors: by name; views get memory of their own, which the format asks for.
+        metadata: of the file.
+    """
+    from safetensors.torch import save_file
+
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    seen: set[int] = set()
+    for name, tensor in own.items():
+        place = tensor.untyped_storage().data_ptr()
+        if place in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
+            own[name] = tensor.clone()
+        seen.add(place)
+    digests = {name: tensor_digest(tensor) for name, tensor in own.items()}
+    entries = {name: {"dtype": _DTYPES[str(t.dtype)], "shape": list(t.shape)} for name, t in own.items()}
+    table = _table(Header(entries, dict(metadata or {}), 0), digests)
+    save_file(own, path, {**(metadata or {}), KEY: json.dumps({"tensors": digests, "table": table})})
+
+
+_DTYPES = {
+    "torch.float64": "F64", "torch.int64": "I64", "torch.uint64": "U64", "torch.float32": "F32", "torch.int32": "I32",
+    "torch.uint32": "U32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int16": "I16",
+    "torch.uint16": "U16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
+    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What the tensors of a file have to be.
+
+    Attributes:
+        path: of the file.
+        header: of the file.
+        tensors: digest of each; those of a foreign file as far as they were read before.
+        recorded: they stand beside the file, and not in it.
+        remedy: what to do about damage.
+    """
+
+    path: Path
+    header: Header
+    tensors: Mapping[str, str]
+    recorded: bool
+    remedy: str
+
+    @classmethod
+    def of(cls, path: Path, remedy: str = "get it again") -> Digests:
+        """Read them, and check everything of the file but its tensors.
+
+        Raises:
+            LoadError: the file is damaged.
+        """
+        header = read_header(path)
+        if KEY not in header.metadata:
+            return cls(path, header, _recorded(path), True, remedy)
+        try:
+            said = json.loads(header.metadata[KEY])
+            tensors, table = dict(said["tensors"]), said["table"]
+        except (ValueError, TypeError, KeyError):
+            tensors, table = {}, None
+        if tensors.keys() != header.entries.keys() or table != _table(header, tensors):
+            raise LoadError(f"{path} is damaged: its header was changed after it was written; {remedy}")
+        return cls(path, header, tensors, False, remedy)
+
+    def check(self, name: str, found: str) -> None:
+        """Compare a tensor's digest with what it has to be; of a foreign file only where it is known.
+
+        Raises:
+            LoadError: the tensor is another one.
+        """
+        if self.tensors.get(name, found) != found:
+            since = "it was first read here" if self.recorded else "it was written"
+            raise LoadError(f"{self.path} is damaged: tensor {name} was changed after {since}; {self.remedy}")
+
+    def record(self, found: Mapping[str, str]) -> None:
+        """Keep the digests of a foreign file's tensors beside it, and say that nobody can vouch for what they are."""
+        if not self.recorded or found.keys() <= self.tensors.keys():
+            return
+        place = _beside(self.path)
+        content = {**_state(self.path), "tensors": {**self.tensors, **found}}
+        try:
+            with whole_file(place, "") as fresh:
+                fresh.write_text(json.dumps({**content, KEY: json_digest(content)}, indent=1), encoding="utf-8")
+        except LoadError as error:
+            logger.info("%s has no digests, and none can be kept beside it (%s): it is unverified", self.path, error)
+            return
+        logger.info("%s has no digests: it is unverified; from now on %s says if it changes", self.path, place.name)
+
+
+def load_tensors(
+    path: Path, remedy: str = "get it again", *, wanted: Callable[[str], object] | None = None
+) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, each compared with its digest; of a foreign file these are recorded.
+
+    Args:
+        path: of the file.
+        remedy: what to do about damage, for messages.
+        wanted: whether a tensor is read, by its name; None: all are.
+
+    Raises:
+        LoadError: the file cannot be read, or is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    digests = Digests.of(path, remedy)
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in digests.header.entries if wanted is None or wanted(name)}
+    except (OSError, SafetensorError) as error:
+        raise LoadError(f"{path} cannot be read ({error}); {remedy}") from error
+    known = {name: tensor_digest(tensor) for name, tensor in found.items()}
+    for name, digest in known.items():
+        digests.check(name, digest)
+    digests.record(known)
+    return found
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.digest.json")
+
+
+def _state(path: Path) -> dict[str, int]:
+    """Another size or time: the file was replaced by another one."""
+    found = path.stat()
+    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns}
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """Digests that stand beside a file; none if they are those of another content, or damaged."""
+    try:
+        found = json.loads(_beside(path).read_text(encoding="utf-8"))
+        content = {name: value for name, value in found.items() if name != KEY}
+        if found[KEY] == json_digest(content) and content.items() >= _state(path).items():
+            return dict(content["tensors"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return {}
