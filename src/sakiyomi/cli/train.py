@@ -29,9 +29,7 @@ from sakiyomi.train.config import (
 )
 
 app = typer.Typer(
-    name="train",
-    help="Train a target from text, its draft or heads, or count n-grams.",
-    no_args_is_help=True,
+    name="train", help="Train a target from text, its draft or heads, or count n-grams.", no_args_is_help=True
 )
 
 
@@ -127,19 +125,13 @@ def _readable(summary: dict[str, Any]) -> str:
 RECIPES: dict[str, tuple[type[Settings], str]] = {
     "target": (TargetConfig, "Train a Llama target and its tokenizer from text files."),
     "draft": (DraftConfig, "Distil a small draft from a target, for speculative decoding."),
-    "medusa": (
-        MedusaConfig,
-        "Train Medusa heads on a target, which stays as it is, or together with it (--joint).",
-    ),
+    "medusa": (MedusaConfig, "Train Medusa heads on a target, which stays as it is, or together with it (--joint)."),
     "retaining": (
         RetainingConfig,
         "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",
     ),
     "lococo": (LococoConfig, "Train convolutions (LoCoCo) on a target that merge what a small cache drops."),
-    "distill-data": (
-        DistillDataConfig,
-        "Have a target write answers, from which its drafts and heads learn best.",
-    ),
+    "distill-data": (DistillDataConfig, "Have a target write answers, from which its drafts and heads learn best."),
     "ngram": (NgramConfig, "Count the n-grams of a text, or of what a target writes, into one file for drafts."),
     "retriever": (
         RetrieverConfig,

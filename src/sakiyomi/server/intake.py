@@ -21,15 +21,7 @@ from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.schema import (
-    Ask,
-    ChatRequest,
-    CompletionRequest,
-    FunctionTool,
-    Message,
-    NamedChoice,
-    ToolCall,
-)
+from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest, FunctionTool, Message, NamedChoice, ToolCall
 from sakiyomi.server.tools import ToolFormat, tool_format
 
 if TYPE_CHECKING:
@@ -163,13 +155,7 @@ class Intake:
         return room if asked is None else asked
 
     def _jobs(
-        self,
-        body: Ask,
-        tokens: list[int],
-        limit: int,
-        logprobs: int | None,
-        number: int,
-        matcher: LLMatcher | None,
+        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: LLMatcher | None
     ) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")

@@ -179,15 +179,7 @@ class _Auditor:
         return coupled_scores(self.config.seeded(key[1]), 0), self.reference.limit(self.config.temperature)
 
     def _compare(
-        self,
-        what: str,
-        against: str,
-        expected: Texts,
-        got: Texts,
-        *,
-        key: Key = None,
-        batch: int = 1,
-        **where: Any,
+        self, what: str, against: str, expected: Texts, got: Texts, *, key: Key = None, batch: int = 1, **where: Any
     ) -> None:
         scores, limit = self._scores(key)
         if self.report.exact and against == "plain":

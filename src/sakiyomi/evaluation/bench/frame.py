@@ -39,12 +39,7 @@ def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
 
 
 def our_lap(
-    way: Any,
-    prompts: Prompts,
-    params: SamplingParams,
-    *,
-    together: bool = False,
-    kept: list[Generation] | None = None,
+    way: Any, prompts: Prompts, params: SamplingParams, *, together: bool = False, kept: list[Generation] | None = None
 ) -> Lap:
     """Our engine over all prompts, one after the other or all at once, with what it counted and what its passes read.
 
