@@ -9,19 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from medusa_toys import new_heads
 from sakiyomi.cli import app
 from sakiyomi.core import memory
-from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
-from sakiyomi.evaluation.bench import inflate as module
+from sakiyomi.evaluation.bench import inflating
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
-from sakiyomi.evaluation.bench.inflate import inflate, inflated, parse_count, wider
+from sakiyomi.evaluation.bench.inflate import Llama, inflate, inflated, parse_count
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PARAMS = {True: "200K", False: "220K"}  # the tiny model has 29K or 39K
@@ -40,7 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models grow in both directions: theirs are not the proportions of large ones."""
-    monkeypatch.setattr(module, "ASPECT", 16)
+    monkeypatch.setattr(inflating, "ASPECT", 16)
 
 
 @pytest.mark.usefixtures("deep")
@@ -98,9 +97,8 @@ def test_counts_that_cannot_be_meant(text: str) -> None:
 
 @pytest.mark.parametrize("params", ["20456832", "134M", "500M", "1B", "7B"])
 def test_shapes_are_those_of_real_models(params: str) -> None:
-    small = AutoConfig.from_pretrained(embedded("tales"))
-    shape = wider(small, parse_count(params))
-    assert abs(module._count(shape) / parse_count(params) - 1) < 0.02
+    shape, count = Llama.load("tales").wider(parse_count(params))
+    assert abs(count / parse_count(params) - 1) < 0.02
     assert shape.num_attention_heads // shape.num_key_value_heads == 3
     if params != "20456832":
         assert 20 < shape.hidden_size / shape.num_hidden_layers < 130
@@ -134,7 +132,7 @@ def test_nothing_half_written_stays(
     def fails(*_: object) -> None:
         raise fault
 
-    monkeypatch.setattr(module, "_check", fails)
+    monkeypatch.setattr(inflating.Inflatable, "compare", fails)
     expected = LoadError if isinstance(fault, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
@@ -147,7 +145,7 @@ def test_a_result_that_is_another_function_is_refused(
     def noisy(weight: torch.Tensor, columns: int, factor: int, real: bool) -> torch.Tensor:
         return torch.full((factor * weight.shape[0], columns), 0.1)
 
-    monkeypatch.setattr(module, "writer", noisy)
+    monkeypatch.setattr(inflating, "writer", noisy)
     with pytest.raises(SakiyomiError, match="not the same function"):
         inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
     assert not list(tmp_path.iterdir())

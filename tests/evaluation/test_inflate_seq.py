@@ -18,10 +18,10 @@ from held_out import read_examples
 from pair_toys import edits_config, tones_config
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.evaluation.bench import inflate as module
-from sakiyomi.evaluation.bench import inflate_seq
+from sakiyomi.evaluation.bench import inflating
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
 from sakiyomi.evaluation.bench.inflate import inflate
-from sakiyomi.evaluation.bench.inflate_seq import Inflatable
+from sakiyomi.evaluation.bench.inflate_seq import EncoderDecoder
 from tones import train_tones
 
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models grow in both directions: theirs are not the proportions of large ones."""
-    monkeypatch.setattr(inflate_seq, "ASPECT", 20)
+    monkeypatch.setattr(inflating, "ASPECT", 20)
 
 
 @pytest.mark.usefixtures("deep")
@@ -94,7 +94,7 @@ def test_random_weights_are_there_and_what_they_write_is_zero(folders: dict[str,
 
 def test_proportions_of_a_real_size(folders: dict[str, Path]) -> None:
     for folder in folders.values():
-        shape, parameters = Inflatable.load(str(folder)).wider(134_000_000)
+        shape, parameters = EncoderDecoder.load(str(folder)).wider(134_000_000)
         assert abs(parameters / 134e6 - 1) < 0.03
         layers = shape.encoder_layers + shape.decoder_layers
         assert 20 < 2 * shape.d_model / layers < 200
@@ -118,8 +118,8 @@ def test_what_cannot_be_inflated_is_refused(
     with pytest.raises(UnsupportedError, match="BartForConditionalGeneration cannot be inflated"):
         run(tmp_path / "bart")
     with monkeypatch.context() as patch, pytest.raises(SakiyomiError, match="not the same function"):
-        patch.setattr(inflate_seq, "gain", lambda weight, factor: weight.repeat(factor))
-        patch.setattr(inflate_seq, "ASPECT", 20)
+        patch.setattr(inflating, "gain", lambda weight, factor: weight.repeat(factor))
+        patch.setattr(inflating, "ASPECT", 20)
         run(folders["edits"], "900K")
     assert not (tmp_path / "out").exists()
     assert module.TOLERANCE <= 1e-3
