@@ -19,7 +19,7 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, Sakiyo
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
 from sakiyomi.evaluation.bench import inflating
-from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench.config import InflateConfig, silent
 from sakiyomi.evaluation.bench.inflate import Llama, inflate, inflated, parse_count
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -46,7 +46,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_same_function(folders: dict[bool, Path], tmp_path: Path, tied: bool) -> None:
     out = tmp_path / "new" / "large"
-    found = inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), Note())
+    found = inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), silent)
     small, large = (AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folders[tied], out))
     assert abs(found["parameters"] / parse_count(PARAMS[tied]) - 1) < 0.1
     assert found["parameters"] == sum(parameter.numel() for parameter in large.parameters())
@@ -60,12 +60,12 @@ def test_the_same_function(folders: dict[bool, Path], tmp_path: Path, tied: bool
     assert 0 < found["random_to_real_activations"] < 0.6
     assert sorted(path.name for path in out.parent.iterdir()) == ["large"]
     with pytest.raises(InputError, match="not an empty folder"):
-        inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), Note())
+        inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), silent)
 
 
 @pytest.mark.usefixtures("deep")
 def test_random_weights_are_there_and_smaller_than_real_ones(folders: dict[bool, Path], tmp_path: Path) -> None:
-    inflate(InflateConfig(str(tmp_path / "large"), "220K", str(folders[False])), Note())
+    inflate(InflateConfig(str(tmp_path / "large"), "220K", str(folders[False])), silent)
     small, large = (
         AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folders[False], tmp_path / "large")
     )
@@ -109,7 +109,7 @@ def test_what_cannot_be_inflated_is_refused(
     folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(params: str, target: Path = folders[True]) -> None:
-        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), silent)
 
     with pytest.raises(InputError, match="has 28,832 already"):
         run("26K")
@@ -135,7 +135,7 @@ def test_nothing_half_written_stays(
     monkeypatch.setattr(inflating.Inflatable, "compare", fails)
     expected = LoadError if isinstance(fault, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
-        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), silent)
     assert not list(tmp_path.iterdir())
 
 
@@ -147,7 +147,7 @@ def test_a_result_that_is_another_function_is_refused(
 
     monkeypatch.setattr(inflating, "writer", noisy)
     with pytest.raises(SakiyomiError, match="not the same function"):
-        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), silent)
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +179,7 @@ def test_heads_become_as_wide(folders: dict[bool, Path], tmp_path: Path, own: bo
     heads = new_heads(small, heads=2, layers=2, own=own)
     write_heads(heads, tmp_path / "heads")
     out = tmp_path / "large"
-    inflate(InflateConfig(str(out), PARAMS[True], str(folders[True]), str(tmp_path / "heads")), Note())
+    inflate(InflateConfig(str(out), PARAMS[True], str(folders[True]), str(tmp_path / "heads")), silent)
     large = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
     wide = read_heads(out / "medusa").heads
     assert wide.shape.hidden_size == large.config.hidden_size
@@ -192,5 +192,5 @@ def test_heads_become_as_wide(folders: dict[bool, Path], tmp_path: Path, own: bo
     assert (guesses[0] - guesses[1]).abs().max() < 1e-3 * guesses[0].abs().max()
     assert wide.weights[0, 0, : heads.shape.hidden_size, heads.shape.hidden_size :].std() > 0, "random, not zero"
     with pytest.raises(UnsupportedError, match="another model"):
-        inflate(InflateConfig(str(tmp_path / "x"), "220K", str(folders[True]), str(out / "medusa")), Note())
+        inflate(InflateConfig(str(tmp_path / "x"), "220K", str(folders[True]), str(out / "medusa")), silent)
     assert not (tmp_path / "x").exists()

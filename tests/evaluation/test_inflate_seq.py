@@ -19,7 +19,7 @@ from pair_toys import edits_config, tones_config
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.evaluation.bench import inflate as module
 from sakiyomi.evaluation.bench import inflating
-from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench.config import InflateConfig, silent
 from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.inflate_seq import EncoderDecoder
 from tones import train_tones
@@ -45,7 +45,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("kind", "params"), [("edits", 900_000), ("tones", 900_000)])
 def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, params: int) -> None:
     out = tmp_path / "large"
-    found = inflate(InflateConfig(str(out), str(params), str(folders[kind])), Note())
+    found = inflate(InflateConfig(str(out), str(params), str(folders[kind])), silent)
     auto = AutoModelForSeq2SeqLM if kind == "edits" else AutoModelForSpeechSeq2Seq
     small, large = (auto.from_pretrained(path, dtype=torch.float32).eval() for path in (folders[kind], out))
     assert abs(found["parameters"] / params - 1) < 0.15
@@ -72,7 +72,7 @@ def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, 
 
 @pytest.mark.usefixtures("deep")
 def test_random_weights_are_there_and_what_they_write_is_zero(folders: dict[str, Path], tmp_path: Path) -> None:
-    inflate(InflateConfig(str(tmp_path / "large"), "900K", str(folders["edits"])), Note())
+    inflate(InflateConfig(str(tmp_path / "large"), "900K", str(folders["edits"])), silent)
     small, large = (
         AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32)
         for path in (folders["edits"], tmp_path / "large")
@@ -106,7 +106,7 @@ def test_what_cannot_be_inflated_is_refused(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(target: Path, params: str = "200K") -> None:
-        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), silent)
 
     with pytest.raises(InputError, match="already"):
         run(folders["tones"], "1K")

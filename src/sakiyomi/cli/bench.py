@@ -11,7 +11,7 @@ import typer
 
 from sakiyomi.cli import spec
 from sakiyomi.cli.common import JsonOption, add_command
-from sakiyomi.cli.rows import PlotOption, Shown, measured
+from sakiyomi.cli.rows import PlotOption, measured
 from sakiyomi.core.errors import InputError
 from sakiyomi.evaluation.bench.config import BenchConfig, InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
@@ -128,7 +128,7 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
         from sakiyomi.evaluation.bench.inflate import inflate as run
 
         quiet()
-        found = run(config, Shown(status))
+        found = run(config, status.update)
     lines = [
         f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
         f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",

@@ -14,7 +14,7 @@ from sakiyomi.evaluation.bench.config import Note
 if TYPE_CHECKING:
     from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["PlotOption", "Shown", "measured", "show"]
+__all__ = ["PlotOption", "measured", "show"]
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,6 @@ class PlotOption:
     """
 
     plot: str | None = None
-
-
-class Shown(Note):
-    """Progress beside a spinner."""
-
-    def __init__(self, status: Any) -> None:
-        self._status = status
-
-    def __call__(self, text: str) -> None:
-        """See ``Note``."""
-        self._status.update(text)
 
 
 def measured(
@@ -67,7 +56,7 @@ def measured(
         from sakiyomi.engine import machine
 
         quiet()
-        rows = start(Shown(status))
+        rows = start(status.update)
         if conditions is None:
             conditions = machine.conditions()
         done = show(rows, conditions, status)

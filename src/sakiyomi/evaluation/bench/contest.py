@@ -11,7 +11,6 @@ from torch import Tensor
 from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench import llamacpp
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.llamacpp import KINDS, LlamaCpp, gguf_file
 from sakiyomi.evaluation.bench.models import WAYS, Pair
@@ -26,17 +25,16 @@ __all__ = ["peers"]
 ROUNDED = ("Q8_0", "Q4_0")
 
 
-def peers(config: BenchConfig, note: Note) -> Row:
+def peers(row: PairRow) -> Row:
     """Greedy text, one prompt at a time: every program that can run the pair, plain and with drafts.
 
     A program that cannot run here, for lack of a package or of memory, is left out with a note.
     """
-    row = PairRow("peers", config, note)
     llm = row.llm(quantize=None)
-    contenders = everybody(row, llm, peers=WAYS if config.peers else ())
+    contenders = everybody(row, llm, peers=WAYS if row.config.peers else ())
     more: dict[str, Callable[[PairRow], list[Contender]]] = {}
     left_out = []
-    if config.peers:
+    if row.config.peers:
         absent = llamacpp.missing(gpu=_on_gpu(row.pair))
         kinds = () if absent else (KINDS[row.pair.dtypes["dtype"]], *ROUNDED)
         left_out += [f"llama.cpp is left out: {absent}"] if absent else []

@@ -11,7 +11,6 @@ from typing import Any
 from sakiyomi.core.errors import InputError
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -24,7 +23,7 @@ __all__ = ["cross"]
 NODES = 15  # of a tree as deep as the chains
 
 
-def cross(config: BenchConfig, note: Note) -> Row:
+def cross(row: PairRow) -> Row:
     """The same text drafted by both models, plain, and by transformers with the draft of another tokenizer.
 
     transformers takes as many tokens of that draft a round as say ``gamma`` tokens of the target.
@@ -32,9 +31,8 @@ def cross(config: BenchConfig, note: Note) -> Row:
     Raises:
         InputError: neither draft has a tokenizer of its own.
     """
-    rows = [PairRow("cross", config, note)]
-    if config.cross is not None:
-        rows.append(PairRow("cross", replace(config, draft=config.cross), note))
+    config = row.config
+    rows = [row] if config.cross is None else [row, row.changed(draft=config.cross)]
     kinds = [same_tokenizer(row.pair.target.tokenizer, row.pair.draft.tokenizer) for row in rows]
     if all(kinds):
         raise InputError(

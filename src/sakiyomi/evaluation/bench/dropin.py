@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from sakiyomi.engine.hf_generate import custom_generate
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run, peer_lap
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.report import Row
@@ -14,10 +13,9 @@ from sakiyomi.evaluation.bench.runner import timed
 __all__ = ["dropin"]
 
 
-def dropin(config: BenchConfig, note: Note) -> Row:
+def dropin(row: PairRow) -> Row:
     """Greedy, with the same draft model: assisted generation by our gamma and by its own settings, plain, our loop."""
-    row = PairRow("dropin", config, note)
-    pair = row.pair
+    pair, config = row.pair, row.config
     model, draft = pair.target.model, pair.draft.model
     loop = custom_generate.using(compile="auto" if config.compile else False)
     row.note("compiling")

@@ -8,7 +8,7 @@ from typing import Any
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.random_trees import RandomTrees
@@ -55,11 +55,12 @@ def ways(config: BenchConfig) -> list[Way]:
     ]
 
 
-def exact(config: BenchConfig, note: Note) -> Row:
+def exact(pairs: PairRow) -> Row:
     """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
     lines, notes = [], []
+    config = pairs.config
     for way in ways(config):
-        row = PairRow(f"exact, {way.name} in {way.dtype}", dataclasses.replace(config, dtype=way.dtype), note)
+        row = pairs.changed(f"exact, {way.name} in {way.dtype}", dtype=way.dtype)
         draft = None if way.drafted else "none"
         free, bound = row.llm(draft, **way.options), row.llm(draft, exact=True, **way.options)
         standings = row.race({"free": row.run(free), "exact": row.run(bound)})

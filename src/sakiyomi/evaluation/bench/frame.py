@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
@@ -86,13 +87,17 @@ class PairRow:
         pair: target and draft.
     """
 
-    def __init__(self, name: str, config: BenchConfig, note: Callable[[str], None], pair: Pair | None = None) -> None:
+    def __init__(self, name: str, config: BenchConfig, note: Note, pair: Pair | None = None) -> None:
         self.name, self.config, self._note = name, config, note
         self.pair = pair or Pair(config)
 
     def note(self, text: str) -> None:
         """Tell what is going on."""
         self._note(f"{self.name}: {text}")
+
+    def changed(self, name: str | None = None, **settings: Any) -> PairRow:
+        """The row with other settings, about a pair of its own."""
+        return PairRow(name or self.name, replace(self.config, **settings), self._note)
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the pair, see ``Pair.llm``."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from sakiyomi.drafters.oracle import Oracle
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
@@ -22,19 +21,18 @@ GAMMAS = (1, 2, 4, 8, 16)
 """At rate 1: passes against length."""
 
 
-def oracle(config: BenchConfig, note: Note) -> Row:
+def oracle(row: PairRow) -> Row:
     """Greedy text, one prompt at a time; the answers are known after the warm-up lap.
 
     Each line is a rate and a gamma. ``expected``: tokens a pass by theory, (1 - rate^(gamma + 1)) / (1 - rate), which
     would be the speed-up too if a pass over more rows cost no more; ``predicted``: the speed-up with what the passes
     and the bookkeeping took here. ``passes``: of the target, of all texts; ``least``: as few as theory allows.
     """
-    row = PairRow("oracle", config, note)
     llm = row.llm(draft="oracle")
     drafter = llm.draft
     assert isinstance(drafter, Oracle)
-    points = [(rate, config.gamma) for rate in RATES]
-    points += [(1.0, gamma) for gamma in GAMMAS if gamma != config.gamma]
+    points = [(rate, row.config.gamma) for rate in RATES]
+    points += [(1.0, gamma) for gamma in GAMMAS if gamma != row.config.gamma]
 
     def lap(rate: float, run: Run) -> Lap:
         drafter.rate = rate
@@ -46,7 +44,7 @@ def oracle(config: BenchConfig, note: Note) -> Row:
     texts = len(row.pair.prompts)
     lines = [_line(*point, standing, plain, texts) for point, standing in zip(points, drafted, strict=True)]
     spread = Spread.of([plain, *drafted])
-    conditions = row.conditions(llm, laps=config.repeats, draft="oracle") | {"A/A": spread and str(spread)}
+    conditions = row.conditions(llm, laps=row.config.repeats, draft="oracle") | {"A/A": spread and str(spread)}
     conditions["plain_tokens_per_second"] = statistics.median(plain.speeds)
     notes = dict.fromkeys(found.agreement.note for found in (plain, *drafted) if found.agreement.note)
     return Row("oracle", "a draft of known rate at no cost: tokens a pass and speed-up", lines, conditions, list(notes))

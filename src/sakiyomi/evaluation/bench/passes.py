@@ -10,7 +10,7 @@ import torch
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.engine.machine import bandwidth
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import MEDIUM, described, random_llama
 from sakiyomi.evaluation.bench.pass_times import IN_A_LAP, ROOM, pass_times, random_target
 from sakiyomi.evaluation.bench.report import Row
@@ -24,17 +24,18 @@ CACHED = (128, 1024, 4096)
 ROWS = (1, 4, 8, 16)
 
 
-def passes(config: BenchConfig, note: Note) -> Row:
+def passes(row: PairRow) -> Row:
     """Milliseconds of passes over 1 to 16 rows of one request, of a random model with quantized weights and without.
 
     All weights, lengths and row counts take turns, and so does the measurement of what the memory gives.
     """
-    note("passes: making the random model")
+    config = row.config
+    row.note("making the random model")
     model = random_llama(*MEDIUM, torch.bfloat16, positions=ROOM, device=config.device)
     targets: dict[str, ModelRunner] = {}
     notes = []
     for name, quantize in WEIGHTS.items():
-        note(f"passes: {name}, packing and compiling")
+        row.note(f"{name}, packing and compiling")
         try:
             targets[name] = random_target(model, ROWS, compile=config.compile, quantize=quantize)
         except UnsupportedError as error:
@@ -51,7 +52,7 @@ def passes(config: BenchConfig, note: Note) -> Row:
     speeds: list[float] = []
 
     def begin(lap: int) -> None:
-        note(f"passes: lap {lap} of {config.repeats}")
+        row.note(f"lap {lap} of {config.repeats}")
         speeds.append(bandwidth(device=str(model.device)))
 
     seconds = pass_times(shapes, config.repeats, begin)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import MEDIUM, described, random_llama
 from sakiyomi.evaluation.bench.pass_times import IN_A_LAP, ROOM, pass_times, random_target
 from sakiyomi.evaluation.bench.report import Row
@@ -23,12 +23,13 @@ RANKS = (0.7, 0.15, 0.08, 0.04)  # of the tree's shape
 DEPTH = 5
 
 
-def scoring(config: BenchConfig, note: Note) -> Row:
+def scoring(row: PairRow) -> Row:
     """One pass over a tree of 8 or 16 tokens, over a chain, and over the tree's paths as requests of their own.
 
     The paths from the root to each leaf are what a batch would have to score: each with its own copy of the prefix.
     """
-    note("scoring: making the random model")
+    config = row.config
+    row.note("making the random model")
     model = random_llama(*MEDIUM, torch.bfloat16, positions=ROOM, device=config.device)
     shapes = {count: best_tree(RANKS, count, DEPTH) for count in NODES}
     most = max(len(_leaves(shape)) for shape in shapes.values())
@@ -46,7 +47,7 @@ def scoring(config: BenchConfig, note: Note) -> Row:
                 "batch": [SequenceRows(slot, prefix, [5] * len(leaf)) for slot, leaf in leaves],
             }
             passes |= {(prefix, count, way): (target, rows) for way, rows in ways.items()}
-    seconds = pass_times(passes, config.repeats, lambda lap: note(f"scoring: lap {lap} of {config.repeats}"))
+    seconds = pass_times(passes, config.repeats, lambda lap: row.note(f"lap {lap} of {config.repeats}"))
     pair_bytes = target.cache.pair_bytes
     lines = []
     for prefix in PREFIXES:

@@ -7,7 +7,6 @@ from typing import Any
 
 from sakiyomi.drafters.early_exit import EarlyExit
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Lap
@@ -19,10 +18,9 @@ SHARES = (0.25, 0.5, 0.75)
 """Of the layers, after which there is an exit."""
 
 
-def selfdraft(config: BenchConfig, note: Note) -> Row:
+def selfdraft(row: PairRow) -> Row:
     """Greedy: plain, self-int8 unless the target's own weights are quantized, and exits after some of the layers."""
-    row = PairRow("selfdraft", config, note)
-    rounded = config.quantize is not None
+    rounded = row.config.quantize is not None
     llm = row.llm("none" if rounded else "self-int8")
     layers = int(llm.target.config.num_hidden_layers)
     ways: dict[str, Any] = {"plain": EngineView(llm)} | ({} if rounded else {"self-int8": llm})

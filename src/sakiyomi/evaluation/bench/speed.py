@@ -11,7 +11,6 @@ import torch
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, lengths, our_lap, peer_lap
 from sakiyomi.evaluation.bench.models import (
     MEDIUM,
@@ -25,19 +24,19 @@ from sakiyomi.evaluation.bench.models import (
 )
 from sakiyomi.evaluation.bench.peers import Transformers
 from sakiyomi.evaluation.bench.quality import own_logits, their_logits
-from sakiyomi.evaluation.bench.report import Row, of_race
-from sakiyomi.evaluation.bench.runner import Contender, race
+from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Contender
 
 __all__ = ["batch", "everybody", "plain", "speculative", "stories"]
 
 BATCH = 8
 
 
-def plain(config: BenchConfig, note: Note) -> Row:
+def plain(row: PairRow) -> Row:
     """Plain decoding of a random model of 134M parameters against transformers."""
-    dtype = torch.bfloat16
-    note("plain: making the random model")
-    model = random_llama(*MEDIUM, dtype, device=config.device)
+    config = row.config
+    row.note("making the random model")
+    model = random_llama(*MEDIUM, torch.bfloat16, device=config.device)
     prompts = random_prompts(1, config.prompt_tokens, MEDIUM[-1])
     params = SamplingParams(max_new_tokens=config.max_new_tokens, ignore_eos=True)
     pair = (model, Numbers())
@@ -46,7 +45,7 @@ def plain(config: BenchConfig, note: Note) -> Row:
     contenders = [Contender("sakiyomi eager", partial(our_lap, eager, prompts, params), judge)]
     compiled = False
     if config.compile:
-        note("plain: compiling")
+        row.note("compiling")
         ready = LLM(pair, draft="none", compile=True, quantize=config.quantize)
         if compiled := ready.compiled():
             contenders.insert(0, Contender("sakiyomi compiled", partial(our_lap, ready, prompts, params), judge))
@@ -55,11 +54,9 @@ def plain(config: BenchConfig, note: Note) -> Row:
             contenders = _among_themselves(contenders)
         theirs = partial(peer_lap, Transformers(model), prompts, params)
         contenders.insert(0, Contender("transformers", theirs, NearTies(model, prompts)))
-    standings = race(contenders, repeats=config.repeats, note=note)
-    return of_race(
-        "plain",
+    return row.row(
         "plain decoding, tokens/s",
-        standings,
+        row.race(contenders),
         model=described(model),
         dtype="bfloat16",
         rounding=rounding(eager),
@@ -93,31 +90,28 @@ def everybody(row: PairRow, llm: LLM, *, peers: Sequence[str] = (), auto: bool =
     return contenders + pair.quality.grade(ours, own_logits(llm.target))
 
 
-def speculative(config: BenchConfig, note: Note) -> Row:
+def speculative(row: PairRow) -> Row:
     """Our speculation against assisted generation of transformers: same pair, dtype and gamma."""
-    row = PairRow("speculative", config, note)
     llm = row.llm()
-    contenders = everybody(row, llm, peers=WAYS if config.peers else ())
+    contenders = everybody(row, llm, peers=WAYS if row.config.peers else ())
     # The baseline is what the row is about: assisted generation, if peers are measured.
     contenders.sort(key=lambda contender: contender.name != "transformers assisted")
     return row.row("greedy, one prompt at a time, tokens/s", row.race(contenders), **row.conditions(llm))
 
 
-def stories(config: BenchConfig, note: Note) -> Row:
+def stories(row: PairRow) -> Row:
     """Our speculation against our own plain decoding."""
-    row = PairRow("stories", config, note)
     llm = row.llm()
     return row.row(
         "greedy against own plain, tokens/s", row.race(everybody(row, llm, auto=True)), **row.conditions(llm)
     )
 
 
-def batch(config: BenchConfig, note: Note) -> Row:
+def batch(row: PairRow) -> Row:
     """Eight requests at once against one at a time, all tokens counted.
 
     Three times as many wait, so that the eight places are taken nearly to the end: texts need unlike numbers of rounds.
     """
-    row = PairRow("batch", config, note)
     prompts = (row.pair.prompts * (3 * BATCH))[: 3 * BATCH]
     llm = row.llm(max_batch=BATCH)
     judge = row.pair.judge(llm, prompts)

@@ -10,7 +10,6 @@ from typing import Any
 
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Spread, Standing
@@ -18,13 +17,13 @@ from sakiyomi.evaluation.bench.runner import Spread, Standing
 __all__ = ["sweep"]
 
 
-def sweep(config: BenchConfig, note: Note) -> Row:
+def sweep(row: PairRow) -> Row:
     """So many requests at once, no others waiting; plain and speculative take turns at each size, on one target.
 
     A size pays if speculation has more total tokens/s than plain generation, by more than two equal things differ.
     Latency is the median over requests of the time from a request's start to its last token.
     """
-    row, sizes = PairRow("sweep", config, note), sorted(set(config.batch_sizes))
+    config, sizes = row.config, sorted(set(row.config.batch_sizes))
     llm = row.llm(max_batch=sizes[-1])
     ways = {"plain": EngineView(llm), "speculative": llm}
     everyone = list(islice(cycle(row.pair.prompts), sizes[-1]))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Standing
@@ -19,10 +18,9 @@ CHAINS = (2, 4, 8)
 SIBLINGS = (1, 2, 4)
 
 
-def trees(config: BenchConfig, note: Note) -> Row:
+def trees(row: PairRow) -> Row:
     """Greedy: plain, chains of several lengths, trees of 15 nodes with --gamma levels, and what "auto" chooses."""
-    row = PairRow("trees", config, note)
-    llm, depth = row.llm(), config.gamma
+    llm, depth = row.llm(), row.config.gamma
     ways: dict[str, dict[str, Any]] = {f"chain of {depth}": {}}
     ways |= {f"chain of {gamma}": {"gamma": gamma} for gamma in CHAINS}
     ways |= {f"{tree}, {NODES} nodes": {"tree": tree, "nodes": NODES} for tree in ("best-first", "dynamic", "static")}
@@ -52,9 +50,8 @@ def _verdict(standings: list[Standing]) -> list[str]:
     return [f"auto against {best.name}, the fastest chain: {auto.ratio_to(best):.2f} in the median lap"]
 
 
-def coverage(config: BenchConfig, note: Note) -> Row:
+def coverage(row: PairRow) -> Row:
     """Sampled at temperature 1: how often one of 1, 2 or 4 siblings is what the target chooses; no speeds."""
-    row = PairRow("coverage", config, note)
     llm = row.llm()
     lines = []
     for rule, tree in (("coupled", "best-first"), ("ratio", "static")):

@@ -14,7 +14,7 @@ import numpy as np
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
 from sakiyomi.evaluation.bench.long.config import LongConfig
 from sakiyomi.evaluation.bench.long.loader import Loader, Options
@@ -31,9 +31,7 @@ from sakiyomi.train.long_tasks import TASKS
 __all__ = ["run"]
 
 
-def run(
-    config: LongConfig, note: Note | None = None, *, target: Any = None, pictures: str | None = None
-) -> Iterator[Row]:
+def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures: str | None = None) -> Iterator[Row]:
     """Give each row when it is done; one that fails says so, and the others run.
 
     Args:
@@ -46,7 +44,6 @@ def run(
     Raises:
         SakiyomiError: what is asked for cannot be; before any work.
     """
-    note = note or Note()
     parse_dtype(config.dtype)
     place = str(parse_device(config.device))
     if target is not None and config.memory:
