@@ -29,16 +29,15 @@ from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
 from sakiyomi.evaluation.bench import compiling, llamacpp, suites
 from sakiyomi.evaluation.bench import passes as passes_row
-from sakiyomi.evaluation.bench import scoring as scoring_row
-from sakiyomi.evaluation.bench import sweep as sweep_row
+from sakiyomi.evaluation.bench import speed as speed_row
 from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.exactness import RandomTrees
 from sakiyomi.evaluation.bench.llamacpp import missing
 from sakiyomi.evaluation.bench.lookup import Given
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.quality import Quality, own_logits, perplexity, their_logits
-from sakiyomi.evaluation.bench.random_trees import RandomTrees
 from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
@@ -550,7 +549,7 @@ def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.Mon
 )
 def test_where_speculation_stops_paying(pays: tuple[str | None, ...], stops: int | None, note: str) -> None:
     lines = [{"batch": 2**i, "pays": word, "ratio": 0.9, "stops": False} for i, word in enumerate(pays)]
-    assert sweep_row._mark(lines) == note
+    assert speed_row._mark(lines) == note
     assert [line["batch"] for line in lines if line["stops"]] == ([stops] if stops else [])
 
 
@@ -739,7 +738,7 @@ def test_coverage_row(pair: BenchConfig) -> None:
 
 
 def test_scoring_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring_row, "MEDIUM", (64, 2, 4, 128, 320))
+    monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
     found = suites.measure("scoring", pair)
     assert [(line["prefix"], line["nodes"]) for line in found.lines] == [
         (prefix, nodes) for prefix in (32, 512, 4096) for nodes in (8, 16)

@@ -32,6 +32,7 @@ from sakiyomi.core.embedded import embedded
 from sakiyomi.core.memory import readable
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.suites import measure
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import compare
 from sakiyomi.model_executor.loading import load_model, packed, read_checkpoint

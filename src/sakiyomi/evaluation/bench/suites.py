@@ -14,7 +14,7 @@ from sakiyomi.evaluation.bench.compiling import compiling
 from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
 from sakiyomi.evaluation.bench.cross import cross
-from sakiyomi.evaluation.bench.dropin import dropin
+from sakiyomi.evaluation.bench.drafts import coverage, oracle, selfdraft, trees, useless
 from sakiyomi.evaluation.bench.evicted import evicted
 from sakiyomi.evaluation.bench.exactness import exact
 from sakiyomi.evaluation.bench.frame import PairRow
@@ -22,15 +22,9 @@ from sakiyomi.evaluation.bench.lookup import lookup
 from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.merged import merged
 from sakiyomi.evaluation.bench.offload import offload
-from sakiyomi.evaluation.bench.oracle import oracle
-from sakiyomi.evaluation.bench.passes import passes
+from sakiyomi.evaluation.bench.passes import passes, scoring
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.scoring import scoring
-from sakiyomi.evaluation.bench.selfdraft import selfdraft
-from sakiyomi.evaluation.bench.speed import batch, plain, speculative, stories
-from sakiyomi.evaluation.bench.sweep import sweep
-from sakiyomi.evaluation.bench.trees import coverage, trees
-from sakiyomi.evaluation.bench.useless import useless
+from sakiyomi.evaluation.bench.speed import batch, dropin, plain, speculative, stories, sweep
 
 __all__ = ["ROWS", "measure", "run"]
 
