@@ -27,9 +27,8 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.config import silent
 from sakiyomi.evaluation.bench.long.books import Passage, compared, followed, passages
 from sakiyomi.evaluation.bench.long.config import LongConfig, budget_pairs
-from sakiyomi.evaluation.bench.long.failures import caught
 from sakiyomi.evaluation.bench.long.fit import longest, slope
-from sakiyomi.evaluation.bench.long.loader import Loader, Options
+from sakiyomi.evaluation.bench.long.loader import Loader, caught
 from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import FromFile, FromTasks, Question, middle_cut
 from sakiyomi.evaluation.bench.long.run import run
@@ -39,6 +38,7 @@ from sakiyomi.evaluation.bench.long.work import Watch, answers
 from sakiyomi.train.long_tasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 
+OPTIONS = {"dtype": "auto", "device": "auto", "compile": False, "chunk_size": None}
 STORY = "Once upon a time there was a little fox who lived in a wood. "
 
 
@@ -368,7 +368,7 @@ def test_systems_answer_the_same_prompts(pair: tuple[Any, Any]) -> None:
 
 
 def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
-    make = Loader(Options(pair), shared=True)
+    make = Loader(OPTIONS | {"target": pair}, shared=True)
     questions = [{"tokens": list(range(3, 3 + n)), "answer_tokens": 6} for n in (20, 70, 71)]
     common = {"place": "cpu", "limit": None, "batches": [{"length": 71, "questions": questions}]}
     (full,) = answers({"system": {"spec": "full", "budget": None}, **common}, make)
@@ -479,8 +479,8 @@ def test_the_limit_is_kept_before_and_after() -> None:
 def test_errors_of_users_become_records(error: Exception, over: bool) -> None:
     with caught(64) as failed:
         raise error
-    assert failed.record is not None and (failed.record["length"], failed.record["over"]) == (64, over)
-    assert failed.record["error"]
+    assert (failed["length"], failed["over"]) == (64, over)
+    assert failed["error"]
 
 
 def test_defects_of_ours_go_on() -> None:
@@ -517,7 +517,7 @@ def test_what_each_kept_is_drawn(pair: tuple[Any, Any], tmp_path: Path) -> None:
 
 
 def test_what_was_kept_are_places_of_the_prompt(pair: tuple[Any, Any]) -> None:
-    make = Loader(Options(pair, chunk_size=16), shared=True)
+    make = Loader(OPTIONS | {"target": pair, "chunk_size": 16}, shared=True)
     system = {"spec": "streaming[sinks=2,local=8]", "budget": "24"}
     question = {"tokens": list(range(3, 63)), "answer_tokens": 3}
     job = {"system": system, "place": "cpu", "limit": None, "kept": True}

@@ -154,19 +154,7 @@ def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
         places = {theme.name: _place(folder, name, theme.name) for theme in THEMES}
         pictures = {theme: path.read_bytes() for theme, path in places.items() if path.is_file()}
         whole = row.error is None and len(pictures) == len(THEMES)
-        alt = section.alt(row) if whole else ""
-        shown.append(
-            Shown(
-                name=name,
-                title=section.title,
-                text=section.text,
-                alt=alt,
-                row=row,
-                command=record["command"],
-                machine=record["machine"],
-                pictures=pictures if whole else {},
-            )
-        )
+        shown.append(Shown(name, section, row, record["command"], record["machine"], pictures if whole else {}))
     return page("Reading ahead, measured here", shown)
 
 
