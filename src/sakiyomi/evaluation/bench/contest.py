@@ -22,7 +22,7 @@ from sakiyomi.kernels.quantization import QUANTIZATIONS
 
 __all__ = ["peers"]
 
-ROUNDED = ("Q8_0", "Q4_0")
+QUANTIZED = ("Q8_0", "Q4_0")
 
 
 def peers(row: PairRow) -> Row:
@@ -36,10 +36,10 @@ def peers(row: PairRow) -> Row:
     left_out = []
     if row.config.peers:
         absent = llamacpp.missing(gpu=_on_gpu(row.pair))
-        kinds = () if absent else (KINDS[row.pair.dtypes["dtype"]], *ROUNDED)
+        kinds = () if absent else (KINDS[row.pair.dtypes["dtype"]], *QUANTIZED)
         left_out += [f"llama.cpp is left out: {absent}"] if absent else []
         more |= {f"llama.cpp {kind.lower()}": partial(_llamacpp, kind) for kind in kinds}
-    more |= {kind: partial(_rounded, kind) for kind in QUANTIZATIONS}
+    more |= {kind: partial(_quantized, kind) for kind in QUANTIZATIONS}
     for name, make in more.items():
         try:
             row.note(name)
@@ -53,7 +53,7 @@ def peers(row: PairRow) -> Row:
 def _llamacpp(kind: str, row: PairRow) -> list[Contender]:
     """llama.cpp with weights of one kind, in 8 bits also with its own draft model."""
     pair, config, params = row.pair, row.config, row.params()
-    judge = None if kind in ROUNDED else pair.judge()
+    judge = None if kind in QUANTIZED else pair.judge()
     file = gguf_file(pair.target, kind)
     llamacpp.check(file)
     open_ = partial(
@@ -98,7 +98,7 @@ def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams
     return lap.more(tau=(lap.tokens - len(prompts)) / rounds) if rounds else lap
 
 
-def _rounded(kind: str, row: PairRow) -> list[Contender]:
+def _quantized(kind: str, row: PairRow) -> list[Contender]:
     """Our engine with quantized weights: the drafted text has to be the plain text of the same weights."""
     ours = everybody(row, row.llm(quantize=kind))
     return [

@@ -114,7 +114,7 @@ def stories(row: PairRow) -> Row:
 def batch(row: PairRow) -> Row:
     """Eight requests at once against one at a time, all tokens counted.
 
-    Three times as many wait, so that the eight places are taken nearly to the end: texts need unlike numbers of rounds.
+    Three times as many wait, so that the eight slots are taken nearly to the end: texts need unlike numbers of rounds.
     """
     prompts = (row.pair.prompts * (3 * BATCH))[: 3 * BATCH]
     llm = row.llm(max_batch=BATCH)

@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Intake"]
+__all__ = ["BodyReader"]
+
+AS_THEY_ARE = {"min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty"}
+"""Fields of a body that are parameters of the same name."""
 
 
-class Intake:
+class BodyReader:
     """Reads bodies.
 
     Args:
@@ -233,18 +236,12 @@ class Intake:
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(0, body.top_k),
-            min_p=body.min_p,
-            seed=body.seed,
             stop=body.stop or (),
-            stop_token_ids=body.stop_token_ids,
-            ignore_eos=body.ignore_eos,
-            repetition_penalty=body.repetition_penalty,
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
             logits_processors=processors,  # type: ignore[arg-type]
             logprobs=logprobs,
-            gamma=body.speculation.gamma,
-            tree=body.speculation.tree,
-            nodes=body.speculation.nodes,
+            **body.model_dump(include=AS_THEY_ARE),
+            **body.speculation.model_dump(exclude={"drafter"}),
         )
 
 
