@@ -21,7 +21,7 @@ import typer
 
 from sakiyomi.cli.common import JsonOption, add_command
 from sakiyomi.cli.output import emit_json, progress, quiet
-from sakiyomi.cli.rows import Shown, show
+from sakiyomi.cli.rows import show
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.outputs import Stats
 from sakiyomi.core.params import SamplingParams
@@ -301,7 +301,7 @@ def bench(config: BenchConfig, output: JsonOption) -> None:
         with progress("loading") as status:
             quiet()
             conditions = machine.conditions()
-            done = show([grounded(config, Shown(status))], conditions, status)
+            done = show([grounded(config, status.update)], conditions, status)
     except SakiyomiError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from None

@@ -29,16 +29,15 @@ from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
 from sakiyomi.evaluation.bench import compiling, llamacpp, suites
 from sakiyomi.evaluation.bench import passes as passes_row
-from sakiyomi.evaluation.bench import scoring as scoring_row
-from sakiyomi.evaluation.bench import sweep as sweep_row
+from sakiyomi.evaluation.bench import speed as speed_row
 from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.exactness import RandomTrees
 from sakiyomi.evaluation.bench.llamacpp import missing
 from sakiyomi.evaluation.bench.lookup import Given
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import NearTies, Numbers, random_llama, random_prompts
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.quality import Quality, own_logits, perplexity, their_logits
-from sakiyomi.evaluation.bench.random_trees import RandomTrees
 from sakiyomi.evaluation.bench.report import Row, condition_line, of_race
 from sakiyomi.evaluation.bench.runner import Agreement, Contender, Lap, Spread, race, same_tokens, timed
 from sakiyomi.kernels.build import native
@@ -424,7 +423,7 @@ def test_random_trees_are_trees_with_the_right_tokens_in_them() -> None:
 
 @pytest.mark.parametrize("row", ["speculative", "stories", "batch", "trees", "useless"])
 def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
-    found = suites.ROWS[row](pair, suites.Note())
+    found = suites.measure(row, pair)
     assert len(found.lines) >= 2
     assert all(line["equal"] and line["tokens_per_second"] > 0 for line in found.lines)
     assert found.lines[0]["ratio"] == 1.0
@@ -436,7 +435,7 @@ def test_rows_of_a_pair(pair: BenchConfig, row: str) -> None:
 
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
-    found = suites.ROWS["selfdraft"](pair, suites.Note())
+    found = suites.measure("selfdraft", pair)
     names = [line["name"] for line in found.lines]
     assert names[:2] == ["plain", "self-int8"]
     assert names[2].startswith("early-exit:1")
@@ -447,17 +446,17 @@ def test_row_of_targets_that_draft_for_themselves(pair: BenchConfig) -> None:
 
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 def test_row_of_a_target_on_an_excerpt_of_its_cache(pair: BenchConfig) -> None:
-    found = suites.ROWS["evicted"](dataclasses.replace(pair, contexts=(16, 32)), suites.Note())
+    found = suites.measure("evicted", dataclasses.replace(pair, contexts=(16, 32)))
     assert [line["context"] for line in found.lines] == [16, 32]
     assert all(line["equal"] and line["ratio"] > 0 for line in found.lines)
     assert all(line["acceptance_rate"] == 1 for line in found.lines)  # all pairs are in such an excerpt
     with pytest.raises(InputError, match=r"contexts has 100000 tokens, and the prompts together have \d+"):
-        suites.ROWS["evicted"](dataclasses.replace(pair, contexts=(100000,)), suites.Note())
+        suites.measure("evicted", dataclasses.replace(pair, contexts=(100000,)))
 
 
 def test_row_of_the_drop_in(pair: BenchConfig) -> None:
     """transformers' own loop and ours, one text at a time and all together, write the same."""
-    found = suites.ROWS["dropin"](pair, suites.Note())
+    found = suites.measure("dropin", pair)
     names = [line["name"] for line in found.lines]
     assert names[0].startswith("transformers assisted") and "custom_generate" in names
     assert names[-1].startswith("custom_generate, batch of")
@@ -467,7 +466,7 @@ def test_row_of_the_drop_in(pair: BenchConfig) -> None:
 def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> None:
     file = tmp_path / "held-out.txt"
     file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
-    found = suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+    found = suites.measure("speculative", dataclasses.replace(pair, quality=str(file)))
     figures = [line["perplexity"] for line in found.lines]
     assert figures == pytest.approx([figures[0]] * 5, rel=1e-4)
     assert found.table()[0]["ppl"] == figures[0]
@@ -476,11 +475,11 @@ def test_quality_is_shown_beside_speed(pair: BenchConfig, tmp_path: Path) -> Non
         suites.run(dataclasses.replace(pair, quality=str(tmp_path / "none.txt")))
     file.write_text("a", encoding="utf-8")
     with pytest.raises(InputError, match="longer"):
-        suites.ROWS["speculative"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+        suites.measure("speculative", dataclasses.replace(pair, quality=str(file)))
 
 
 def test_row_of_block_verification(pair: BenchConfig) -> None:
-    found = suites.ROWS["block"](pair, suites.Note())
+    found = suites.measure("block", pair)
     assert [line["gamma"] for line in found.lines] == [2, 4, 8]
     for line in found.lines:
         # On the same chains it never keeps less; measured taus are of unlike texts.
@@ -493,7 +492,7 @@ def test_row_of_block_verification(pair: BenchConfig) -> None:
 
 
 def test_row_of_the_oracle(pair: BenchConfig) -> None:
-    found = suites.ROWS["oracle"](dataclasses.replace(pair, max_new_tokens=13), suites.Note())
+    found = suites.measure("oracle", dataclasses.replace(pair, max_new_tokens=13))
     assert [line["rate"] for line in found.lines[:6]] == [0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
     for line in found.lines:
         assert line["equal"] and line["ratio"] > 0 and line["predicted"] > 0
@@ -515,7 +514,7 @@ def test_a_judge_of_more_prompts_than_texts() -> None:
 
 def test_sweep_row(pair: BenchConfig) -> None:
     config = dataclasses.replace(pair, batch_sizes=(4, 1, 2), repeats=2)
-    found = suites.ROWS["sweep"](config, suites.Note())
+    found = suites.measure("sweep", config)
     assert [line["batch"] for line in found.lines] == [1, 2, 4]
     assert all(line["equal"] and line["ratio"] > 0 and line["pays"] for line in found.lines)
     assert all(0 < line["plain_latency_seconds"] < 60 for line in found.lines)
@@ -533,7 +532,7 @@ def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.Mon
             raise MemoryLimitError("the KV cache needs too much")
 
     monkeypatch.setattr(SlotCache, "check", check)
-    found = suites.ROWS["sweep"](dataclasses.replace(pair, batch_sizes=(1, 2, 4)), suites.Note())
+    found = suites.measure("sweep", dataclasses.replace(pair, batch_sizes=(1, 2, 4)))
     assert [line["batch"] for line in found.lines] == [1]
     assert found.notes[0] == "batch of 2 and above: the KV cache needs too much"
 
@@ -550,7 +549,7 @@ def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.Mon
 )
 def test_where_speculation_stops_paying(pays: tuple[str | None, ...], stops: int | None, note: str) -> None:
     lines = [{"batch": 2**i, "pays": word, "ratio": 0.9, "stops": False} for i, word in enumerate(pays)]
-    assert sweep_row._mark(lines) == note
+    assert speed_row._mark(lines) == note
     assert [line["batch"] for line in lines if line["stops"]] == ([stops] if stops else [])
 
 
@@ -558,12 +557,12 @@ def test_where_speculation_stops_paying(pays: tuple[str | None, ...], stops: int
 def test_rounded_weights_are_compared_with_themselves(pair: BenchConfig) -> None:
     """Against transformers there is a speed and no equality; our speculative text has to be our plain one."""
     rounded = dataclasses.replace(pair, quantize="int8")
-    found = suites.ROWS["speculative"](rounded, suites.Note())
+    found = suites.measure("speculative", rounded)
     assert [line.get("weights") for line in found.lines] == [None, None, None, "other", "other"]
     assert all(line["tokens_per_second"] for line in found.lines)
     assert "other weights than transformers assisted, compared with sakiyomi plain" in " ".join(found.notes)
     assert str(found.conditions["rounding"]).startswith("int8: ")
-    alone = suites.ROWS["stories"](rounded, suites.Note())
+    alone = suites.measure("stories", rounded)
     assert not any("weights" in line for line in alone.lines)
     assert all(line["tokens_per_second"] for line in alone.lines)
     with pytest.raises(InputError, match="int3"):
@@ -593,7 +592,7 @@ def test_our_own_passes_judge_rounded_texts(pair: BenchConfig) -> None:
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_row_of_drafts_from_text(pair: BenchConfig, quantize: str | None) -> None:
     """Three kinds of text, the same contenders in each; given texts come out as they were given."""
-    found = suites.ROWS["lookup"](dataclasses.replace(pair, max_new_tokens=24, quantize=quantize), suites.Note())
+    found = suites.measure("lookup", dataclasses.replace(pair, max_new_tokens=24, quantize=quantize))
     names = ["transformers prompt lookup", "sakiyomi plain"]
     names += [f"sakiyomi {name}" for name in ("prompt-lookup", "suffix", "ngram")]
     assert [line["name"] for line in found.lines] == [
@@ -626,7 +625,7 @@ def test_row_of_peers(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(llamacpp, "cache_folder", lambda: tmp_path)
     file = tmp_path / "held-out.txt"
     file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
-    found = suites.ROWS["peers"](dataclasses.replace(pair, quality=str(file)), suites.Note())
+    found = suites.measure("peers", dataclasses.replace(pair, quality=str(file)))
     assert all(line["perplexity"] > 1 for line in found.lines)
     assert len({line["perplexity"] for line in found.lines if "q8_0" in line["name"]}) <= 1
     names = [line["name"] for line in found.lines]
@@ -663,7 +662,7 @@ def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None
 def test_row_of_peers_says_who_is_left_out(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
-    found = suites.ROWS["peers"](pair, suites.Note())
+    found = suites.measure("peers", pair)
     assert len(found.lines) == 5
     assert found.notes[-3].startswith("llama.cpp is left out: gguf and llama-cpp-python not installed; pip install")
     assert {note[:17] for note in found.notes[-2:]} == {"int8 is left out:", "int4 is left out:"}
@@ -672,7 +671,7 @@ def test_row_of_peers_says_who_is_left_out(pair: BenchConfig, monkeypatch: pytes
 def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     """Both drafts, plain, and transformers with both tokenizers: equal texts, and characters beside tokens."""
     other = save_model(tmp_path / "other", tiny_llama(288, seed=3, eos_token_id=None), byte_fallback_tokenizer())
-    found = suites.ROWS["cross"](dataclasses.replace(pair, cross=f"model:{other}"), suites.Note())
+    found = suites.measure("cross", dataclasses.replace(pair, cross=f"model:{other}"))
     lines = {line["name"]: line for line in found.lines}
     assert list(lines) == [
         "sakiyomi plain",
@@ -688,12 +687,12 @@ def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
     assert lines["transformers plain"]["tau"] == 1
     assert found.conditions["assistant_tokens"] >= pair.gamma
     with pytest.raises(InputError, match="another tokenizer"):
-        suites.ROWS["cross"](pair, suites.Note())
+        suites.measure("cross", pair)
 
 
 def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bookkeeping_row, "VOCAB", 500)
-    found = suites.ROWS["bookkeeping"](pair, suites.Note())
+    found = suites.measure("bookkeeping", pair)
     assert len(found.lines) == 10
     assert all(0 < line["ours_ms"] < 1000 for line in found.lines)
     assert all((line["transformers_ms"] is None) == (line["sampling"] == "coupled") for line in found.lines)
@@ -703,7 +702,7 @@ def test_bookkeeping_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
-    found = suites.ROWS["passes"](pair, suites.Note())
+    found = suites.measure("passes", pair)
     kinds = ["bf16", "int8", "int4"] if native() is not None else ["bf16"]
     assert [(line["name"], line["cached"]) for line in found.lines] == [
         (k, n) for k in kinds for n in (128, 1024, 4096)
@@ -722,7 +721,7 @@ def test_passes_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_merged_row(pair: BenchConfig) -> None:
-    found = suites.ROWS["merged"](dataclasses.replace(pair, max_new_tokens=24), suites.Note())
+    found = suites.measure("merged", dataclasses.replace(pair, max_new_tokens=24))
     kinds = ("stories", "summary", "edit", "retold", "revised")
     ways = ("plain", "model", "suffix", "suffix+model")
     assert [line["name"] for line in found.lines] == [f"{kind}: {way}" for kind in kinds for way in ways]
@@ -731,7 +730,7 @@ def test_merged_row(pair: BenchConfig) -> None:
 
 
 def test_coverage_row(pair: BenchConfig) -> None:
-    found = suites.ROWS["coverage"](pair, suites.Note())
+    found = suites.measure("coverage", pair)
     assert [line["name"] for line in found.lines] == [
         f"{rule}, {count} sibling{'s' * (count > 1)}" for rule in ("coupled", "ratio") for count in (1, 2, 4)
     ]
@@ -739,8 +738,8 @@ def test_coverage_row(pair: BenchConfig) -> None:
 
 
 def test_scoring_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring_row, "MEDIUM", (64, 2, 4, 128, 320))
-    found = suites.ROWS["scoring"](pair, suites.Note())
+    monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
+    found = suites.measure("scoring", pair)
     assert [(line["prefix"], line["nodes"]) for line in found.lines] == [
         (prefix, nodes) for prefix in (32, 512, 4096) for nodes in (8, 16)
     ]
@@ -755,14 +754,14 @@ def test_scoring_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None
 def test_passes_row_says_what_cannot_run(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_row, "MEDIUM", (64, 2, 4, 128, 320))
     monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
-    found = suites.ROWS["passes"](pair, suites.Note())
+    found = suites.measure("passes", pair)
     assert [line["name"] for line in found.lines] == ["bf16"] * 3
     assert [note[:5] for note in found.notes] == ["int8:", "int4:"]
 
 
 def test_exact_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sakiyomi.evaluation.bench.exactness.COMPARED", (1, 4))
-    found = suites.ROWS["exact"](pair, suites.Note())
+    found = suites.measure("exact", pair)
     names = ["plain", "plain", "draft model", "draft model", "quantize int8", "cache h2o, 32 pairs", "cache quant-4"]
     assert [line["name"] for line in found.lines] == names
     assert [line["dtype"] for line in found.lines] == ["float32", "bfloat16"] * 2 + ["bfloat16"] * 3
@@ -800,7 +799,7 @@ def test_a_new_process_times_every_graph(pair: BenchConfig, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_compiling_row(pair: BenchConfig) -> None:
-    found = compiling.compiling(dataclasses.replace(pair, compile=True), suites.Note())
+    found = suites.measure("compiling", dataclasses.replace(pair, compile=True))
     assert found.lines[-1]["new_graphs"] == found.lines[-1]["passes_without_graph"] == 0
     assert [line["rows"] for line in found.lines[:-1]] == [8, 1, 4, 16, 32, 64]
 

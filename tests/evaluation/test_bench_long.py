@@ -24,12 +24,11 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import parse_bytes, peak_bytes, resident_bytes
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.config import silent
 from sakiyomi.evaluation.bench.long.books import Passage, compared, followed, passages
 from sakiyomi.evaluation.bench.long.config import LongConfig, budget_pairs
-from sakiyomi.evaluation.bench.long.failures import caught
 from sakiyomi.evaluation.bench.long.fit import longest, slope
-from sakiyomi.evaluation.bench.long.loader import Loader, Options
+from sakiyomi.evaluation.bench.long.loader import Loader, caught
 from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import FromFile, FromTasks, Question, middle_cut
 from sakiyomi.evaluation.bench.long.run import run
@@ -39,6 +38,7 @@ from sakiyomi.evaluation.bench.long.work import Watch, answers
 from sakiyomi.train.long_tasks import TASKS
 from toys import save_model, tiny_llama, tiny_tokenizer
 
+OPTIONS = {"dtype": "auto", "device": "auto", "compile": False, "chunk_size": None}
 STORY = "Once upon a time there was a little fox who lived in a wood. "
 
 
@@ -247,7 +247,7 @@ def test_right_answers_and_their_spread() -> None:
         for batch in jobs[0]["batches"]:
             yield done(["a", "b", "a", "a"], batch["length"])
 
-    row = table(toy_config(), Given(), [System("full", None)], perform, Note())
+    row = table(toy_config(), Given(), [System("full", None)], perform, silent)
     first, second = row.lines
     assert first["accuracy"] == 0.75 and first["seeds"] == {"0": 1.0, "1": 0.5}
     assert first["accuracy_spread"] == pytest.approx(math.sqrt(0.125))
@@ -269,9 +269,9 @@ def test_right_answers_beside_those_of_full() -> None:
         yield done(list(texts), 32)
 
     given = [System("full", None), System("h2o", "8")]
-    row = table(toy_config(lengths=("32",)), Given(), given, perform, Note())
+    row = table(toy_config(lengths=("32",)), Given(), given, perform, silent)
     assert [line["of_full"] for line in row.lines] == [1.0, pytest.approx(0.25 / 0.75)]
-    assert "of_full" not in table(toy_config(lengths=("32",)), Given(), given[:1], perform, Note()).lines[0]
+    assert "of_full" not in table(toy_config(lengths=("32",)), Given(), given[:1], perform, silent).lines[0]
 
 
 def test_shares_of_tasks_stand_beside_the_whole() -> None:
@@ -282,7 +282,7 @@ def test_shares_of_tasks_stand_beside_the_whole() -> None:
     def perform(jobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield done(["a", "a"], 32)
 
-    (line,) = table(toy_config(lengths=("32",)), Two(), [System("full", None)], perform, Note()).lines
+    (line,) = table(toy_config(lengths=("32",)), Two(), [System("full", None)], perform, silent).lines
     assert (line["story"], line["tale"], line["accuracy"]) == (100.0, 0.0, 0.5)
     assert line["accuracy_spread"] == 0.0 or line["accuracy_spread"] is None
 
@@ -304,7 +304,7 @@ def limited(most: int, tried: list[tuple[int, int]]) -> Any:
 def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
     tried: list[tuple[int, int]] = []
     config = toy_config(lengths=("64", "512", "1024"), memory=True, memory_limit="1GB")
-    row = table(config, Given(), [System("full", None)], limited(300, tried), Note())
+    row = table(config, Given(), [System("full", None)], limited(300, tried), silent)
     assert [(line["name"], line["state"]) for line in row.lines] == [
         ("full", ""),
         ("full", "OOM"),
@@ -321,9 +321,9 @@ def test_over_the_limit_the_longest_that_fits_has_a_star() -> None:
 def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
     tried: list[tuple[int, int]] = []
     config = toy_config(lengths=("64", "66"), memory=True, memory_limit="1GB")
-    row = table(config, Given(), [System("full", None)], limited(64, tried), Note())
+    row = table(config, Given(), [System("full", None)], limited(64, tried), silent)
     assert [line["state"] for line in row.lines] == ["", "OOM"]
-    row = table(config, Given(), [System("full", None)], limited(8, tried), Note())
+    row = table(config, Given(), [System("full", None)], limited(8, tried), silent)
     assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # nothing fits
 
     class Long(Given):
@@ -332,7 +332,7 @@ def test_no_star_where_a_length_that_was_asked_for_is_as_good() -> None:
                 raise InputError("no room for a question")
             return super().questions(length)
 
-    row = table(config, Long(), [System("full", None)], limited(40, tried), Note())
+    row = table(config, Long(), [System("full", None)], limited(40, tried), silent)
     assert [line["state"] for line in row.lines] == ["OOM", "OOM"]  # and nothing shorter can be asked
 
 
@@ -341,7 +341,7 @@ def test_a_process_that_ended_early_leaves_reasons() -> None:
         yield done(["a"] * 4, 32)
         yield {"length": None, "error": "Traceback", "over": False}
 
-    row = table(toy_config(lengths=("32", "64", "128")), Given(), [System("h2o", "8")], perform, Note())
+    row = table(toy_config(lengths=("32", "64", "128")), Given(), [System("h2o", "8")], perform, silent)
     assert [line["state"] for line in row.lines] == ["", "refused", "refused"]
     assert "Traceback" in row.notes[0]
 
@@ -368,7 +368,7 @@ def test_systems_answer_the_same_prompts(pair: tuple[Any, Any]) -> None:
 
 
 def test_one_shot_writes_what_full_writes(pair: tuple[Any, Any]) -> None:
-    make = Loader(Options(pair), shared=True)
+    make = Loader(OPTIONS | {"target": pair}, shared=True)
     questions = [{"tokens": list(range(3, 3 + n)), "answer_tokens": 6} for n in (20, 70, 71)]
     common = {"place": "cpu", "limit": None, "batches": [{"length": 71, "questions": questions}]}
     (full,) = answers({"system": {"spec": "full", "budget": None}, **common}, make)
@@ -418,10 +418,10 @@ def test_query_first_prompts_have_the_question_in_front() -> None:
     config, (system,) = toy_config(lengths=("64",)), systems(("full+query-first",), ("1/8",))
     assert (system.cache, system.budget, system.kind) == ("full", None, "full")
     tokenizer = tiny_tokenizer()
-    row = table(config, FromTasks(config, tokenizer), [system], perform, Note())
+    row = table(config, FromTasks(config, tokenizer), [system], perform, silent)
     assert row.lines[0]["name"] == "full+query-first"
     assert len(asked) == 4 and all(tokenizer.decode(tokens).startswith("And so") for tokens in asked)
-    row = table(config, Given(), [system], perform, Note())
+    row = table(config, Given(), [system], perform, silent)
     assert row.lines[0]["state"] == "refused" and "made tasks" in row.notes[0]
 
 
@@ -479,8 +479,8 @@ def test_the_limit_is_kept_before_and_after() -> None:
 def test_errors_of_users_become_records(error: Exception, over: bool) -> None:
     with caught(64) as failed:
         raise error
-    assert failed.record is not None and (failed.record["length"], failed.record["over"]) == (64, over)
-    assert failed.record["error"]
+    assert (failed["length"], failed["over"]) == (64, over)
+    assert failed["error"]
 
 
 def test_defects_of_ours_go_on() -> None:
@@ -517,7 +517,7 @@ def test_what_each_kept_is_drawn(pair: tuple[Any, Any], tmp_path: Path) -> None:
 
 
 def test_what_was_kept_are_places_of_the_prompt(pair: tuple[Any, Any]) -> None:
-    make = Loader(Options(pair, chunk_size=16), shared=True)
+    make = Loader(OPTIONS | {"target": pair, "chunk_size": 16}, shared=True)
     system = {"spec": "streaming[sinks=2,local=8]", "budget": "24"}
     question = {"tokens": list(range(3, 63)), "answer_tokens": 3}
     job = {"system": system, "place": "cpu", "limit": None, "kept": True}

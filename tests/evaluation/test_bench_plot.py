@@ -85,13 +85,13 @@ def test_without_matplotlib_it_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_command_draws_and_refuses_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setitem(suites.ROWS, "stories", lambda config, note: race_row())
+    monkeypatch.setitem(suites.ROWS, "stories", lambda row: race_row())
     path = tmp_path / "a.png"
     result = CliRunner().invoke(app, ["bench", "--rows", "stories", "--plot", str(path), "--json"])
     assert result.exit_code == 0, result.output
     assert path.stat().st_size > 1000
     assert json.loads(result.stdout.splitlines()[-1])["rows"][0]["row"] == "speculative"
-    monkeypatch.setitem(suites.ROWS, "stories", lambda config, note: pytest.fail("measured"))
+    monkeypatch.setitem(suites.ROWS, "stories", lambda row: pytest.fail("measured"))
     for rows, name in (("stories", "a.gif"), ("exact", "a.png")):
         result = CliRunner().invoke(app, ["bench", "--rows", rows, "--plot", str(tmp_path / name)])
         assert result.exit_code == 2

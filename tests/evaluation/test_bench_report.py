@@ -28,7 +28,7 @@ from sakiyomi.evaluation.bench.figures.page import Shown, page
 from sakiyomi.evaluation.bench.figures.ranks import draft_ranks
 from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
 from sakiyomi.evaluation.bench.figures.run import SECTIONS, run
-from sakiyomi.evaluation.bench.figures.section import THEMES, picture
+from sakiyomi.evaluation.bench.figures.section import THEMES, Section, picture
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.sampling.verifiers import VERIFIERS
 from sakiyomi.theory import expected_tokens, guess_acceptance
@@ -288,7 +288,8 @@ def test_nothing_of_the_numbers_becomes_markup() -> None:
     row = Row(
         "x", "<title>", [{"name": "<b>", "figure": 0.123456, "none": None, "yes": True}], {"c": "<i>"}, ["<note>"]
     )
-    text = page("<page>", [Shown("x", "<h>", "<t> `a < b`", "", row, "<command>", {}, {})])
+    section = Section("<h>", "<t> `a < b`", lambda work, note: row, lambda row, theme: pytest.fail("drawn"), str)
+    text = page("<page>", [Shown("x", section, row, "<command>", {}, {})])
     assert not re.search(r"<(b|i|note|h|t|command|page)>", text)
     assert "<code>a &lt; b</code>" in text
     assert "<td>0.1235</td><td></td><td>yes</td>" in text

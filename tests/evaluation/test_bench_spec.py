@@ -331,7 +331,7 @@ def test_speed_ups_are_drawn(tmp_path: Path, suffix: str) -> None:
     wrong = record(1, "b", explained=False, equal=False, note="no near-tie")
     row = rows(results(record(1), record(1, "a", 0.5), record(2, "a", 0.3, category="rag"), wrong))[0]
     path = tmp_path / f"bars.{suffix}"
-    draw(row, str(path), {"processor": "one"})
+    draw([row], str(path), {"processor": "one"})
     assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
 
 

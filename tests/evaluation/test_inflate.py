@@ -9,19 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from medusa_toys import new_heads
 from sakiyomi.cli import app
 from sakiyomi.core import memory
-from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, SakiyomiError, UnsupportedError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.drafters.medusa_heads.formats import read_heads, write_heads
-from sakiyomi.evaluation.bench import inflate as module
-from sakiyomi.evaluation.bench.config import InflateConfig, Note
-from sakiyomi.evaluation.bench.inflate import inflate, inflated, parse_count, wider
+from sakiyomi.evaluation.bench import inflating
+from sakiyomi.evaluation.bench.config import InflateConfig, silent
+from sakiyomi.evaluation.bench.inflate import Llama, inflate, inflated, parse_count
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 PARAMS = {True: "200K", False: "220K"}  # the tiny model has 29K or 39K
@@ -40,14 +39,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models grow in both directions: theirs are not the proportions of large ones."""
-    monkeypatch.setattr(module, "ASPECT", 16)
+    monkeypatch.setattr(inflating, "ASPECT", 16)
 
 
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_same_function(folders: dict[bool, Path], tmp_path: Path, tied: bool) -> None:
     out = tmp_path / "new" / "large"
-    found = inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), Note())
+    found = inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), silent)
     small, large = (AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folders[tied], out))
     assert abs(found["parameters"] / parse_count(PARAMS[tied]) - 1) < 0.1
     assert found["parameters"] == sum(parameter.numel() for parameter in large.parameters())
@@ -61,12 +60,12 @@ def test_the_same_function(folders: dict[bool, Path], tmp_path: Path, tied: bool
     assert 0 < found["random_to_real_activations"] < 0.6
     assert sorted(path.name for path in out.parent.iterdir()) == ["large"]
     with pytest.raises(InputError, match="not an empty folder"):
-        inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), Note())
+        inflate(InflateConfig(str(out), PARAMS[tied], str(folders[tied])), silent)
 
 
 @pytest.mark.usefixtures("deep")
 def test_random_weights_are_there_and_smaller_than_real_ones(folders: dict[bool, Path], tmp_path: Path) -> None:
-    inflate(InflateConfig(str(tmp_path / "large"), "220K", str(folders[False])), Note())
+    inflate(InflateConfig(str(tmp_path / "large"), "220K", str(folders[False])), silent)
     small, large = (
         AutoModelForCausalLM.from_pretrained(path, dtype="float32") for path in (folders[False], tmp_path / "large")
     )
@@ -98,9 +97,8 @@ def test_counts_that_cannot_be_meant(text: str) -> None:
 
 @pytest.mark.parametrize("params", ["20456832", "134M", "500M", "1B", "7B"])
 def test_shapes_are_those_of_real_models(params: str) -> None:
-    small = AutoConfig.from_pretrained(embedded("tales"))
-    shape = wider(small, parse_count(params))
-    assert abs(module._count(shape) / parse_count(params) - 1) < 0.02
+    shape, count = Llama.load("tales").wider(parse_count(params))
+    assert abs(count / parse_count(params) - 1) < 0.02
     assert shape.num_attention_heads // shape.num_key_value_heads == 3
     if params != "20456832":
         assert 20 < shape.hidden_size / shape.num_hidden_layers < 130
@@ -111,7 +109,7 @@ def test_what_cannot_be_inflated_is_refused(
     folders: dict[bool, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(params: str, target: Path = folders[True]) -> None:
-        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), silent)
 
     with pytest.raises(InputError, match="has 28,832 already"):
         run("26K")
@@ -134,10 +132,10 @@ def test_nothing_half_written_stays(
     def fails(*_: object) -> None:
         raise fault
 
-    monkeypatch.setattr(module, "_check", fails)
+    monkeypatch.setattr(inflating.Inflatable, "compare", fails)
     expected = LoadError if isinstance(fault, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
-        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), silent)
     assert not list(tmp_path.iterdir())
 
 
@@ -147,9 +145,9 @@ def test_a_result_that_is_another_function_is_refused(
     def noisy(weight: torch.Tensor, columns: int, factor: int, real: bool) -> torch.Tensor:
         return torch.full((factor * weight.shape[0], columns), 0.1)
 
-    monkeypatch.setattr(module, "writer", noisy)
+    monkeypatch.setattr(inflating, "writer", noisy)
     with pytest.raises(SakiyomiError, match="not the same function"):
-        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), "200K", str(folders[True])), silent)
     assert not list(tmp_path.iterdir())
 
 
@@ -181,7 +179,7 @@ def test_heads_become_as_wide(folders: dict[bool, Path], tmp_path: Path, own: bo
     heads = new_heads(small, heads=2, layers=2, own=own)
     write_heads(heads, tmp_path / "heads")
     out = tmp_path / "large"
-    inflate(InflateConfig(str(out), PARAMS[True], str(folders[True]), str(tmp_path / "heads")), Note())
+    inflate(InflateConfig(str(out), PARAMS[True], str(folders[True]), str(tmp_path / "heads")), silent)
     large = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
     wide = read_heads(out / "medusa").heads
     assert wide.shape.hidden_size == large.config.hidden_size
@@ -194,5 +192,5 @@ def test_heads_become_as_wide(folders: dict[bool, Path], tmp_path: Path, own: bo
     assert (guesses[0] - guesses[1]).abs().max() < 1e-3 * guesses[0].abs().max()
     assert wide.weights[0, 0, : heads.shape.hidden_size, heads.shape.hidden_size :].std() > 0, "random, not zero"
     with pytest.raises(UnsupportedError, match="another model"):
-        inflate(InflateConfig(str(tmp_path / "x"), "220K", str(folders[True]), str(out / "medusa")), Note())
+        inflate(InflateConfig(str(tmp_path / "x"), "220K", str(folders[True]), str(out / "medusa")), silent)
     assert not (tmp_path / "x").exists()

@@ -18,10 +18,10 @@ from held_out import read_examples
 from pair_toys import edits_config, tones_config
 from sakiyomi.core.errors import InputError, SakiyomiError, UnsupportedError
 from sakiyomi.evaluation.bench import inflate as module
-from sakiyomi.evaluation.bench import inflate_seq
-from sakiyomi.evaluation.bench.config import InflateConfig, Note
+from sakiyomi.evaluation.bench import inflating
+from sakiyomi.evaluation.bench.config import InflateConfig, silent
 from sakiyomi.evaluation.bench.inflate import inflate
-from sakiyomi.evaluation.bench.inflate_seq import Inflatable
+from sakiyomi.evaluation.bench.inflate_seq import EncoderDecoder
 from tones import train_tones
 
 
@@ -38,14 +38,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def deep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models grow in both directions: theirs are not the proportions of large ones."""
-    monkeypatch.setattr(inflate_seq, "ASPECT", 20)
+    monkeypatch.setattr(inflating, "ASPECT", 20)
 
 
 @pytest.mark.usefixtures("deep")
 @pytest.mark.parametrize(("kind", "params"), [("edits", 900_000), ("tones", 900_000)])
 def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, params: int) -> None:
     out = tmp_path / "large"
-    found = inflate(InflateConfig(str(out), str(params), str(folders[kind])), Note())
+    found = inflate(InflateConfig(str(out), str(params), str(folders[kind])), silent)
     auto = AutoModelForSeq2SeqLM if kind == "edits" else AutoModelForSpeechSeq2Seq
     small, large = (auto.from_pretrained(path, dtype=torch.float32).eval() for path in (folders[kind], out))
     assert abs(found["parameters"] / params - 1) < 0.15
@@ -72,7 +72,7 @@ def test_the_same_function(folders: dict[str, Path], tmp_path: Path, kind: str, 
 
 @pytest.mark.usefixtures("deep")
 def test_random_weights_are_there_and_what_they_write_is_zero(folders: dict[str, Path], tmp_path: Path) -> None:
-    inflate(InflateConfig(str(tmp_path / "large"), "900K", str(folders["edits"])), Note())
+    inflate(InflateConfig(str(tmp_path / "large"), "900K", str(folders["edits"])), silent)
     small, large = (
         AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32)
         for path in (folders["edits"], tmp_path / "large")
@@ -94,7 +94,7 @@ def test_random_weights_are_there_and_what_they_write_is_zero(folders: dict[str,
 
 def test_proportions_of_a_real_size(folders: dict[str, Path]) -> None:
     for folder in folders.values():
-        shape, parameters = Inflatable.load(str(folder)).wider(134_000_000)
+        shape, parameters = EncoderDecoder.load(str(folder)).wider(134_000_000)
         assert abs(parameters / 134e6 - 1) < 0.03
         layers = shape.encoder_layers + shape.decoder_layers
         assert 20 < 2 * shape.d_model / layers < 200
@@ -106,7 +106,7 @@ def test_what_cannot_be_inflated_is_refused(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(target: Path, params: str = "200K") -> None:
-        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), Note())
+        inflate(InflateConfig(str(tmp_path / "out"), params, str(target)), silent)
 
     with pytest.raises(InputError, match="already"):
         run(folders["tones"], "1K")
@@ -118,8 +118,8 @@ def test_what_cannot_be_inflated_is_refused(
     with pytest.raises(UnsupportedError, match="BartForConditionalGeneration cannot be inflated"):
         run(tmp_path / "bart")
     with monkeypatch.context() as patch, pytest.raises(SakiyomiError, match="not the same function"):
-        patch.setattr(inflate_seq, "gain", lambda weight, factor: weight.repeat(factor))
-        patch.setattr(inflate_seq, "ASPECT", 20)
+        patch.setattr(inflating, "gain", lambda weight, factor: weight.repeat(factor))
+        patch.setattr(inflating, "ASPECT", 20)
         run(folders["edits"], "900K")
     assert not (tmp_path / "out").exists()
     assert module.TOLERANCE <= 1e-3

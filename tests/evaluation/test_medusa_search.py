@@ -139,13 +139,13 @@ def test_bench_rows(place: Path) -> None:
         prompt_tokens=16,
         compile=False,
     )
-    found = suites.ROWS["medusa"](config, suites.Note())
+    found = suites.measure("medusa", config)
     names = [line["name"] for line in found.lines]
     assert names[:4] == ["T=0: plain", "T=0: draft model", "T=0: medusa", "T=0: medusa+suffix+ngram"]
     assert len(names) == 12
     assert all(line["equal"] for line in found.lines[:4])
     assert found.lines[0]["draft_mb"] == 0 < found.lines[2]["draft_mb"]
-    found = suites.ROWS["typical"](config, suites.Note())
+    found = suites.measure("typical", config)
     assert found.lines[0]["TV"] == found.lines[1]["TV"] == 0
     assert all(0 < line["TV"] < 1 for line in found.lines[2:])
     assert "lossy" in found.notes[-1]

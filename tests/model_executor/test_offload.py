@@ -416,7 +416,7 @@ def test_the_row(folder: Path, tmp_path: Path) -> None:
         max_new_tokens=12,
         prompt_tokens=8,
     )
-    found = suites.ROWS["offload"](config, suites.Note())
+    found = suites.measure("offload", config)
     lines = {line["name"]: line for line in found.lines}
     drafted = ["15 nodes, 8 levels", "64 nodes, 16 levels", "128 nodes, 16 levels", "auto"]
     oracle = ["oracle:0.95, gamma 16", "oracle:0.95, gamma 24"]

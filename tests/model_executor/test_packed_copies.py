@@ -31,8 +31,8 @@ from sakiyomi.cli import app
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.memory import readable
 from sakiyomi.core.prompts import STORIES
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
-from sakiyomi.evaluation.bench.suites import ROWS
+from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.suites import measure
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.kernels.quantization import compare
 from sakiyomi.model_executor.loading import load_model, packed, read_checkpoint
@@ -630,7 +630,7 @@ def test_the_bench_has_speeds_of_what_torchao_rounded(fresh: Path, by_torchao: N
         gamma=2,
         compile=False,
     )
-    found = ROWS["speculative"](config, Note())
+    found = measure("speculative", config)
     assert all(line["tokens_per_second"] for line in found.lines)
     assert [line["equal"] for line in found.lines[3:]] == [True, True], found.notes
     assert str(found.conditions["rounding"]).startswith("int8: 14 layers, 1 kept as they were (lm_head)")

@@ -16,7 +16,7 @@ from grounded import app, grounded
 from pair_toys import edits_config, tones_config
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.outputs import Stats
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig, silent
 from sakiyomi.evaluation.bench.models import Pair
 from tones import train_tones
 
@@ -75,7 +75,7 @@ def test_transformers_and_a_stand_in(
     monkeypatch.setattr(Pair, "llm", lambda self, spec: stand)
     audio = lambda samples, rate: SimpleNamespace(samples=samples, rate=rate)  # noqa: E731
     monkeypatch.setattr("sakiyomi.Audio", audio, raising=False)
-    row = grounded(config, Note())
+    row = grounded(config, silent)
     names = [f"transformers {way}" for way in ("plain", "assisted")]
     names += [f"sakiyomi {way}" for way in ("plain", "draft model", "draft model, auto")]
     expected = [
@@ -101,7 +101,7 @@ def test_who_writes_something_else_gets_no_speed(
     stand = Stand(pairs["edits"], config, wrong=True)
     monkeypatch.setattr(Pair, "llm", lambda self, spec: stand)
     monkeypatch.setattr(module, "NEAR_TIE", 0.0)
-    row = grounded(config, Note())
+    row = grounded(config, silent)
     for line in row.lines:
         assert (line["tokens_per_second"] is None) == ("sakiyomi" in line["name"])
     assert any("no near-tie" in note for note in row.notes)
@@ -114,11 +114,11 @@ def test_what_cannot_run_the_pair_is_left_out(
         raise UnsupportedError("not this one")
 
     monkeypatch.setattr(Pair, "llm", refuse)
-    row = grounded(bench_config(pairs["tones"]), Note())
+    row = grounded(bench_config(pairs["tones"]), silent)
     assert [line["name"] for line in row.lines] == ["tones: transformers plain", "tones: transformers assisted"]
     assert "sakiyomi prompt-lookup is left out: not this one" in row.notes
     with pytest.raises(LoadError, match="nobody can run"):
-        grounded(bench_config(pairs["tones"], peers=False), Note())
+        grounded(bench_config(pairs["tones"], peers=False), silent)
 
 
 def test_a_folder_without_examples_is_refused_by_the_command(tmp_path: Path) -> None:

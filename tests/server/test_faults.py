@@ -299,7 +299,7 @@ def test_no_output_at_all_has_a_prompt_in_it(
                     raise ValueError(f"I cannot read {word}") from error
 
             with monkeypatch.context() as patch:
-                patch.setattr("sakiyomi.server.intake.prompt_tokens", broken)
+                patch.setattr("sakiyomi.server.bodies.prompt_tokens", broken)
                 assert web.post(f"{url}/v1/completions", json=body).status_code == 500
             monkeypatch.setattr("sakiyomi.server.replies.Sample.read", broken)
             assert web.post(f"{url}/v1/completions", json=body).status_code == 500

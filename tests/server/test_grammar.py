@@ -14,10 +14,10 @@ from openai import OpenAI
 
 from sakiyomi.core.text import TextStream
 from sakiyomi.server.app import Server
+from sakiyomi.server.bodies import BodyReader
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError
 from sakiyomi.server.grammar import Constraint, Grammars
-from sakiyomi.server.intake import Intake
 from sakiyomi.server.schema import ChatRequest, FunctionTool
 from sakiyomi.server.tools import FORMATS, ToolFormat, ToolReader, shown, tool_format
 from server_toys import client, marked_tokenizer, running, toy_llm
@@ -253,10 +253,10 @@ def test_without_a_place_for_tools_they_are_refused() -> None:
         ("{{ messages[0].content }}", "auto", "does not know"),
         ("{{ messages[0].content }}", "none", "does not tell the model of tools"),
     ):
-        intake = Intake(toy_llm("none", template=template), ServerConfig(served_name="toy"))
+        reader = BodyReader(toy_llm("none", template=template), ServerConfig(served_name="toy"))
         asked = {"model": "toy", "messages": SAID, "tools": TOOLS, "tool_choice": choice}
         with pytest.raises(ApiError, match=words):
-            intake.chat(ChatRequest.model_validate(asked))
+            reader.chat(ChatRequest.model_validate(asked))
 
 
 @pytest.mark.parametrize("models", ["Mistral", "Mistral since 2025", "Llama 3 and 4"])

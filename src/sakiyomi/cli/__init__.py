@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import MISSING
 from typing import Annotated, Any
 
 import typer
@@ -32,9 +33,10 @@ from sakiyomi.cli import (
     tree,
     tune,
 )
-from sakiyomi.cli.common import INTERRUPTED
+from sakiyomi.cli.common import INTERRUPTED, add_command, add_group
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.version import __version__
+from sakiyomi.server.config import ENVIRONMENT
 
 __all__ = ["app", "main"]
 
@@ -73,8 +75,21 @@ def _sakiyomi(
     """Faster text from the language model you already have, with the same output."""
 
 
-for _module in (demo, generate, transcribe, chat, tree, audit, info, bench, memory, cache, plan, tune, export, serve):
-    _module.register(app)
+for _command in (demo.demo, generate.generate):
+    add_command(app, _command)
+add_command(app, transcribe.transcribe, defaults={"target": MISSING})  # no embedded model takes sound
+add_command(app, chat.chat, defaults={"max_new_tokens": chat.MAX_NEW_TOKENS})
+for _command in (tree.tree, audit.audit, info.info, plan.plan):
+    add_command(app, _command)
+add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH}, environment=ENVIRONMENT)
+_bench = add_group(app, "bench", bench.inflate, bench.long, bench.report, main=bench.bench)
+add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)
+add_group(app, "memory", memory.show, memory.clear, help="What the draft suffix:FILE remembers of earlier requests.")
+_cache = add_group(app, "cache", help="Prompt caches: documents and system prompts that are prefilled once.")
+add_command(_cache, cache.build, defaults={"draft": "none"})
+add_command(_cache, cache.info)
+add_group(app, "tune", tune.medusa, main=tune.pair)
+add_group(app, "export", export.medusa, help="Export trained heads to other tools.")
 app.add_typer(train.app, name="train")
 
 

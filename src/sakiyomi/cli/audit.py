@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.output import progress, quiet, say, table
 from sakiyomi.core.checks import at_least
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.evaluation.audit.config import AuditConfig
@@ -35,11 +36,6 @@ class PromptOptions:
     drafts: tuple[str, ...] = ()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, audit)
-
-
 def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: JsonOption) -> None:
     """Check that the output is the target's own.
 
@@ -48,7 +44,6 @@ def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: J
     with plain text of the same target. Exit code 1 if a defect was found.
     """
     at_least(asked, count=1)
-    from sakiyomi.cli.output import progress, quiet
     from sakiyomi.core.prompts import STORIES, read_prompts
 
     texts = list(STORIES) if asked.prompts is None else read_prompts(asked.prompts)
@@ -73,8 +68,6 @@ def audit(model: LLMConfig, asked: PromptOptions, config: AuditConfig, output: J
 
 
 def _show(model: LLMConfig, report: AuditReport) -> None:
-    from sakiyomi.cli.output import say, table
-
     say(
         f"target {model.target} in {report.dtype}, draft {model.draft}, exact {'yes' if report.exact else 'no'}; "
         f"noise of {report.reference} between pass shapes: {report.noise:.2g} logits; gaps are explained up to 4 times "
@@ -115,12 +108,10 @@ def _show(model: LLMConfig, report: AuditReport) -> None:
         say("there was no draft: only plain text was checked; pass --draft model:FOLDER")
     for rule in report.untested:
         say(f"{rule} was not tested: it takes no draft of these drafters")
-    verdict = "no defect" if report.ok else f"{report.defects} DEFECTS: the output is not the target's own"
-    say(verdict)
+    say("no defect" if report.ok else f"{report.defects} DEFECTS: the output is not the target's own")
 
 
 def _show_sampled(report: AuditReport) -> None:
-    from sakiyomi.cli.output import say, table
     from sakiyomi.evaluation.audit.report import AWAY, ODDS, POWER
 
     table(

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import typer
-
-from sakiyomi.cli import spec
-from sakiyomi.cli.common import JsonOption, add_command
-from sakiyomi.cli.rows import PlotOption, Shown, measured
+from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.output import note, progress, quiet, say
+from sakiyomi.cli.rows import PlotOption, Started, measured, show
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.memory import readable
 from sakiyomi.evaluation.bench.config import BenchConfig, InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.long.config import LongConfig
-
-if TYPE_CHECKING:
-    from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.spec.config import CompareConfig, MergeConfig, SpecConfig
 
 
 @dataclass(frozen=True)
@@ -32,17 +27,6 @@ class PlotFolderOption:
     plot: str | None = None
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command, and the one below it."""
-    own = typer.Typer(rich_markup_mode=None)
-    add_command(own, bench, name=None)
-    add_command(own, inflate)
-    add_command(own, long)
-    spec.register(own)
-    add_command(own, report)
-    app.add_typer(own, name="bench")
-
-
 def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     """Measure speed side by side.
 
@@ -51,21 +35,16 @@ def bench(config: BenchConfig, picture: PlotOption, output: JsonOption) -> None:
     memory's measured speed.
     """
 
-    def start(note: Note) -> Iterable[Row]:
+    def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench import plot, suites
 
         if picture.plot is not None:
             if config.rows and suites.TABLES.issuperset(config.rows):
                 raise InputError(f"plot has nothing to draw of {', '.join(config.rows)}; ask for another row too")
             plot.check(picture.plot)
-        return suites.run(config, note)
+        return suites.run(config, note), plot.draw
 
-    def draw(rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
-        from sakiyomi.evaluation.bench import plot
-
-        plot.draw(rows, str(picture.plot), conditions)
-
-    measured(start, output, None if picture.plot is None else draw)
+    measured(start, output, picture.plot)
 
 
 def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> None:
@@ -75,20 +54,76 @@ def long(config: LongConfig, pictures: PlotFolderOption, output: JsonOption) -> 
     with the length; of books perplexity and agreement with the full cache; of turns one conversation that grows.
     """
 
-    def start(note: Note) -> Iterable[Row]:
+    def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench.long import plot
         from sakiyomi.evaluation.bench.long.run import run
 
         if pictures.plot is not None:
             plot.check(pictures.plot)
-        return run(config, note, pictures=pictures.plot)
+        return run(config, note, pictures=pictures.plot), plot.draw
 
-    def draw(rows: Sequence[Row], conditions: Mapping[str, Any]) -> None:
-        from sakiyomi.evaluation.bench.long import plot
+    measured(start, output, pictures.plot)
 
-        plot.draw(rows, str(pictures.plot), conditions)
 
-    measured(start, output, None if pictures.plot is None else draw)
+def spec(config: SpecConfig, picture: PlotOption, output: JsonOption) -> None:
+    """Compare drafters on questions of several kinds, as Spec-Bench does.
+
+    Greedy, one request at a time, everyone by turns on each question; every answer is compared with the plain one.
+    Speed-ups are over plain decoding beside it, the prompt's pass included; decode is the speed-up behind the prompt,
+    tau the mean accepted tokens.
+    """
+
+    def start(note: Note) -> Started:
+        from sakiyomi.evaluation.bench.spec.plot import draw
+        from sakiyomi.evaluation.bench.spec.run import run
+
+        _check(picture)
+        return run(config, note), draw
+
+    measured(start, output, picture.plot)
+
+
+def _check(picture: PlotOption) -> None:
+    from sakiyomi.evaluation.bench import plot
+
+    if picture.plot is not None:
+        plot.check(picture.plot)
+
+
+def compare(config: CompareConfig, output: JsonOption) -> None:
+    """Put result files side by side.
+
+    On the questions and drafters that all of them have: another machine, another version, other settings.
+    """
+    from sakiyomi.evaluation.bench.spec.results import Results
+    from sakiyomi.evaluation.bench.spec.table import compared
+
+    with progress("reading") as status:
+        several = [Results.read(path) for path in config.files]
+        row = compared(several)
+        show([row], {}, status)
+    output.emit({"files": list(config.files), "rows": [row.to_dict()]})
+
+
+def merge(config: MergeConfig, picture: PlotOption, output: JsonOption) -> None:
+    """Show result files as one table, and write them into one file.
+
+    Parts of one measurement: other questions, other drafters, the same settings and machine. With one file its table
+    is shown again.
+    """
+    from sakiyomi.evaluation.bench.spec.plot import draw
+    from sakiyomi.evaluation.bench.spec.results import Results, join
+    from sakiyomi.evaluation.bench.spec.table import rows
+
+    _check(picture)
+    if config.out is not None and Path(config.out).expanduser().exists():
+        raise InputError(f"out is {config.out!r}, which is there already; name a new file")
+    joined = join([Results.read(path) for path in config.files])
+    tables = rows(joined)
+    if config.out is not None:
+        joined.path = Path(config.out).expanduser()
+        joined.write()
+    measured(lambda note: (tables, draw), output, picture.plot, doing="reading", conditions=joined.conditions)
 
 
 def report(config: ReportConfig, output: JsonOption) -> None:
@@ -99,17 +134,15 @@ def report(config: ReportConfig, output: JsonOption) -> None:
     run that was broken off goes on.
     """
 
-    def start(say: Note) -> Iterable[Row]:
+    def start(note: Note) -> Started:
         from sakiyomi.evaluation.bench.figures.run import run
 
-        return run(config, say)
+        return run(config, note), None
 
     page = f"{config.out}/index.html"
     try:
         measured(start, output, page=page)
     except KeyboardInterrupt:
-        from sakiyomi.cli.output import note
-
         if Path(page).is_file():
             note(f"what was measured until now is on {page}; the same command goes on with the rest")
         raise
@@ -121,15 +154,12 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
     Real acceptance at a real size: new layers, heads and units are random inside and add nothing. It is checked before
     it is there.
     """
-    from sakiyomi.cli.output import progress, quiet, say
-
     with progress("loading") as status:
-        from sakiyomi.core.memory import readable
         from sakiyomi.evaluation.bench.inflate import inflate as run
 
         quiet()
-        found = run(config, Shown(status))
-    lines = [
+        found = run(config, status.update)
+    say(
         f"{found['folder']}: the function of {found['from']} at {found['parameters'] / 1e6:.0f}M parameters, "
         f"{readable(found['bytes'])}, made in {found['seconds']:.0f} s",
         f"  {found['layers']} layers, hidden size {found['hidden_size']}, {found['heads']} heads, {found['kv_heads']} "
@@ -137,6 +167,5 @@ def inflate(config: InflateConfig, output: JsonOption) -> None:
         f"  checked in float32: logits differ by {found['largest_logit_difference']:.2g} at most, "
         f"{found['equal_greedy_tokens']} of {found['equal_greedy_tokens']} greedy tokens are equal; random activations "
         f"reach {found['random_to_real_activations']:.2f} of the real ones",
-    ]
-    say(*lines)
+    )
     output.emit(found)

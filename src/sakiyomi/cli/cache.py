@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from sakiyomi.cli.common import FileArgument, JsonOption, add_command, load
+from sakiyomi.cli.common import FileArgument, JsonOption, load
 from sakiyomi.cli.output import progress, say, shortened
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import readable
@@ -26,14 +24,6 @@ class BuildOptions:
 
     text: str = field(metadata={"argument": "TEXT"})
     out: str = field(metadata={"argument": "OUT"})
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    own = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-    add_command(own, build, defaults={"draft": "none"})
-    add_command(own, info)
-    app.add_typer(own, name="cache", help="Prompt caches: documents and system prompts that are prefilled once.")
 
 
 def build(options: BuildOptions, model: LLMConfig, output: JsonOption) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import typer
 
 from sakiyomi.cli.commands import obey
-from sakiyomi.cli.common import JsonOption, add_command, load
+from sakiyomi.cli.common import JsonOption, load
 from sakiyomi.cli.lines import Lines
 from sakiyomi.cli.output import legend, note, stdout
 from sakiyomi.cli.talk import Chat, check
@@ -16,7 +16,7 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.config import LLMConfig
 
-__all__ = ["register"]
+__all__ = ["MAX_NEW_TOKENS", "chat"]
 
 MAX_NEW_TOKENS = 512  # a reply ends by itself, or by Ctrl-C: sooner than in generate it should not
 
@@ -37,11 +37,6 @@ class ChatOptions:
     system: str = ""
     template: str = "auto"
     trace: bool = False
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, chat, defaults={"max_new_tokens": MAX_NEW_TOKENS})
 
 
 def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:

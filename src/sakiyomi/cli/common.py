@@ -31,6 +31,7 @@ __all__ = [
     "FileArgument",
     "JsonOption",
     "add_command",
+    "add_group",
     "flag_help",
     "load",
     "parameters",
@@ -146,6 +147,19 @@ def add_command(
         app.callback(invoke_without_command=True, help=help)(body)
     else:
         app.command(name or run.__name__, help=help)(body)
+
+
+def add_group(
+    app: typer.Typer, name: str, *commands: Callable[..., None], main: Callable[..., None] | None = None, **options: Any
+) -> typer.Typer:
+    """Register a command that has commands of its own; ``main`` is what it does where none of them is named."""
+    own = typer.Typer(rich_markup_mode=None, no_args_is_help=main is None)
+    if main is not None:
+        add_command(own, main, name=None)
+    for run in commands:
+        add_command(own, run)
+    app.add_typer(own, name=name, **options)
+    return own
 
 
 def flag_help(config: type[Any]) -> dict[str, str]:

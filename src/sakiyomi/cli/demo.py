@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import legend, printed, progress, quiet, say, stdout, table, write
 from sakiyomi.core.embedded import DEFAULT, DRAFTS
 from sakiyomi.core.params import SamplingParams
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 TARGET, DRAFT = DEFAULT, f"model:{DRAFTS[DEFAULT]}"
 PROMPT = "Once upon a time, there was a little fox who lived in a forest. One day, the fox"
-COMPILE_UNTIL, TABLE_UNTIL = 30.0, 46.0
+KERNELS_UNTIL, TABLE_UNTIL = 30.0, 46.0
 """Seconds after the start: kernels are waited for, and laps are added to the table, no longer than this."""
 
 
@@ -52,11 +50,6 @@ class DemoOptions:
     draft: str = DRAFT
     dtype: str = "float32"
     table: bool = True
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, demo)
 
 
 def demo(options: DemoOptions, output: JsonOption) -> None:
@@ -123,7 +116,7 @@ def _table(llm: LLM, config: BenchConfig, began: float) -> dict[str, Any]:
     from sakiyomi.evaluation.bench.report import condition_line
 
     with progress("recording passes") as status:
-        llm.wait(max(0.0, COMPILE_UNTIL - (time.time() - began)))
+        llm.wait(max(0.0, KERNELS_UNTIL - (time.time() - began)))
         row = _measure(llm, config, began, status.update)
     say("")
     table(row.lines, title=row.title)

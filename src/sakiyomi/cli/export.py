@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import progress, quiet, say
 from sakiyomi.core.errors import InputError
 
@@ -32,18 +30,6 @@ class ExportOptions:
     format: str = "vllm"
     target: str | None = None
     allow_pickle: bool = False
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    own = typer.Typer(help="Export trained heads to other tools.", no_args_is_help=True, rich_markup_mode=None)
-    add_command(own, medusa)
-
-    @own.callback()
-    def _group() -> None:
-        """A callback keeps `export` a group of commands even while it has one."""
-
-    app.add_typer(own, name="export")
 
 
 def medusa(options: ExportOptions, output: JsonOption) -> None:

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command, load, note_lossy, samples_of
+from sakiyomi.cli.common import JsonOption, load, note_lossy, samples_of
 from sakiyomi.cli.output import printed, progress, say
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.outputs import Generation, Stats, Step
@@ -40,11 +38,6 @@ class GenerateOptions:
     trace: bool = False
     rounds_trace: bool = False
     prefix: str | None = None
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, generate)
 
 
 def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:

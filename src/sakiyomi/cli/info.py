@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import progress, quiet, say
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.checks import at_least
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,7 @@ class InfoOptions:
     repeats: int = 15
 
     def __post_init__(self) -> None:
-        for name in ("context", "repeats"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, info)
+        at_least(self, context=1, repeats=1)
 
 
 def info(options: InfoOptions, output: JsonOption) -> None:

@@ -7,9 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from sakiyomi.cli.common import FileArgument, JsonOption, add_command
+from sakiyomi.cli.common import FileArgument, JsonOption
 from sakiyomi.cli.output import progress, quiet, say, shortened, table
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.core.memory import readable
@@ -24,14 +22,6 @@ class ShowOptions:
     """
 
     target: str | None = None
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    own = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
-    add_command(own, show)
-    add_command(own, clear)
-    app.add_typer(own, name="memory", help="What the draft suffix:FILE remembers of earlier requests.")
 
 
 def show(place: FileArgument, options: ShowOptions, output: JsonOption) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.output import say, table
+from sakiyomi.evaluation.tuning import planning
 from sakiyomi.evaluation.tuning.planning import PlanConfig
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, plan)
 
 
 def plan(config: PlanConfig, output: JsonOption) -> None:
@@ -21,9 +16,6 @@ def plan(config: PlanConfig, output: JsonOption) -> None:
     The best gamma, the speed-up, operations and memory traffic for an acceptance alpha and the costs of draft and
     passes. `sakiyomi tune` measures instead.
     """
-    from sakiyomi.cli.output import say, table
-    from sakiyomi.evaluation.tuning import planning
-
     if config.plot is not None:
         from sakiyomi.evaluation.bench.plot import check
 

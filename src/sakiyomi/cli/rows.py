@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.output import progress, quiet, say, table
 from sakiyomi.evaluation.bench.config import Note
 
 if TYPE_CHECKING:
     from sakiyomi.evaluation.bench.report import Row
 
-__all__ = ["PlotOption", "Shown", "measured", "show"]
+__all__ = ["PlotOption", "Started", "measured", "show"]
+
+Draw = Callable[[Sequence["Row"], str, Mapping[str, Any]], object]
+Started = tuple[Iterable["Row"], Draw | None]
+"""Rows that are being measured, and what draws them into a place under these conditions."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +33,10 @@ class PlotOption:
     plot: str | None = None
 
 
-class Shown(Note):
-    """Progress beside a spinner."""
-
-    def __init__(self, status: Any) -> None:
-        self._status = status
-
-    def __call__(self, text: str) -> None:
-        """See ``Note``."""
-        self._status.update(text)
-
-
 def measured(
-    start: Callable[[Note], Iterable[Row]],
+    start: Callable[[Note], Started],
     output: JsonOption,
-    draw: Callable[[Sequence[Row], Mapping[str, Any]], Any] | None = None,
+    plot: str | None = None,
     *,
     doing: str = "loading",
     conditions: Mapping[str, Any] | None = None,
@@ -51,9 +45,9 @@ def measured(
     """Run a command that gives rows: show each when it is done, then write the JSON line, then draw.
 
     Args:
-        start: begins the work and gives the rows.
+        start: begins the work and gives the rows, with what draws them.
         output: whether a JSON line is wanted.
-        draw: draws the rows under these conditions; None: no picture is wanted.
+        plot: where the picture goes; None: none is wanted.
         doing: what is shown before the first row.
         conditions: under which all rows were measured; this machine's if none are given.
         more: further values of the JSON line; each is shown as "the KEY is VALUE" too.
@@ -61,27 +55,24 @@ def measured(
     Raises:
         typer.Exit: with code 1, if a row has failed.
     """
-    from sakiyomi.cli.output import progress, quiet, say
-
     with progress(doing) as status:
         from sakiyomi.engine import machine
 
         quiet()
-        rows = start(Shown(status))
+        rows, draw = start(status.update)
         if conditions is None:
             conditions = machine.conditions()
         done = show(rows, conditions, status)
     say(*(f"the {key} is {value}" for key, value in more.items()))
     output.emit({"conditions": dict(conditions), **more, "rows": [row.to_dict() for row in done]})
-    if draw is not None:
-        draw(done, conditions)
+    if plot is not None and draw is not None:
+        draw(done, plot, conditions)
     if any(row.error is not None for row in done):
         raise typer.Exit(1)
 
 
 def show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:
     """Each row's table when it is done, with its notes and conditions; all of them come back."""
-    from sakiyomi.cli.output import say, table
     from sakiyomi.evaluation.bench import report
 
     status.stop()

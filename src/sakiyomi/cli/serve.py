@@ -5,22 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import typer
-
-from sakiyomi.cli.common import add_command, load
+from sakiyomi.cli.common import load
 from sakiyomi.cli.output import note
 from sakiyomi.core.errors import LoadError
 from sakiyomi.engine.config import LLMConfig
-from sakiyomi.server.config import ENVIRONMENT, ServerConfig
+from sakiyomi.server.config import ServerConfig
 
-__all__ = ["register"]
+__all__ = ["MAX_BATCH", "serve"]
 
 MAX_BATCH = 32  # requests at once: a server's come from many
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, serve, defaults={"max_batch": MAX_BATCH}, environment=ENVIRONMENT)
 
 
 def serve(config: ServerConfig, model: LLMConfig) -> None:

@@ -14,6 +14,8 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from sakiyomi.cli.common import INTERRUPTED
+from sakiyomi.cli.output import quiet
+from sakiyomi.cli.settings import keyword
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.train.config import (
     DistillDataConfig,
@@ -29,9 +31,7 @@ from sakiyomi.train.config import (
 )
 
 app = typer.Typer(
-    name="train",
-    help="Train a target from text, its draft or heads, or count n-grams.",
-    no_args_is_help=True,
+    name="train", help="Train a target from text, its draft or heads, or count n-grams.", no_args_is_help=True
 )
 
 
@@ -66,8 +66,6 @@ def _command(
     """
 
     def body(**values: Any) -> None:
-        from sakiyomi.cli.output import quiet
-
         as_json = values.pop("json")
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
         try:
@@ -83,7 +81,7 @@ def _command(
 
     parameters = [_parameter(flag) for flag in config_class.flags()]
     as_json = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON line on stdout.")]
-    parameters.append(inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=as_json))
+    parameters.append(keyword("json", False, as_json))
     body.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     body.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     group.command(name, help=help)(body)
@@ -104,7 +102,7 @@ def _parameter(flag: Flag) -> inspect.Parameter:
     name = "--" + flag.name.replace("_", "-")
     names = (f"{name}/--no-{name[2:]}",) if kind is bool else (name,)
     annotation = Annotated[kind, typer.Option(*names, help=flag.help)]
-    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return keyword(flag.name, default, annotation)
 
 
 def _arguments(name: str | None) -> list[str]:
@@ -127,19 +125,13 @@ def _readable(summary: dict[str, Any]) -> str:
 RECIPES: dict[str, tuple[type[Settings], str]] = {
     "target": (TargetConfig, "Train a Llama target and its tokenizer from text files."),
     "draft": (DraftConfig, "Distil a small draft from a target, for speculative decoding."),
-    "medusa": (
-        MedusaConfig,
-        "Train Medusa heads on a target, which stays as it is, or together with it (--joint).",
-    ),
+    "medusa": (MedusaConfig, "Train Medusa heads on a target, which stays as it is, or together with it (--joint)."),
     "retaining": (
         RetainingConfig,
         "Train retaining heads (Locret) on a target: which keys and values a small cache should keep.",
     ),
     "lococo": (LococoConfig, "Train convolutions (LoCoCo) on a target that merge what a small cache drops."),
-    "distill-data": (
-        DistillDataConfig,
-        "Have a target write answers, from which its drafts and heads learn best.",
-    ),
+    "distill-data": (DistillDataConfig, "Have a target write answers, from which its drafts and heads learn best."),
     "ngram": (NgramConfig, "Count the n-grams of a text, or of what a target writes, into one file for drafts."),
     "retriever": (
         RetrieverConfig,
@@ -148,8 +140,3 @@ RECIPES: dict[str, tuple[type[Settings], str]] = {
 }
 for _name, (_config, _help) in RECIPES.items():
     _command(app, _name, _config, partial(_load, _name), ["sakiyomi", "train", _name], _help)
-
-
-@app.callback()
-def _group() -> None:
-    """A callback keeps `train` a group of commands even while it has one."""

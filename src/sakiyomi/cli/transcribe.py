@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from dataclasses import dataclass, field
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command, load, samples_of
+from sakiyomi.cli.common import JsonOption, load, samples_of
 from sakiyomi.cli.output import progress, stdout, write
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
@@ -28,11 +25,6 @@ class TranscribeOptions:
     files: tuple[str, ...] = field(default=(), metadata={"argument": "FILE"})
     language: str | None = None
     task: str | None = None
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, transcribe, defaults={"target": dataclasses.MISSING})  # no embedded model takes sound
 
 
 def transcribe(options: TranscribeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:

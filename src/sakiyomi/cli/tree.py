@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command, load
+from sakiyomi.cli.common import JsonOption, load
 from sakiyomi.cli.output import progress, stdout, table
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.config import LLMConfig
@@ -38,19 +37,13 @@ class TreeOptions:
     top: int = 3
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    add_command(app, tree)
-
-
 def tree(options: TreeOptions, model: LLMConfig, params: SamplingParams, output: JsonOption) -> None:
     """Draw draft trees.
 
     The tree of a round: each token with p, the target's probability, and q, its drafter's; the accepted path, the
     token that was rejected after it, and the target's own token.
     """
-    if options.rounds < 1:
-        raise InputError(f"rounds is {options.rounds}; expected at least 1")
+    at_least(options, rounds=1)
     if options.top < 0:
         raise InputError(f"top is {options.top}; expected 0 or more")
     if params.n > 1:

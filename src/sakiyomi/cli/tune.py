@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
-from sakiyomi.cli.common import JsonOption, add_command
+from sakiyomi.cli.common import JsonOption
+from sakiyomi.cli.output import progress, quiet, say, table
 from sakiyomi.evaluation.tuning.config import PairConfig, TuneConfig
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    own = typer.Typer(rich_markup_mode=None)
-    add_command(own, medusa)
-
-    add_command(own, pair, name=None)
-    app.add_typer(own, name="tune")
 
 
 def pair(config: PairConfig, output: JsonOption) -> None:
@@ -27,8 +17,6 @@ def pair(config: PairConfig, output: JsonOption) -> None:
     measured on other prompts. The fastest one is kept, and used by draft auto from then on; it may be not to
     speculate.
     """
-    from sakiyomi.cli.output import progress, quiet, say, table
-
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.search import tune
 
@@ -116,8 +104,6 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
     nodes) are compared by these ranks and by measured passes. The result is kept beside the heads, and used from then
     on.
     """
-    from sakiyomi.cli.output import progress, quiet, say, table
-
     with progress("loading") as status:
         from sakiyomi.evaluation.tuning.medusa_search import tune
 
@@ -136,7 +122,7 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
     say("")
     table([{"way": name, **measured[name]} for name in ("plain", "fixed", "default")], title="measured")
     facts = found["conditions"]
-    lines = [
+    say(
         f"best: {best['heads']} heads, the first {best['top_k']} guesses of each, {best['nodes']} nodes: tau "
         f"{best['tau']:.2f}, {best['speedup']:.2f} times plain"
         if best["nodes"]
@@ -144,8 +130,7 @@ def medusa(config: TuneConfig, output: JsonOption) -> None:
         f"all heads take {facts['heads_ms']:.2f} ms a round; {measured['equal']} of {measured['texts']} texts are equal"
         + ("" if facts["dtype"] == "float32" else f" ({facts['dtype']} rounds passes of other sizes differently)"),
         f"kept in {found['file']}",
-    ]
-    say(*lines)
+    )
     output.emit(found)
 
 

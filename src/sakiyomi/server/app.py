@@ -16,10 +16,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from sakiyomi.core.version import __version__
 from sakiyomi.server import errors
+from sakiyomi.server.bodies import BodyReader
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
-from sakiyomi.server.intake import Intake
 from sakiyomi.server.jobs import Call, Job, JobState
 from sakiyomi.server.logs import failure
 from sakiyomi.server.metrics import CONTENT_TYPE, Metrics
@@ -37,7 +37,7 @@ __all__ = ["Server", "make_app"]
 
 logger = logging.getLogger("sakiyomi.server")
 GRACE = 5.0  # seconds that a client may take to read what is there when the time is up
-INTAKE_THREADS = 2
+BODY_THREADS = 2
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 REPLIES: dict[int | str, dict[str, Any]] = {
     200: {"description": "An object, or, with stream, events", "content": {"text/event-stream": {}}}
@@ -54,8 +54,8 @@ class Server:
 
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
-        self.intake = Intake(llm, config)
-        self.name = self.intake.name
+        self.bodies = BodyReader(llm, config)
+        self.name = self.bodies.name
         self.names = TokenNames(llm.tokenizer)
         self.metrics = Metrics(
             self.name,
@@ -66,7 +66,7 @@ class Server:
         )
         self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
         self.began = int(time.time())
-        self._threads = ThreadPoolExecutor(INTAKE_THREADS, "intake")
+        self._threads = ThreadPoolExecutor(BODY_THREADS, "bodies")
 
     async def answer(self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: type[Any]) -> Response:
         """The reply to a body: a stream, or one object.
@@ -197,8 +197,8 @@ class Server:
             "created": self.began,
             "owned_by": "sakiyomi",
             "max_model_len": self.llm.max_context,
-            "drafter": self.intake.drafter,
-            "chat_template": self.intake.has_template,
+            "drafter": self.bodies.drafter,
+            "chat_template": self.bodies.has_template,
         }
 
 
@@ -228,12 +228,12 @@ def make_app(server: Server) -> FastAPI:
     @app.post("/v1/completions", responses=REPLIES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete a prompt."""
-        return await server.answer(request, body, server.intake.completion, CompletionStyle)
+        return await server.answer(request, body, server.bodies.completion, CompletionStyle)
 
     @app.post("/v1/chat/completions", responses=REPLIES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Reply to messages."""
-        return await server.answer(request, body, server.intake.chat, ChatStyle)
+        return await server.answer(request, body, server.bodies.chat, ChatStyle)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+from sakiyomi.core.checks import at_least
 from sakiyomi.core.errors import InputError
 
 __all__ = ["ENVIRONMENT", "ServerConfig"]
@@ -57,10 +58,7 @@ class ServerConfig:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        least = {"max_queue": 0, "max_body": 1, "max_n": 1, "port": 0}
-        for name, bound in least.items():
-            if (value := getattr(self, name)) < bound:
-                raise InputError(f"{name} is {value}; expected at least {bound}")
+        at_least(self, max_queue=0, max_body=1, max_n=1, port=0)
         if self.port > 65535:
             raise InputError(f"port is {self.port}; the largest is 65535")
         for name in ("request_timeout", "shutdown_timeout"):

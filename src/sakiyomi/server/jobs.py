@@ -38,7 +38,7 @@ class Job:
         prompt: its tokens.
         params: how to go on.
         key: of its randomness, as in ``LLM.generate``: (prompt,) or (prompt, sample).
-        drafted: whether to read ahead.
+        drafted: whether to speculate.
         traced: every round's tree is wanted.
         index: its place among the samples of its call.
         arrived: when it was asked for, by ``time.perf_counter``.

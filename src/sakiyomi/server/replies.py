@@ -214,7 +214,7 @@ class ChatStyle(Style):
 
 
 def usage(jobs: Iterable[Job]) -> dict[str, Any]:
-    """Figures of a request: OpenAI's counts, and under ``speculation`` what reading ahead did.
+    """Figures of a request: OpenAI's counts, and under ``speculation`` what speculation did.
 
     ``accepted_prediction_tokens`` are the drafted tokens that were kept, ``rejected_prediction_tokens`` the others.
     """
@@ -238,13 +238,8 @@ def usage(jobs: Iterable[Job]) -> dict[str, Any]:
 
 
 def _speculation(stats: Stats) -> dict[str, Any]:
-    return {
-        "rounds": stats.rounds,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_rate": stats.acceptance_rate,
-        "tau": stats.tau,
-    }
+    names = ("rounds", "drafted", "accepted", "acceptance_rate", "tau")
+    return {name: getattr(stats, name) for name in names}
 
 
 def _finite(value: float | None) -> float | None:

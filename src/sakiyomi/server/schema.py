@@ -1,6 +1,6 @@
 """What clients may ask for: OpenAI's fields as far as they are honoured, and our own. Another field is an error.
 
-Knows no engine; ``intake.py`` turns a body into what the engine takes.
+Knows no engine; ``bodies.py`` turns a body into what the engine takes.
 """
 
 from __future__ import annotations

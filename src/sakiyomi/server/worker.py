@@ -38,7 +38,7 @@ class Worker:
         engine: nobody else may step it meanwhile.
         max_queue: samples that may wait beyond those that run.
         reuse: prompts go on from what others have read of the same beginning, while these run and afterwards.
-        metrics: hears of everything.
+        metrics: count every step and end.
 
     Attributes:
         fault: what the last round failed with, if nobody could be blamed for it and none has succeeded since.

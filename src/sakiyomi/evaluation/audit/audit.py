@@ -132,12 +132,10 @@ class _Auditor:
         self, report: AuditReport, reference: HFReference, config: AuditConfig, note: Callable[[str], None]
     ) -> None:
         self.report, self.reference, self.config, self.note = report, reference, config, note
-        rules = [VERIFIERS[name] for name in config.verifiers] or [rule for rule in VERIFIERS.values() if rule.lossless]
         names = config.verifiers or [name for name, rule in VERIFIERS.items() if rule.lossless]
-        known = list(zip(names, rules, strict=True))
         # Whether a rule's text depends on the seed alone: then it is compared, else its distribution is tested.
-        self.coupled = [name for name, rule in known if rule.rule == "coupled"]
-        self.tested = [name for name, rule in known if rule.rule != "coupled" and name != "greedy"]
+        self.coupled = [name for name in names if VERIFIERS[name].rule == "coupled"]
+        self.tested = [name for name in names if VERIFIERS[name].rule != "coupled" and name != "greedy"]
 
     def plain(self, llm: Any, expected: Texts) -> dict[Key, Texts]:
         """Check plain text; it comes back by rule and seed, None for the greedy one."""
@@ -179,15 +177,7 @@ class _Auditor:
         return coupled_scores(self.config.seeded(key[1]), 0), self.reference.limit(self.config.temperature)
 
     def _compare(
-        self,
-        what: str,
-        against: str,
-        expected: Texts,
-        got: Texts,
-        *,
-        key: Key = None,
-        batch: int = 1,
-        **where: Any,
+        self, what: str, against: str, expected: Texts, got: Texts, *, key: Key = None, batch: int = 1, **where: Any
     ) -> None:
         scores, limit = self._scores(key)
         if self.report.exact and against == "plain":
@@ -214,20 +204,8 @@ class _Auditor:
         self._add("plain", "logits", texts, [found for found in judged if found is not None], key, 1)
 
     def _add(
-        self,
-        what: str,
-        against: str,
-        texts: Texts,
-        found: list[Divergence],
-        key: Key,
-        batch: int,
-        *,
-        gamma: int | None = None,
-        drafter: str | None = None,
-        tree: bool = False,
+        self, what: str, against: str, texts: Texts, found: list[Divergence], key: Key, batch: int, **where: Any
     ) -> None:
         rule, seed = key or ("greedy", None)
-        tokens, equal = sum(map(len, texts)), len(texts) - len(found)
-        self.report.checks.append(
-            Check(rule, what, against, gamma, seed, batch, len(texts), equal, tokens, tuple(found), drafter, tree)
-        )
+        where |= {"texts": len(texts), "equal": len(texts) - len(found), "tokens": sum(map(len, texts))}
+        self.report.checks.append(Check(rule, what, against, seed, batch, divergences=tuple(found), **where))

@@ -177,9 +177,9 @@ class SampledTests:
         for request in self._write(llm, params, RECORDED):
             rows = [narrow(row) for row in self._probs(request, sampler)]
             every += rows
-            heard = {place: row for place, row in listener.rows[request.id].items() if place < len(request.tokens)}
-            target += [rows[place - request.prompt_tokens] for place in heard]
-            draft += heard.values()
+            drawn = {place: row for place, row in listener.rows[request.id].items() if place < len(request.tokens)}
+            target += [rows[place - request.prompt_tokens] for place in drawn]
+            draft += drawn.values()
         return Recording.of(target, draft) if draft else Recording.of(every, every[1:] + every[:1])
 
     def _run_played(self, test: _Test, recording: Recording) -> list[SampledCheck]:

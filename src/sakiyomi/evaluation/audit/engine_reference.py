@@ -27,12 +27,9 @@ class EngineReference(HFReference):
 
     model: ModelRunner
 
-    def __init__(self, model: ModelRunner) -> None:
-        super().__init__(model)
-
     @torch.no_grad()
     def logits(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """(len(tokens), V) float32: row i predicts ``tokens[i]``; one pass from border to border, as over a prompt."""
+        """(len(tokens), V) float32: row i predicts ``tokens[i]``; a pass from one eviction boundary to the next."""
         return self._walk(prompt, tokens)
 
     def _stepped(self, prompt: Sequence[int], tokens: Sequence[int], step: int) -> Tensor:

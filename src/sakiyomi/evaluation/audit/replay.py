@@ -29,7 +29,7 @@ WIDTH = 4
 STATES = 1 + WIDTH
 Narrow = tuple[Tensor, Tensor]
 """(n,) token ids and their probabilities, sum 1."""
-HEARD, CONSIDERED = 32, 64
+KEPT, CONSIDERED = 32, 64
 """Rows of a text that are kept, and rows of each model among which a choice is made."""
 HOTTER = (1.0, 2.0, 4.0)
 
@@ -58,11 +58,11 @@ class Listener(Heard):
         """See ``Drafter.propose``."""
         drafts = super().propose(contexts, gammas)
         for context, draft in zip(contexts, drafts, strict=False):
-            heard = self.rows[context.id]
-            if len(heard) < HEARD and draft.probs is not None:
+            kept = self.rows[context.id]
+            if len(kept) < KEPT and draft.probs is not None:
                 drawn = next((drawn for drawn in draft.draws_at(-1) if drawn.row is not None), None)
                 if drawn is not None and drawn.row is not None:
-                    heard[len(context.tokens)] = narrow(draft.probs[drawn.row])
+                    kept[len(context.tokens)] = narrow(draft.probs[drawn.row])
         return drafts
 
 

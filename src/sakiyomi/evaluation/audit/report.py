@@ -26,10 +26,10 @@ class Check:
         rule: "greedy", or the name of a rule whose text depends on the seed alone: "coupled".
         what: "plain" or "drafted".
         against: the report's reference, "plain", or "logits": each token by itself, by the reference's logits.
-        gamma: None for plain text, and for a tree.
         seed: None for greedy text.
         batch: texts at once.
         texts, equal, tokens: how many were compared, were equal, and their tokens.
+        gamma: None for plain text, and for a tree.
         divergences: the others, explained or not.
         drafter: its name; None for plain text.
         tree: a tree was drafted.
@@ -38,12 +38,12 @@ class Check:
     rule: str
     what: str
     against: str
-    gamma: int | None
     seed: int | None
     batch: int
     texts: int
     equal: int
     tokens: int
+    gamma: int | None = None
     divergences: tuple[Divergence, ...] = ()
     drafter: str | None = None
     tree: bool = False

@@ -6,7 +6,6 @@ import statistics
 from typing import Any
 
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Spread
@@ -51,15 +50,14 @@ class _Both(Verifier):
         return VERIFIERS["ratio"].verify(draft, rows, noise)
 
 
-def block(config: BenchConfig, note: Note) -> Row:
+def block(row: PairRow) -> Row:
     """Sampled text at temperature 1, without a seed, one prompt at a time; both rules take turns at each gamma.
 
     ``paired``: expected tokens a pass of block verification over those of the ratio rule on the very same chains.
     """
-    row = PairRow("block", config, note)
     llm = row.llm()
     lines = [_line(row, llm, gamma) for gamma in GAMMAS]
-    conditions = row.conditions(llm, gamma=", ".join(map(str, GAMMAS)), laps=config.repeats, temperature=1.0)
+    conditions = row.conditions(llm, gamma=", ".join(map(str, GAMMAS)), laps=row.config.repeats, temperature=1.0)
     conditions.pop("perplexity_of", None)
     worst = min(line["paired"] for line in lines)
     notes = [f"block verification keeps {'no fewer' if worst >= 1.0 else 'FEWER'} tokens at every gamma"]

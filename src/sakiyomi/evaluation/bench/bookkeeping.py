@@ -11,11 +11,11 @@ import torch
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Numbers, random_llama, random_prompts
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race, timed
+from sakiyomi.evaluation.bench.runner import Lap, Standing, timed
 from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.session import DRAFT_SIZES
 
@@ -31,8 +31,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def bookkeeping(config: BenchConfig, note: Note) -> Row:
+def bookkeeping(row: PairRow) -> Row:
     """Milliseconds a round, ours and transformers', for drafts that are all rejected and all accepted."""
+    config = row.config
     target = random_llama(64, 2, 4, 128, VOCAB, torch.float32, device=config.device)
     drafts = {
         "random": random_llama(32, 1, 4, 64, VOCAB, torch.float32, seed=1, device=config.device),
@@ -41,7 +42,7 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
     prompt = random_prompts(1, config.prompt_tokens, VOCAB)[0]
     lines = []
     for name, draft in drafts.items():
-        note(f"bookkeeping: draft {name}")
+        row.note(f"draft {name}")
         llm = LLM((target, Numbers()), draft=ModelDrafter(build_runner(draft, first_sizes=DRAFT_SIZES), VOCAB))
         # Both on graphs, as in use: an eager forward leaves nothing of the bookkeeping's own code in the caches.
         llm.generate([prompt], SamplingParams(max_new_tokens=8, gamma=config.gamma, ignore_eos=True))
@@ -54,13 +55,7 @@ def bookkeeping(config: BenchConfig, note: Note) -> Row:
             runs = {"ours": partial(_ours, llm, prompt, params)}
             if config.peers and case != "coupled":
                 runs["transformers"] = partial(_theirs, peer, prompt, params)
-            where = f"bookkeeping: draft {name}, {case}, "
-            standings = race(
-                [Contender(way, run) for way, run in runs.items()],
-                repeats=config.repeats,
-                note=lambda text, where=where: note(where + text),  # type: ignore[misc]
-            )
-            lines.append(_line(case, name, *standings))
+            lines.append(_line(case, name, *row.race(runs, where=f"draft {name}, {case}")))
     conditions = {
         "models": "random, 2 and 1 layers, standard deviation of logits 3",
         "vocabulary": VOCAB,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.model_executor.build import build_runner
@@ -32,10 +32,9 @@ def graph_count() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def compiling(config: BenchConfig, note: Note) -> Row:
+def compiling(row: PairRow) -> Row:
     """New graphs and eager passes after the warm-up; seconds a graph in a new process with a warm disk cache."""
-    row = PairRow("compiling", config, note)
-    pair, llm = row.pair, row.llm(max_batch=8, device="cpu", compile=True)
+    config, pair, llm = row.config, row.pair, row.llm(max_batch=8, device="cpu", compile=True)
     if not llm.compiled():
         raise SakiyomiError("graphs cannot be compiled here; see `sakiyomi info`")
     llm.generate(pair.prompts[:1], SamplingParams(max_new_tokens=16, gamma=config.gamma))

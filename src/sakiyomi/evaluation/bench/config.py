@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.core.params import QUANTIZATIONS
 from sakiyomi.core.prompts import STORIES, read_prompts, read_references, read_text
 
-__all__ = ["BenchConfig", "InflateConfig", "Note"]
+__all__ = ["BenchConfig", "InflateConfig", "Note", "silent"]
+
+Note = Callable[[str], None]
+"""Receives lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +164,5 @@ class InflateConfig:
     heads: str | None = None
 
 
-class Note:
-    """Receives lines of progress; this one ignores them."""
-
-    def __call__(self, text: str) -> None:
-        """Take one line of progress."""
+def silent(text: str) -> None:
+    """Ignore a line of progress."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from sakiyomi.core.errors import MemoryLimitError, UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench import llamacpp
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.llamacpp import KINDS, LlamaCpp, gguf_file
 from sakiyomi.evaluation.bench.models import WAYS, Pair
@@ -23,25 +22,24 @@ from sakiyomi.kernels.quantization import QUANTIZATIONS
 
 __all__ = ["peers"]
 
-ROUNDED = ("Q8_0", "Q4_0")
+QUANTIZED = ("Q8_0", "Q4_0")
 
 
-def peers(config: BenchConfig, note: Note) -> Row:
+def peers(row: PairRow) -> Row:
     """Greedy text, one prompt at a time: every program that can run the pair, plain and with drafts.
 
     A program that cannot run here, for lack of a package or of memory, is left out with a note.
     """
-    row = PairRow("peers", config, note)
     llm = row.llm(quantize=None)
-    contenders = everybody(row, llm, peers=WAYS if config.peers else ())
+    contenders = everybody(row, llm, peers=WAYS if row.config.peers else ())
     more: dict[str, Callable[[PairRow], list[Contender]]] = {}
     left_out = []
-    if config.peers:
+    if row.config.peers:
         absent = llamacpp.missing(gpu=_on_gpu(row.pair))
-        kinds = () if absent else (KINDS[row.pair.dtypes["dtype"]], *ROUNDED)
+        kinds = () if absent else (KINDS[row.pair.dtypes["dtype"]], *QUANTIZED)
         left_out += [f"llama.cpp is left out: {absent}"] if absent else []
         more |= {f"llama.cpp {kind.lower()}": partial(_llamacpp, kind) for kind in kinds}
-    more |= {kind: partial(_rounded, kind) for kind in QUANTIZATIONS}
+    more |= {kind: partial(_quantized, kind) for kind in QUANTIZATIONS}
     for name, make in more.items():
         try:
             row.note(name)
@@ -55,7 +53,7 @@ def peers(config: BenchConfig, note: Note) -> Row:
 def _llamacpp(kind: str, row: PairRow) -> list[Contender]:
     """llama.cpp with weights of one kind, in 8 bits also with its own draft model."""
     pair, config, params = row.pair, row.config, row.params()
-    judge = None if kind in ROUNDED else pair.judge()
+    judge = None if kind in QUANTIZED else pair.judge()
     file = gguf_file(pair.target, kind)
     llamacpp.check(file)
     open_ = partial(
@@ -100,7 +98,7 @@ def _lap(run: LlamaCpp, prompts: Sequence[Sequence[int]], params: SamplingParams
     return lap.more(tau=(lap.tokens - len(prompts)) / rounds) if rounds else lap
 
 
-def _rounded(kind: str, row: PairRow) -> list[Contender]:
+def _quantized(kind: str, row: PairRow) -> list[Contender]:
     """Our engine with quantized weights: the drafted text has to be the plain text of the same weights."""
     ours = everybody(row, row.llm(quantize=kind))
     return [

@@ -9,9 +9,7 @@ from functools import partial
 from typing import Any
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -24,7 +22,7 @@ __all__ = ["cross"]
 NODES = 15  # of a tree as deep as the chains
 
 
-def cross(config: BenchConfig, note: Note) -> Row:
+def cross(row: PairRow) -> Row:
     """The same text drafted by both models, plain, and by transformers with the draft of another tokenizer.
 
     transformers takes as many tokens of that draft a round as say ``gamma`` tokens of the target.
@@ -32,9 +30,8 @@ def cross(config: BenchConfig, note: Note) -> Row:
     Raises:
         InputError: neither draft has a tokenizer of its own.
     """
-    rows = [PairRow("cross", config, note)]
-    if config.cross is not None:
-        rows.append(PairRow("cross", replace(config, draft=config.cross), note))
+    config = row.config
+    rows = [row] if config.cross is None else [row, row.changed(draft=config.cross)]
     kinds = [same_tokenizer(row.pair.target.tokenizer, row.pair.draft.tokenizer) for row in rows]
     if all(kinds):
         raise InputError(
@@ -47,10 +44,10 @@ def cross(config: BenchConfig, note: Note) -> Row:
     runs: dict[str, Run] = {"sakiyomi plain": row.run(EngineView(one))}
     for same, llm in sorted(engines.items()):
         name = f"sakiyomi, draft of {'its own' if same else 'another'} tokenizer"
-        runs[name] = partial(_our_lap, llm, row.run(llm), len(pair.prompts))
+        runs[name] = row.run(llm)
         if not same:
-            wide = row.run(llm, tree="best-first", nodes=NODES)
-            runs[f"{name}, {NODES} nodes"] = partial(_our_lap, llm, wide, len(pair.prompts))
+            ways = {name: runs[name], f"{name}, {NODES} nodes": row.run(llm, tree="best-first", nodes=NODES)}
+            runs |= {way: partial(_aligned, llm.draft, run, len(pair.prompts)) for way, run in ways.items()}
     steps = _steps(pair, config.gamma)
     sizes = {loaded.model.config.get_text_config().vocab_size for loaded in (pair.target, pair.draft)}
     theirs: dict[str, Run] = {}
@@ -86,15 +83,12 @@ def _steps(pair: Pair, gamma: int) -> int:
     return math.ceil(gamma * counts[0] / counts[1])
 
 
-def _our_lap(llm: LLM, run: Run, prompts: int) -> Lap:
-    """With the milliseconds a round that bringing both texts together takes."""
-    before = getattr(llm.draft, "alignment_seconds", None)
+def _aligned(drafter: Any, run: Run, prompts: int) -> Lap:
+    """With the milliseconds a round that a drafter across tokenizers takes to bring both texts together."""
+    before = drafter.alignment_seconds
     lap = run()
-    if before is None:
-        return lap
     rounds = (lap.tokens - prompts) / lap.figures["tau"]
-    spent = 1000 * (llm.draft.alignment_seconds - before)  # type: ignore[union-attr]
-    return lap.more(alignment_ms=spent / max(rounds, 1))
+    return lap.more(alignment_ms=1000 * (drafter.alignment_seconds - before) / max(rounds, 1))
 
 
 def _in_characters(run: Run, decode: Callable[[Any], str]) -> Lap:

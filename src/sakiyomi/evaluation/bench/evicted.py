@@ -12,7 +12,6 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.conversation import Conversation
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.meter import round_figures
 from sakiyomi.evaluation.bench.models import NearTies, Pair
@@ -22,7 +21,7 @@ from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 __all__ = ["evicted"]
 
 
-def evicted(config: BenchConfig, note: Note) -> Row:
+def evicted(row: PairRow) -> Row:
     """Greedy, behind so much of the prompts' text: what a token costs where keys and values are what a pass reads.
 
     The text is read once, and seconds are those behind the prompt. With gamma "auto" the engine stops speculating
@@ -31,8 +30,7 @@ def evicted(config: BenchConfig, note: Note) -> Row:
     Raises:
         InputError: the prompts are shorter than the longest context, or the target has fewer positions.
     """
-    row = PairRow("evicted", config, note)
-    pair = row.pair
+    pair, config = row.pair, row.config
     draft = config.draft if config.draft.startswith("self-evicted:") else "self-evicted"
     llm = row.llm(draft)
     text = _text(pair, max(config.contexts))

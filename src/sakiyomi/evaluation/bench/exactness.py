@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
+from sakiyomi.drafters import Context
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Pair
-from sakiyomi.evaluation.bench.random_trees import RandomTrees
 from sakiyomi.evaluation.bench.report import Row, unclaimed
 from sakiyomi.evaluation.bench.runner import Spread, Standing
 
-__all__ = ["exact"]
+__all__ = ["RandomTrees", "exact"]
 
 Texts = list[list[int]]
 COMPARED = (1, 2, 4, 7)  # gammas
@@ -55,11 +57,12 @@ def ways(config: BenchConfig) -> list[Way]:
     ]
 
 
-def exact(config: BenchConfig, note: Note) -> Row:
+def exact(pairs: PairRow) -> Row:
     """Speed with and without; equality of all texts over drafters, gammas, trees and batch; greedy and coupled."""
     lines, notes = [], []
+    config = pairs.config
     for way in ways(config):
-        row = PairRow(f"exact, {way.name} in {way.dtype}", dataclasses.replace(config, dtype=way.dtype), note)
+        row = pairs.changed(f"exact, {way.name} in {way.dtype}", dtype=way.dtype)
         draft = None if way.drafted else "none"
         free, bound = row.llm(draft, **way.options), row.llm(draft, exact=True, **way.options)
         standings = row.race({"free": row.run(free), "exact": row.run(bound)})
@@ -131,3 +134,58 @@ def _one_by_one(llm: Any, prompts: Texts, params: SamplingParams) -> Texts:
     """Each request alone, with the randomness that is its own in the list."""
     requests = (llm.engine.submit(prompt, params, key=(i,), live=False) for i, prompt in enumerate(prompts))
     return [llm.engine.complete([request])[0].token_ids for request in requests]
+
+
+class RandomTrees:
+    """Proposes trees of several branches; each token of a known text is in its place with probability ``rate``.
+
+    Args:
+        texts: new tokens by prompt.
+        vocab_size: random tokens are below it.
+        rate: how often the right token is among the children.
+        width: children of a node on the right path.
+        seed: of the trees; they do not depend on anything else.
+    """
+
+    name = "random-trees"
+    kind: DraftKind = "point_mass"
+
+    def __init__(
+        self,
+        texts: Mapping[tuple[int, ...], Sequence[int]],
+        vocab_size: int,
+        rate: float = 0.8,
+        width: int = 3,
+        seed: int = 0,
+    ) -> None:
+        self._texts, self._vocab_size, self._rate, self._width = dict(texts), vocab_size, rate, width
+        self._random = random.Random(seed)
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``."""
+        return [self._tree(context.tokens, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
+
+    def _tree(self, tokens: Sequence[int], gamma: int) -> Draft:
+        rest = self._rest(tokens)
+        nodes: list[int] = []
+        parents: list[int] = []
+        parent = -1
+        for depth in range(gamma):
+            known = depth < len(rest) and self._random.random() < self._rate
+            children = [self._random.randrange(self._vocab_size) for _ in range(self._width)]
+            if known:
+                children[self._random.randrange(self._width)] = rest[depth]
+            children = list(dict.fromkeys(children))
+            first = len(nodes)
+            nodes += children
+            parents += [parent] * len(children)
+            # The branch that goes on is the right one where it is known, else any.
+            parent = first + (children.index(rest[depth]) if known else self._random.randrange(len(children)))
+        draws = tuple(Draw(node, self.name, None) for node in range(len(nodes)))
+        return Draft(TokenTree(tuple(nodes), tuple(parents)), "point_mass", draws, None)
+
+    def _rest(self, tokens: Sequence[int]) -> Sequence[int]:
+        for prompt, text in self._texts.items():
+            if tuple(tokens[: len(prompt)]) == prompt:
+                return text[len(tokens) - len(prompt) :]
+        return ()

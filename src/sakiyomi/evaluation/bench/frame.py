@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
-from sakiyomi.evaluation.bench.config import BenchConfig
+from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.peers import ForwardClock, Transformers
@@ -39,12 +40,7 @@ def generated(way: Any, calls: Calls) -> tuple[Lap, list[Generation]]:
 
 
 def our_lap(
-    way: Any,
-    prompts: Prompts,
-    params: SamplingParams,
-    *,
-    together: bool = False,
-    kept: list[Generation] | None = None,
+    way: Any, prompts: Prompts, params: SamplingParams, *, together: bool = False, kept: list[Generation] | None = None
 ) -> Lap:
     """Our engine over all prompts, one after the other or all at once, with what it counted and what its passes read.
 
@@ -91,13 +87,17 @@ class PairRow:
         pair: target and draft.
     """
 
-    def __init__(self, name: str, config: BenchConfig, note: Callable[[str], None], pair: Pair | None = None) -> None:
+    def __init__(self, name: str, config: BenchConfig, note: Note, pair: Pair | None = None) -> None:
         self.name, self.config, self._note = name, config, note
         self.pair = pair or Pair(config)
 
     def note(self, text: str) -> None:
         """Tell what is going on."""
         self._note(f"{self.name}: {text}")
+
+    def changed(self, name: str | None = None, **settings: Any) -> PairRow:
+        """The row with other settings, about a pair of its own."""
+        return PairRow(name or self.name, replace(self.config, **settings), self._note)
 
     def llm(self, draft: Any = None, **options: Any) -> LLM:
         """Our engine on the pair, see ``Pair.llm``."""

@@ -23,7 +23,6 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import STORIES
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run, counted_lap, generated
 from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.report import Row, joined
@@ -70,9 +69,8 @@ class Task:
     params: SamplingParams
 
 
-def lookup(config: BenchConfig, note: Note) -> Row:
+def lookup(row: PairRow) -> Row:
     """Own plain, prompt-lookup, suffix and ngram against prompt lookup of transformers, for each kind of text."""
-    row = PairRow("lookup", config, note)
     pair, llm = row.pair, row.llm("none")
     kinds: dict[str, tuple[list[Task], Judge]] = {"stories": (own_tasks(row), pair.judge(llm))}
     kinds |= {kind: (given_tasks(row, llm, kind), same_tokens) for kind in ("summary", "edit")}
@@ -81,9 +79,9 @@ def lookup(config: BenchConfig, note: Note) -> Row:
         kind: row.row(title, row.race(_contenders(pair, llm, tasks, judge), where=kind), **task_conditions(tasks))
         for kind, (tasks, judge) in kinds.items()
     }
-    conditions = {"target": config.target, "dtype": dtype_name(llm.target.dtype), "gamma": config.gamma}
+    conditions = {"target": row.config.target, "dtype": dtype_name(llm.target.dtype), "gamma": row.config.gamma}
     conditions |= {"rounding": rounding(llm), "graphs": llm.target.mode}
-    return joined("lookup", title, parts, **conditions, laps=config.repeats, **by_part(parts))
+    return joined("lookup", title, parts, **conditions, laps=row.config.repeats, **by_part(parts))
 
 
 def by_part(parts: Mapping[str, Row]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow, Run, our_lap
 from sakiyomi.evaluation.bench.report import Row, joined
 from sakiyomi.evaluation.bench.runner import Lap
@@ -33,10 +33,9 @@ EPSILONS = (0.01, 0.03, 0.09, 0.2, 0.4)
 WARM = 0.7  # temperature of the row typical, as in the paper's figures
 
 
-def medusa(config: BenchConfig, note: Note) -> Row:
+def medusa(row: PairRow) -> Row:
     """Plain, the draft model, heads, and heads merged with drafts from the text, at three temperatures."""
-    row = PairRow("medusa", config, note)
-    llm = row.llm()
+    config, llm = row.config, row.llm()
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
     assert llm.draft is not None and llm.draft.model is not None
     model = llm.draft.model
@@ -73,10 +72,9 @@ def _kv_bytes(model: ModelRunner) -> int:
     return sum(tensor.nbytes for tensor in (*model.cache.keys, *model.cache.values))
 
 
-def typical(config: BenchConfig, note: Note) -> Row:
+def typical(row: PairRow) -> Row:
     """Lossless and typical acceptance of the same heads: tau, distance to the exact distribution and tokens/s."""
-    row = PairRow("typical", config, note)
-    llm = row.llm("none")
+    config, llm = row.config, row.llm("none")
     drafter = MedusaDrafter.load(config.medusa_heads, llm.target)
     way = EngineView(llm, drafter)
     params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=WARM, seed=7)

@@ -19,7 +19,6 @@ from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.lookup import Task, by_part, given, given_tasks, own_tasks, task_conditions, task_run
 from sakiyomi.evaluation.bench.report import Row, joined
@@ -42,9 +41,8 @@ class Unaided(ModelDrafter):
         return Sampler(replace(context.params, logits_processors=()), self._vocab_size)
 
 
-def merged(config: BenchConfig, note: Note) -> Row:
+def merged(row: PairRow) -> Row:
     """Plain, the draft model, suffix, and both merged, on the texts of row lookup; sizes are chosen by "auto"."""
-    row = PairRow("merged", config, note)
     llm = row.llm()
     kinds: dict[str, Any] = {"stories": (own_tasks(row), row.pair.judge(llm))}
     kinds |= {kind: (given_tasks(row, llm, kind), same_tokens) for kind in ("summary", "edit")}
@@ -65,8 +63,8 @@ def merged(config: BenchConfig, note: Note) -> Row:
         }
         standings = row.race({name: task_run(way, free) for name, way in ways.items()}, judge, where=kind)
         parts[kind] = row.row(title, standings, notes=[_verdict(standings)], **task_conditions(free))
-    conditions: dict[str, Any] = {"target": config.target, "draft": config.draft_model, "sizes": "auto"}
-    conditions |= by_part(parts) | {"graphs": llm.target.mode, "laps": config.repeats}
+    conditions: dict[str, Any] = {"target": row.config.target, "draft": row.config.draft_model, "sizes": "auto"}
+    conditions |= by_part(parts) | {"graphs": llm.target.mode, "laps": row.config.repeats}
     return joined("merged", title, parts, **conditions)
 
 

@@ -13,7 +13,6 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
 from sakiyomi.evaluation.bench.frame import PairRow, Run, peer_lap
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.peers import Transformers
@@ -29,7 +28,7 @@ RATE, GAMMAS = 0.95, (16, 24)
 _BLOCK = 1 << 22
 
 
-def offload(config: BenchConfig, note: Note) -> Row:
+def offload(row: PairRow) -> Row:
     """Greedy text, one prompt at a time; what a pass reads is dropped from the page cache behind it.
 
     So every pass reads the disk, as it does for a target larger than the memory. ``share`` is ratio / tau: 1 where a
@@ -39,7 +38,6 @@ def offload(config: BenchConfig, note: Note) -> Row:
         raise UnsupportedError(
             "row offload drops files from the page cache, which this system does not offer; use Linux"
         )
-    row = PairRow("offload", config, note)
     drafted = row.llm(offload="disk")
     known = row.llm(f"oracle:{RATE:g}", offload="disk")
     for llm in (drafted, known):
@@ -54,7 +52,7 @@ def offload(config: BenchConfig, note: Note) -> Row:
     runs |= {f"{nodes} nodes, {depth} levels": run(drafted, gamma=depth, nodes=nodes) for depth, nodes in TREES}
     runs["auto"] = run(drafted, gamma="auto")
     runs |= {f"oracle:{RATE:g}, gamma {gamma}": run(known, gamma=gamma) for gamma in GAMMAS}
-    if config.peers:
+    if row.config.peers:
         runs["transformers plain"] = _peer(row.pair, row.params(gamma=1, ignore_eos=True))
     standings = row.race(runs, row.pair.judge(drafted))
     conditions = row.conditions(

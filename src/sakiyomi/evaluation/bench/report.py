@@ -54,18 +54,8 @@ HEADS = {
 }
 """Short heads of columns, and what their values are multiplied by, so that a table fits in 120 columns."""
 JSON_ONLY = {"tokens", "latency_seconds", "plain_low", "plain_high", "speculative_low", "speculative_high", "weights"}
-JSON_ONLY |= {
-    "spec",
-    "kind",
-    "pairs",
-    "starred",
-    "tasks",
-    "seeds",
-    "decode_low_high",
-    "grown_bytes",
-    "series",
-    "by_category",
-}
+JSON_ONLY |= {"spec", "kind", "pairs", "starred", "tasks", "seeds", "decode_low_high", "grown_bytes"}
+JSON_ONLY |= {"series", "by_category"}
 """Figures that no table has room for; of other weights a note tells."""
 LAST = ("far_bytes", "perplexity", "match", "equal", "state")
 """Columns at the end, whichever line has further figures."""

@@ -11,29 +11,24 @@ from sakiyomi.core.memory import peak_bytes
 from sakiyomi.evaluation.bench.block import block
 from sakiyomi.evaluation.bench.bookkeeping import bookkeeping
 from sakiyomi.evaluation.bench.compiling import compiling
-from sakiyomi.evaluation.bench.config import BenchConfig, Note
+from sakiyomi.evaluation.bench.config import BenchConfig, Note, silent
 from sakiyomi.evaluation.bench.contest import peers
 from sakiyomi.evaluation.bench.cross import cross
-from sakiyomi.evaluation.bench.dropin import dropin
+from sakiyomi.evaluation.bench.drafts import coverage, oracle, selfdraft, trees, useless
 from sakiyomi.evaluation.bench.evicted import evicted
 from sakiyomi.evaluation.bench.exactness import exact
+from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.lookup import lookup
 from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.merged import merged
 from sakiyomi.evaluation.bench.offload import offload
-from sakiyomi.evaluation.bench.oracle import oracle
-from sakiyomi.evaluation.bench.passes import passes
+from sakiyomi.evaluation.bench.passes import passes, scoring
 from sakiyomi.evaluation.bench.report import Row
-from sakiyomi.evaluation.bench.scoring import scoring
-from sakiyomi.evaluation.bench.selfdraft import selfdraft
-from sakiyomi.evaluation.bench.speed import batch, plain, speculative, stories
-from sakiyomi.evaluation.bench.sweep import sweep
-from sakiyomi.evaluation.bench.trees import coverage, trees
-from sakiyomi.evaluation.bench.useless import useless
+from sakiyomi.evaluation.bench.speed import batch, dropin, plain, speculative, stories, sweep
 
-__all__ = ["ROWS", "run"]
+__all__ = ["ROWS", "measure", "run"]
 
-ROWS: dict[str, Callable[[BenchConfig, Note], Row]] = {
+ROWS: dict[str, Callable[[PairRow], Row]] = {
     "bookkeeping": bookkeeping,
     "passes": passes,
     "plain": plain,
@@ -71,7 +66,12 @@ ALONE = {"selfdraft", "evicted"}
 """Rows of a target without a draft model."""
 
 
-def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
+def measure(name: str, config: BenchConfig, note: Note = silent) -> Row:
+    """One row alone."""
+    return ROWS[name](PairRow(name, config, note))
+
+
+def run(config: BenchConfig, note: Note = silent) -> Iterator[Row]:
     """Run the rows that were asked for and give each when it is done; one that fails says so, and the others run.
 
     Raises:
@@ -97,7 +97,7 @@ def run(config: BenchConfig, note: Note | None = None) -> Iterator[Row]:
     def rows() -> Iterator[Row]:
         for name in wanted:
             try:
-                row = ROWS[name](config, note or Note())
+                row = measure(name, config, note)
                 # Of the whole process so far: transformers' copies and the rows before are in it.
                 yield replace(row, conditions={**row.conditions, "process_peak_bytes": peak_bytes()})
             except SakiyomiError as error:

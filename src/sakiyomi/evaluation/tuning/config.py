@@ -72,7 +72,7 @@ class TuneConfig:
     """
 
     heads: str = field(metadata={"argument": "HEADS"})
-    target: str = "tales"
+    target: str = DEFAULT
     valid: str = ""
     prompts: int = 24
     new_tokens: int = 128

@@ -104,32 +104,27 @@ class _Machine:
     """The numbers as floats.
 
     Attributes:
-        read, draft_read: bytes of a pass over one request's row: weights, and keys and values.
+        read: bytes of a pass over one request's row: weights and kv, draft_weights and draft_kv.
+        bandwidth, operations: a second; None: not known.
     """
 
-    weights: float
-    draft_weights: float
-    kv: float
-    draft_kv: float
+    read: dict[str, float]
     bandwidth: float | None
     operations: float | None
 
     def target(self, rows: int, batch: int, bits: float) -> float:
         """Seconds of a target pass; the bandwidth is 1 byte a second where it is not known: ratios are the same."""
-        return self._seconds(rows, batch, self.weights, self.kv, bits)
+        return self._seconds(rows, batch, "", bits)
 
     def draft(self, batch: int, bits: float) -> float:
         """Seconds of a draft step."""
-        return self._seconds(batch, batch, self.draft_weights, self.draft_kv, bits)
+        return self._seconds(batch, batch, "draft_", bits)
 
-    def _seconds(self, rows: int, batch: int, weights: float, kv: float, bits: float) -> float:
-        return theory.pass_seconds(
-            rows,
-            read=weights + batch * kv,
-            operations=2 * weights * 8 / bits,
-            bandwidth=self.bandwidth or 1.0,
-            rate=self.operations,
-        )
+    def _seconds(self, rows: int, batch: int, model: str, bits: float) -> float:
+        weights = self.read[f"{model}weights"]
+        read, operations = weights + batch * self.read[f"{model}kv"], 2 * weights * 8 / bits
+        bandwidth = self.bandwidth or 1.0
+        return theory.pass_seconds(rows, read=read, operations=operations, bandwidth=bandwidth, rate=self.operations)
 
 
 def plan(config: PlanConfig) -> dict[str, Any]:
@@ -182,35 +177,30 @@ def _line(
         "operations": None if c_hat is None else (gamma * c_hat + gamma + 1.0) / tokens,
     }
     if machine is not None:
-        draft = gamma if machine.draft_weights else 0
-        line["traffic_bytes"] = theory.traffic(
-            tokens,
-            draft,
-            weights=machine.weights,
-            kv=machine.kv,
-            draft_weights=machine.draft_weights,
-            draft_kv=machine.draft_kv,
-            batch=config.batch,
-        ).total
+        steps = gamma if machine.read["draft_weights"] else 0
+        line["traffic_bytes"] = theory.traffic(tokens, steps, **machine.read, batch=config.batch).total  # type: ignore[arg-type]
     return line
 
 
 def _machine(config: PlanConfig) -> _Machine | None:
     if config.target_size is None:
         return None
-    return _Machine(
-        _number("target_size", config.target_size) * config.bits / 8,
-        0.0 if config.draft_size is None else _number("draft_size", config.draft_size) * config.draft_bits / 8,
-        _number("kv_per_token", config.kv_per_token) * config.context,
-        _number("draft_kv_per_token", config.draft_kv_per_token) * config.context,
-        None if config.bandwidth is None else _number("bandwidth", config.bandwidth),
-        None if config.operations is None else _number("operations", config.operations),
-    )
+
+    def number(name: str) -> float | None:
+        return None if getattr(config, name) is None else _number(name, getattr(config, name))
+
+    read = {
+        "weights": (number("target_size") or 0.0) * config.bits / 8,
+        "draft_weights": (number("draft_size") or 0.0) * config.draft_bits / 8,
+        "kv": (number("kv_per_token") or 0.0) * config.context,
+        "draft_kv": (number("draft_kv_per_token") or 0.0) * config.context,
+    }
+    return _Machine(read, number("bandwidth"), number("operations"))
 
 
 def _ratios(config: PlanConfig, machine: _Machine | None) -> tuple[float, float | None]:
     """The draft step in time and in operations (c, c_hat)."""
-    sized = machine is not None and machine.draft_weights > 0
+    sized = machine is not None and machine.read["draft_weights"] > 0
     if config.c is None and not sized:
         raise InputError(
             "c is not given; give the time of a draft step in target steps (--c 0.05; 0 for a draft from the text), or "

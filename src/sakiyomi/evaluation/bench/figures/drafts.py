@@ -89,7 +89,7 @@ def _compared(
         params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
         runs = {name: partial(lap, engine, prompts, params) for name, engine in engines.items()}
         what = f"drafts of {target}, T={temperature:g}"
-        found[temperature] = work.race(runs, note, what, None if temperature else judge)
+        found[temperature] = work.row(what, note).race(runs, None if temperature else judge)
         notes += notes_of(f"{target}, T={temperature:g}", found[temperature])
     lines = []
     for at, name in enumerate(drafters, start=1):

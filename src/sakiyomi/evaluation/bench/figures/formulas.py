@@ -89,7 +89,7 @@ def operations(work: Work, note: Note) -> Row:
     params = work.params(tree="chain")
     runs = {"plain": partial(lap, work.engine(), work.prompts, params)}
     runs |= {f"gamma {n}": partial(lap, engine, work.prompts, replace(params, gamma=n)) for n in LENGTHS}
-    standings = work.race(runs, note, "operations", judge)
+    standings = work.row("operations", note).race(runs, judge)
     sizes = [model.num_parameters() for model in (work.pair.target.model, work.pair.draft.model)]
     c_hat = sizes[1] / sizes[0]
     plain = standings[0]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sakiyomi.evaluation.bench.figures.section import Section
 from sakiyomi.evaluation.bench.report import Row, condition_line
 
 __all__ = ["Shown", "page"]
@@ -44,7 +45,7 @@ class Shown:
 
     Attributes:
         name: of the section, which links to it end in.
-        title, text, alt: as of ``Section``.
+        section: its words.
         row: the numbers; its error is shown in the place of a picture.
         command: that measures it again.
         machine: where it was measured.
@@ -52,9 +53,7 @@ class Shown:
     """
 
     name: str
-    title: str
-    text: str
-    alt: str
+    section: Section
     row: Row
     command: str
     machine: Mapping[str, Any]
@@ -69,7 +68,7 @@ def page(title: str, sections: Iterable[Shown]) -> str:
         sections: in order.
     """
     sections = list(sections)
-    links = "\n".join(f'<li><a href="#{part.name}">{html.escape(part.title)}</a></li>' for part in sections)
+    links = "\n".join(f'<li><a href="#{part.name}">{html.escape(part.section.title)}</a></li>' for part in sections)
     body = "\n".join(map(_section, sections))
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -95,11 +94,12 @@ table that a picture is drawn from.</p>
 
 
 def _section(part: Shown) -> str:
-    lines = [f'<section id="{part.name}">', f"<h2>{html.escape(part.title)}</h2>", f"<p>{_prose(part.text)}</p>"]
+    lines = [f'<section id="{part.name}">', f"<h2>{html.escape(part.section.title)}</h2>"]
+    lines.append(f"<p>{_prose(part.section.text)}</p>")
     if part.row.error is not None:
         lines.append(f'<p class="skipped">Not measured: {html.escape(part.row.error)}</p>')
     if part.pictures:
-        alt = html.escape(part.alt)
+        alt = html.escape(part.section.alt(part.row))
         dark = f'<source srcset="{_data(part.pictures["dark"])}" media="(prefers-color-scheme: dark)">'
         light = f'<img src="{_data(part.pictures["light"])}" alt="{alt}">'
         lines.append(f"<figure><picture>{dark}{light}</picture><figcaption>{alt}</figcaption></figure>")

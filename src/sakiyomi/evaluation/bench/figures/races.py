@@ -211,7 +211,7 @@ def temperature(work: Work, note: Note) -> Row:
             note(f"temperature {degrees:g}: warming up, {contender.name}")
             contender.run()
         work.llm.wait()
-        found = work.race(contenders, note, f"temperature {degrees:g}")
+        found = work.row(f"temperature {degrees:g}", note).race(contenders)
         notes += notes_of(f"T={degrees:g}", found)
         spread = spread_of(found)
         lines += [line_of(standing, temperature=degrees) | {"A/A": spread} for standing in found]

@@ -108,8 +108,7 @@ RANKS = Section(
 
 def heads(work: Work, note: Note) -> Row:
     """Accuracy of each head, and tokens a pass of the best trees of some sizes, counted on the same text."""
-    drafter = work.drafter(work.medusa)
-    assert isinstance(drafter, MedusaDrafter)
+    drafter: MedusaDrafter = work.drafter(work.medusa)
     found = ranks_of(work.llm, drafter, work.prompts, written(work, 0.0))
     lines: list[dict[str, Any]] = [
         {"name": f"head {head}", **{f"top {top}": sum(chances[:top]) for top in TOPS}}

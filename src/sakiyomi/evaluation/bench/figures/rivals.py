@@ -57,7 +57,7 @@ class GreedyDraft:
         return drafts
 
     def end(self, context: Context) -> None:
-        """Free the request's place."""
+        """Free the request's slot."""
         self._drafter.end(context)
 
 

@@ -197,7 +197,7 @@ def _alt_tree(row: Row) -> str:
 
 
 TREE = Section(
-    "A tree that was read ahead",
+    "A draft tree of one round",
     "One round of a greedy text: what the draft proposed, best first, and what one pass of the target made of it. The "
     "same for any prompt, as text: `sakiyomi tree PROMPT --tree best-first --nodes 12 --gamma 4`.",
     tree,

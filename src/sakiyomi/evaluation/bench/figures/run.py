@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
 from sakiyomi.core.files import whole_file
 from sakiyomi.engine import machine
-from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
 from sakiyomi.evaluation.bench.figures.drafts import DRAFTS
 from sakiyomi.evaluation.bench.figures.formulas import EXPECTED, OPERATIONS
@@ -45,7 +46,7 @@ SECTIONS: dict[str, Section] = {
 }
 
 
-def run(config: ReportConfig, note: Note | None = None) -> Iterator[Row]:
+def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
     """Give each section's numbers when it is done; one that fails says so, and the others run.
 
     After each, its pictures and the page are written, so that what was measured is there whenever a run ends.
@@ -59,7 +60,7 @@ def run(config: ReportConfig, note: Note | None = None) -> Iterator[Row]:
     if unknown:
         raise InputError(f"there is no section {unknown[0]!r}; sections are {', '.join(SECTIONS)}")
     check(config.out, "out")
-    folder, note = Path(config.out), note or Note()
+    folder = Path(config.out)
     kept = _kept(folder)
     wanted = config.sections or tuple(SECTIONS)
     if config.redraw:
@@ -71,7 +72,7 @@ def run(config: ReportConfig, note: Note | None = None) -> Iterator[Row]:
         work = Work(config)
         for place, name in enumerate(wanted, start=1):
             if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
-                kept[name] = _measured(name, work, _Counted(note, f"section {place} of {len(wanted)}"))
+                kept[name] = _measured(name, work, partial(_numbered, note, f"section {place} of {len(wanted)}"))
                 _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
             row = _row(kept[name])
             _draw(folder, name, row)
@@ -81,15 +82,9 @@ def run(config: ReportConfig, note: Note | None = None) -> Iterator[Row]:
     return rows()
 
 
-class _Counted(Note):
-    """Says how far the report is, before what is going on."""
-
-    def __init__(self, note: Note, place: str) -> None:
-        self._note, self._place = note, place
-
-    def __call__(self, text: str) -> None:
-        """See ``Note``."""
-        self._note(f"{self._place}, {text}")
+def _numbered(note: Note, place: str, text: str) -> None:
+    """Say how far the report is, before what is going on."""
+    note(f"{place}, {text}")
 
 
 def _measured(name: str, work: Work, note: Note) -> dict[str, Any]:
@@ -159,19 +154,7 @@ def _page(folder: Path, kept: dict[str, dict[str, Any]]) -> str:
         places = {theme.name: _place(folder, name, theme.name) for theme in THEMES}
         pictures = {theme: path.read_bytes() for theme, path in places.items() if path.is_file()}
         whole = row.error is None and len(pictures) == len(THEMES)
-        alt = section.alt(row) if whole else ""
-        shown.append(
-            Shown(
-                name=name,
-                title=section.title,
-                text=section.text,
-                alt=alt,
-                row=row,
-                command=record["command"],
-                machine=record["machine"],
-                pictures=pictures if whole else {},
-            )
-        )
+        shown.append(Shown(name, section, row, record["command"], record["machine"], pictures if whole else {}))
     return page("Reading ahead, measured here", shown)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.config import InflateConfig, Note
 from sakiyomi.evaluation.bench.figures.config import ReportConfig
-from sakiyomi.evaluation.bench.frame import PairRow, Run, generated
+from sakiyomi.evaluation.bench.frame import PairRow, generated
 from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
-from sakiyomi.evaluation.bench.runner import Contender, Judge, Lap, Spread, Standing
+from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
 
 __all__ = ["Work", "lap", "line_of", "notes_of", "spread_of"]
 
@@ -78,12 +78,6 @@ class Work:
         """Of the texts; chains of the configured gamma if nothing else is said."""
         usual = {"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma, "ignore_eos": True}
         return SamplingParams(**usual | more)
-
-    def race(
-        self, contenders: Mapping[str, Run] | Sequence[Contender], note: Note, what: str, judge: Judge | None = None
-    ) -> list[Standing]:
-        """Laps as configured, see ``PairRow.race``; ``what`` names them in what is told."""
-        return self.row(what, note).race(contenders, judge)
 
     def row(self, what: str, note: Note, **changed: Any) -> PairRow:
         """A row about the pair, or with some settings changed about another one."""

@@ -25,9 +25,8 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.prompts import read_text
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.failures import caught
 from sakiyomi.evaluation.bench.long.files import read_rows
-from sakiyomi.evaluation.bench.long.loader import Loader
+from sakiyomi.evaluation.bench.long.loader import Loader, caught
 from sakiyomi.evaluation.bench.long.systems import System
 
 __all__ = ["Passage", "books", "compared", "followed", "passages", "read_books"]
@@ -156,8 +155,8 @@ def books(job: Mapping[str, Any], make: Loader) -> Iterator[dict[str, Any]]:
             losses, best = zip(*read, strict=True)
             record = {"losses": losses, "best": best, "kv_bytes": running.kv_bytes}
             yield {"length": batch["length"]} | record
-        if failed.record is not None:
-            yield failed.record
+        if failed:
+            yield failed
 
 
 def compared(given: Sequence[Passage], record: Mapping[str, Any], full: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -83,11 +83,7 @@ _PICK = (
 TASKS: dict[str, tuple[str, int, Score]] = {
     "passkey": (_HIDDEN + "The pass key is", 6, _first_number),
     "number_string": (_HIDDEN + "The sequence of digits is", 12, _first_number),
-    "kv_retrieval": (
-        "Find the value of a key in the JSON object below.\n\n{context}\n\n{input}",
-        50,
-        _pair,
-    ),
+    "kv_retrieval": ("Find the value of a key in the JSON object below.\n\n{context}\n\n{input}", 50, _pair),
     "longdialogue_qa_eng": (
         "In the script below, one name is hidden behind $$MASK$$. Say who it is.\n\n{context}\n\nThe name is",
         40,

@@ -3,37 +3,46 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from sakiyomi.core.errors import MemoryLimitError, SakiyomiError
 from sakiyomi.engine.llm import LLM
 from sakiyomi.evaluation.bench.long.systems import ONE_SHOT, OneShot, Ours, Running, System
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 
-__all__ = ["Loader", "Options"]
+__all__ = ["Loader", "caught"]
 
 
-@dataclass(frozen=True)
-class Options:
-    """How systems are loaded: fields of ``LongConfig``, in a form that goes into a job."""
+@contextmanager
+def caught(length: int) -> Iterator[dict[str, Any]]:
+    """Keep an error inside the block as a record if a user could have caused it; other errors are raised.
 
-    target: Any
-    dtype: str = "auto"
-    device: str = "auto"
-    compile: bool = False
-    chunk_size: int | None = None
+    Args:
+        length: of the context that was tried.
+    """
+    record: dict[str, Any] = {}
+    try:
+        yield record
+    except (MemoryLimitError, MemoryError, torch.OutOfMemoryError) as error:
+        record |= {"length": length, "error": str(error) or "no memory is left", "over": True}
+    except SakiyomiError as error:
+        record |= {"length": length, "error": error.message, "over": False}
 
 
 class Loader:
     """Makes systems, one at a time: the one before is freed first.
 
     Args:
-        options: how.
+        options: arguments of ``LLM``, beside those that make a system; target, dtype and device are among them.
         shared: keep the transformers model between them; else each reads the files anew and packs them, as it would
             alone.
     """
 
-    def __init__(self, options: Options, *, shared: bool) -> None:
+    def __init__(self, options: Mapping[str, Any], *, shared: bool) -> None:
         self._options, self._shared = options, shared
         self._loaded: Any = None
         self._key: tuple[str, int | None] | None = None
@@ -59,7 +68,7 @@ class Loader:
 
     def _model(self) -> Any:
         if self._loaded is None:
-            self._loaded = load_model(self._options.target, dtype=self._options.dtype, device=self._options.device)
+            self._loaded = load_model(**{name: self._options[name] for name in ("target", "dtype", "device")})
         return self._loaded
 
     def _one_shot(self) -> Running:
@@ -68,20 +77,5 @@ class Loader:
         return OneShot(loaded.model, loaded.tokenizer, stop_tokens(loaded.model, loaded.tokenizer))
 
     def _ours(self, spec: str, budget: int | None) -> Running:
-        options = self._options
-        target = options.target
-        if self._shared:
-            target = (self._model().model, self._model().tokenizer)
-        return Ours(
-            LLM(
-                target,
-                draft="none",
-                cache=spec,
-                kv_budget=budget,
-                chunk_size=options.chunk_size,
-                dtype=options.dtype,
-                device=options.device,
-                compile=options.compile,
-                max_batch=1,
-            )
-        )
+        shared = {"target": (self._model().model, self._model().tokenizer)} if self._shared else {}
+        return Ours(LLM(**self._options | shared, draft="none", cache=spec, kv_budget=budget, max_batch=1))

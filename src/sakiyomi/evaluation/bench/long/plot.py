@@ -326,8 +326,8 @@ def _shares(places: np.ndarray[Any, Any], length: int, layer: int) -> np.ndarray
     marks = np.zeros((len(places), length))
     for head, own in enumerate(places):
         marks[head, own[own >= 0]] = 1.0
-    borders = np.linspace(0, length, min(length, CELLS) + 1).astype(int)
-    return np.add.reduceat(marks, borders[:-1], axis=1) / np.diff(borders)
+    edges = np.linspace(0, length, min(length, CELLS) + 1).astype(int)
+    return np.add.reduceat(marks, edges[:-1], axis=1) / np.diff(edges)
 
 
 def _extent(tokens: Sequence[str], shares: np.ndarray[Any, Any]) -> tuple[float, float, float, float]:

@@ -26,7 +26,7 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
 
     Args:
         jobs: see ``work``.
-        options: of ``loader.Options``.
+        options: of ``loader.Loader``.
 
     Yields:
         Records with ``job``, the place of the job in the list. A process that ends before its time gives a last one
@@ -63,11 +63,11 @@ def apart(jobs: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Iter
 
 
 def _main(folder: Path) -> None:
-    from sakiyomi.evaluation.bench.long.loader import Loader, Options
+    from sakiyomi.evaluation.bench.long.loader import Loader
     from sakiyomi.evaluation.bench.long.work import work
 
     given = json.loads((folder / _JOBS).read_text())
-    make = Loader(Options(**given["options"]), shared=False)
+    make = Loader(given["options"], shared=False)
     with (folder / _RECORDS).open("w") as out:
         for place, job in enumerate(given["jobs"]):
             for record in ({"begins": place}, *({"job": place, **record} for record in work(job, make))):

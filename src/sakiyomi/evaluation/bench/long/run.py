@@ -14,10 +14,10 @@ import numpy as np
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.long.books import compared, passages, read_books
 from sakiyomi.evaluation.bench.long.config import LongConfig
-from sakiyomi.evaluation.bench.long.loader import Loader, Options
+from sakiyomi.evaluation.bench.long.loader import Loader
 from sakiyomi.evaluation.bench.long.plot import kept_map
 from sakiyomi.evaluation.bench.long.process import apart
 from sakiyomi.evaluation.bench.long.questions import Question, check_tasks, made, source
@@ -31,9 +31,7 @@ from sakiyomi.train.long_tasks import TASKS
 __all__ = ["run"]
 
 
-def run(
-    config: LongConfig, note: Note | None = None, *, target: Any = None, pictures: str | None = None
-) -> Iterator[Row]:
+def run(config: LongConfig, note: Note = silent, *, target: Any = None, pictures: str | None = None) -> Iterator[Row]:
     """Give each row when it is done; one that fails says so, and the others run.
 
     Args:
@@ -46,7 +44,6 @@ def run(
     Raises:
         SakiyomiError: what is asked for cannot be; before any work.
     """
-    note = note or Note()
     parse_dtype(config.dtype)
     place = str(parse_device(config.device))
     if target is not None and config.memory:
@@ -96,11 +93,11 @@ def _draw_kept(
 
 
 def _performer(config: LongConfig, target: Any, place: str) -> Perform:
-    options = Options(target, config.dtype, config.device, config.compile, config.chunk_size)
+    names = ("dtype", "device", "compile", "chunk_size")
+    options = {"target": target, **{name: getattr(config, name) for name in names}}
     common = {"place": place, "limit": config.limit_bytes}
     if config.memory:
-        shown = dataclasses.asdict(options)
-        return lambda jobs: apart([{**job, **common} for job in jobs], shown)
+        return lambda jobs: apart([{**job, **common} for job in jobs], options)
     loader = Loader(options, shared=True)
     # What this process holds is not one system's alone.
     unknown = {"peak_bytes": None, "grown_bytes": None}

@@ -166,7 +166,7 @@ class Ours:
         return Answer(text, count, first - began, last - first, stayed)
 
     def _kept(self) -> list[list[list[int]]] | None:
-        """Asked for between two rounds: the prompt's end is a border."""
+        """Asked for between two rounds: the prompt's end is an eviction boundary."""
         places = getattr(self.llm.target.eviction, "places", None)
         if places is None:
             return None

@@ -1,4 +1,4 @@
-"""The work of one process for one system: answers questions and records their cost. Jobs and records are JSON values.
+"""The work of one process for one system: answers and conversations, and what they cost. Jobs, records: JSON values.
 
 Knows no file and no score: prompts come in as token ids, texts go out.
 """
@@ -12,11 +12,10 @@ import torch
 
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import peak_bytes, readable, reset_peak, resident_bytes
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.evaluation.bench.long.books import books
-from sakiyomi.evaluation.bench.long.failures import caught
-from sakiyomi.evaluation.bench.long.loader import Loader
+from sakiyomi.evaluation.bench.long.loader import Loader, caught
 from sakiyomi.evaluation.bench.long.systems import System
-from sakiyomi.evaluation.bench.long.turns import turns
 
 __all__ = ["KINDS", "Watch", "answers", "work"]
 
@@ -97,10 +96,35 @@ def answers(job: Job, make: Loader) -> Iterator[Record]:
                 "peak_bytes": peak,
                 "grown_bytes": peak - watch.ready,
             }
-        if failed.record is not None:
-            yield failed.record
-            if failed.record["over"]:
+        if failed:
+            yield failed
+            if failed["over"]:
                 return
+
+
+def turns(job: Mapping[str, Any], make: Loader) -> Iterator[dict[str, Any]]:
+    """Texts, tokens and bytes after each turn of one conversation a batch, as far as it goes.
+
+    Every turn is a whole question of a made task, so that right answers are known; the model's own replies stay in the
+    conversation.
+    """
+    system = System(**job["system"])
+    for batch in job["batches"]:
+        record: dict[str, Any] = {"length": batch["length"], "texts": [], "tokens": [], "kv": [], "resident": []}
+        with caught(batch["length"]) as failed:
+            make.release()  # what the conversation before had allocated would be there from the first turn on
+            llm: Any = make(system, batch["length"]).llm  # type: ignore[attr-defined]
+            held: list[int] = []
+            with llm.conversation() as conversation:
+                for turn in batch["turns"]:
+                    held += turn["tokens"]
+                    done = conversation.generate(held, SamplingParams(max_new_tokens=turn["answer_tokens"]))
+                    held += done.token_ids
+                    record["texts"].append(done.text)
+                    record["tokens"].append(len(held))
+                    record["kv"].append(llm.target.cache.bytes)
+                    record["resident"].append(resident_bytes())
+        yield record | failed
 
 
 KINDS: dict[str, Callable[[Job, Loader], Iterator[Record]]] = {"answers": answers, "books": books, "turns": turns}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sakiyomi.evaluation.bench.draw import COLOURS, WIDTH, foot, panels, save
@@ -14,12 +14,13 @@ from sakiyomi.evaluation.bench.spec.table import ALL
 __all__ = ["draw"]
 
 
-def draw(row: Row, path: str, conditions: Mapping[str, Any]) -> None:
-    """Draw the speed-ups of row ``spec``, those of all questions last; of a drafter without one a gap stays.
+def draw(rows: Sequence[Row], path: str, conditions: Mapping[str, Any]) -> None:
+    """Draw the speed-ups of the first row, ``spec``, those of all questions last; of a drafter without one a gap stays.
 
     Raises:
         LoadError: the file cannot be written.
     """
+    row = rows[0]
     lines = [line for line in row.lines if line["name"] != PLAIN]
     categories = list(dict.fromkeys(name for line in lines for name in line["by_category"]))
     places, width = [*categories, ALL], 0.84 / max(len(lines), 1)

@@ -23,7 +23,7 @@ from sakiyomi.engine import machine
 from sakiyomi.engine.chat_template import WORDS, Dialogue, read_template
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import Note
+from sakiyomi.evaluation.bench.config import Note, silent
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Standing, race
@@ -41,7 +41,7 @@ __all__ = ["run"]
 COUNTS = ("rounds", "committed", "drafted", "accepted", "prefill_seconds")
 
 
-def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
+def run(config: SpecConfig, note: Note = silent) -> list[Row]:
     """Measure what is not known yet, and give the tables of everything that is.
 
     Args:
@@ -51,7 +51,6 @@ def run(config: SpecConfig, note: Note | None = None) -> list[Row]:
     Raises:
         SakiyomiError: a file, a drafter or a setting is wrong; before any work where that can be told.
     """
-    note = note or Note()
     questions = own_questions() if config.questions is None else read_questions(config.questions)
     wanted = chosen(questions, config.categories, config.count)
     template = read_template(config.template)

@@ -21,15 +21,7 @@ from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.grammar import Constraint, Grammars
 from sakiyomi.server.jobs import Job
 from sakiyomi.server.processors import Penalties
-from sakiyomi.server.schema import (
-    Ask,
-    ChatRequest,
-    CompletionRequest,
-    FunctionTool,
-    Message,
-    NamedChoice,
-    ToolCall,
-)
+from sakiyomi.server.schema import Ask, ChatRequest, CompletionRequest, FunctionTool, Message, NamedChoice, ToolCall
 from sakiyomi.server.tools import ToolFormat, tool_format
 
 if TYPE_CHECKING:
@@ -37,10 +29,13 @@ if TYPE_CHECKING:
 
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["Intake"]
+__all__ = ["BodyReader"]
+
+AS_THEY_ARE = {"min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty"}
+"""Fields of a body that are parameters of the same name."""
 
 
-class Intake:
+class BodyReader:
     """Reads bodies.
 
     Args:
@@ -163,13 +158,7 @@ class Intake:
         return room if asked is None else asked
 
     def _jobs(
-        self,
-        body: Ask,
-        tokens: list[int],
-        limit: int,
-        logprobs: int | None,
-        number: int,
-        matcher: LLMatcher | None,
+        self, body: Ask, tokens: list[int], limit: int, logprobs: int | None, number: int, matcher: LLMatcher | None
     ) -> list[Job]:
         if matcher is not None and body.ignore_eos:
             raise bad_request("with a grammar the text ends when it is complete; leave ignore_eos out", "ignore_eos")
@@ -247,18 +236,12 @@ class Intake:
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=max(0, body.top_k),
-            min_p=body.min_p,
-            seed=body.seed,
             stop=body.stop or (),
-            stop_token_ids=body.stop_token_ids,
-            ignore_eos=body.ignore_eos,
-            repetition_penalty=body.repetition_penalty,
             logit_bias=_biases(body.logit_bias, self._llm.vocab_size),
             logits_processors=processors,  # type: ignore[arg-type]
             logprobs=logprobs,
-            gamma=body.speculation.gamma,
-            tree=body.speculation.tree,
-            nodes=body.speculation.nodes,
+            **body.model_dump(include=AS_THEY_ARE),
+            **body.speculation.model_dump(exclude={"drafter"}),
         )
 
 
