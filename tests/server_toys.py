@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sakiyomi import LLM
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.model_executor.build import build_runner
-from sakiyomi.server.app import Server, make_app
+from sakiyomi.server.app import Server
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.run import uvicorn_config
 from toys import tiny_llama, tiny_tokenizer
 
 CHATML = (
@@ -66,7 +67,7 @@ def running(llm: LLM, **config: Any) -> Iterator[tuple[Server, str]]:
     server = Server(llm, ServerConfig(**({"served_name": "toy"} | config)))
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    listening = uvicorn.Server(uvicorn.Config(make_app(server), log_config=None, access_log=False, lifespan="on"))
+    listening = uvicorn.Server(uvicorn_config(server))
     thread = threading.Thread(target=listening.run, args=([listener],))
     thread.start()
     url = ""
@@ -91,11 +92,19 @@ def client(url: str, **options: Any) -> openai.OpenAI:
     return made
 
 
-def figures(url: str) -> dict[str, float]:
+def figures(url: str, **headers: str) -> dict[str, float]:
     """What ``/metrics`` says, by name, or name/label."""
     found = {}
-    for family in text_string_to_metric_families(web.get(f"{url}/metrics").text):
+    for family in text_string_to_metric_families(web.get(f"{url}/metrics", headers=headers).text):
         for sample in family.samples:
             labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
             found["/".join([sample.name, *labels])] = sample.value
     return found
+
+
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)

@@ -33,7 +33,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error
 from sakiyomi.server.logs import set_up
 from sakiyomi.server.run import check
-from server_toys import client, figures, running, toy_llm, web
+from server_toys import client, figures, running, toy_llm, until, web
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,13 +49,6 @@ def own() -> LLM:
 def site() -> Iterator[tuple[Server, str]]:
     with running(toy_llm(max_batch=2), max_queue=2, max_body=20_000) as found:
         yield found
-
-
-def until(true: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 def idle(server: Server) -> bool:

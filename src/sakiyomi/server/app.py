@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from sakiyomi.core.version import __version__
 from sakiyomi.server import errors
-from sakiyomi.server.bodies import BodyReader
+from sakiyomi.server.bodies import BodyReader, is_long
 from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import ApiError, ErrorReply, api_error
 from sakiyomi.server.gate import Gate
@@ -38,6 +38,8 @@ __all__ = ["Server", "make_app"]
 logger = logging.getLogger("sakiyomi.server")
 GRACE = 5.0  # seconds that a client may take to read what is there when the time is up
 BODY_THREADS = 2
+BODY_BYTES = 1 << 20  # the least that is taken by default
+TOKEN_BYTES = 64  # of a body by default, for each token of the context
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 REPLIES: dict[int | str, dict[str, Any]] = {
     200: {"description": "An object, or, with stream, events", "content": {"text/event-stream": {}}}
@@ -66,7 +68,10 @@ class Server:
         )
         self.worker = Worker(llm.engine, max_queue=config.max_queue, reuse=config.reuse, metrics=self.metrics)
         self.began = int(time.time())
+        self.max_body = config.max_body or max(BODY_BYTES, TOKEN_BYTES * llm.max_context)
+        # What takes long to read waits for its own kind alone.
         self._threads = ThreadPoolExecutor(BODY_THREADS, "bodies")
+        self._long = ThreadPoolExecutor(1, "long-bodies")
 
     async def answer(self, request: Request, body: Ask, read: Callable[[Any], list[Job]], style: type[Any]) -> Response:
         """The reply to a body: a stream, or one object.
@@ -78,7 +83,10 @@ class Server:
             style: of the objects.
         """
         began = asyncio.get_running_loop().time()
-        jobs = await asyncio.get_running_loop().run_in_executor(self._threads, read, body)
+        threads = self._long if is_long(body) else self._threads
+        jobs = await asyncio.get_running_loop().run_in_executor(threads, read, body)
+        for job in jobs:
+            job.client = request.state.client
         told = request.state.log
         told |= {"prompt_tokens": len(jobs[0].prompt)} | ({"user": body.user} if body.user is not None else {})
         if self.config.log_prompts:
@@ -187,7 +195,8 @@ class Server:
         finally:
             self.worker.stop()
             await asyncio.get_running_loop().run_in_executor(None, self.worker.join, 10.0)
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            for threads in (self._threads, self._long):
+                threads.shutdown(wait=False, cancel_futures=True)
 
     def card(self) -> dict[str, Any]:
         """The model, as ``/v1/models`` shows it."""
@@ -214,7 +223,7 @@ def make_app(server: Server) -> FastAPI:
         redirect_slashes=False,
     )
     errors.install(app)
-    app.add_middleware(Gate, config=server.config)
+    app.add_middleware(Gate, config=server.config, max_body=server.max_body)
     if origins := list(server.config.cors_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 

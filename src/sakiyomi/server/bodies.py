@@ -29,10 +29,25 @@ if TYPE_CHECKING:
 
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["BodyReader"]
+__all__ = ["BodyReader", "is_long"]
 
 AS_THEY_ARE = {"min_p", "seed", "stop_token_ids", "ignore_eos", "repetition_penalty"}
 """Fields of a body that are parameters of the same name."""
+
+
+LONG = 1 << 15  # characters
+
+
+def is_long(body: Ask) -> bool:
+    """Whether reading a body may take long: its text is long, or it comes with a grammar."""
+    if body.response_format is not None and body.response_format.type != "text":
+        return True
+    if isinstance(body, ChatRequest):
+        texts = [message.content or "" for message in body.messages]
+        length = sum(len(text) if isinstance(text, str) else sum(len(part.text) for part in text) for text in texts)
+        return bool(body.tools) or length > LONG
+    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+    return sum(1 if isinstance(prompt, int) else len(prompt) for prompt in prompts) > LONG
 
 
 class BodyReader:
@@ -54,6 +69,7 @@ class BodyReader:
         self.drafter = None if llm.draft is None else llm.draft.name
         self._dialogue = Dialogue(llm.tokenizer, read_template(config.chat_template))
         self._budget = llm.recipe()["kv_budget"]
+        self._longest = max(map(len, llm.tokenizer.get_vocab()), default=1)
         self._grammars = Grammars(llm.tokenizer, llm.vocab_size, sorted(llm.engine.stop_ids))
 
     def completion(self, body: CompletionRequest) -> list[Job]:
@@ -136,6 +152,16 @@ class BodyReader:
             raise bad_request(f"{count} samples in one request; this server allows {self._config.max_n}", "n")
 
     def _tokens(self, prompt: Any, field: str) -> list[int]:
+        # Before it is tokenized, or copied: that takes time, and what is refused is to take none.
+        most = self._llm.max_context * (self._longest if isinstance(prompt, str) else 1)
+        if len(prompt) > most:
+            kind = "characters" if isinstance(prompt, str) else "tokens"
+            raise bad_request(
+                f"the prompt has {len(prompt)} {kind}, and no text of more than {most} fits into the context of "
+                f"{self._llm.max_context} tokens; shorten it",
+                field,
+                code="context_length_exceeded",
+            )
         with _blaming(field):
             return prompt_tokens(prompt, self._llm.tokenizer, self._llm.vocab_size, sys.maxsize)
 
@@ -258,6 +284,10 @@ def _blaming(field: str | None, others: Collection[str] = ()) -> Iterator[None]:
 
 def _biases(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     found: dict[int, float] = {}
+    if given and len(given) > vocab_size:
+        raise bad_request(
+            f"logit_bias has {len(given)} entries; the model's vocabulary has {vocab_size} tokens", "logit_bias"
+        )
     for name, bias in (given or {}).items():
         if not (name.isascii() and name.isdigit() and int(name[:12]) < vocab_size):
             raise bad_request(

@@ -24,14 +24,17 @@ class ServerConfig:
     Attributes:
         host: address to listen on; 0.0.0.0 for all interfaces.
         port: port to listen on; 0 takes a free one.
-        api_key: bearer token that clients must send. Prefer SAKIYOMI_API_KEY to the flag: other users of the machine
-            can see a command line.
+        api_key: bearer token that clients must send; with several, separated by commas, each is a client that gets a
+            fair share (otherwise each address is). Prefer SAKIYOMI_API_KEY to the flag: other users of the machine can
+            see a command line.
         served_name: model name for clients; by default the target's name.
         chat_template: auto (the tokenizer's own, or plain text if it has none), none, or a Jinja file.
         max_queue: most requests that wait while others run; further ones are refused with status 429.
         request_timeout: seconds after which a request is ended, finished or not.
         shutdown_timeout: seconds that running requests get to finish when the server is stopped.
-        max_body: largest request body, in bytes.
+        header_timeout: seconds that the header of a request may take.
+        max_connections: most connections at once; one address may hold half of them.
+        max_body: largest request body, in bytes; by default what a few prompts of the context's length take.
         max_n: most samples per request, prompts times n.
         cors_origins: origins whose web pages may call the server (* for all); none by default.
         reuse: requests share the keys and values of a common prompt prefix (prefix caching).
@@ -49,7 +52,9 @@ class ServerConfig:
     max_queue: int = 64
     request_timeout: float = 600.0
     shutdown_timeout: float = 30.0
-    max_body: int = 4_000_000
+    header_timeout: float = 10.0
+    max_connections: int = 1024
+    max_body: int | None = None
     max_n: int = 16
     cors_origins: tuple[str, ...] = ()
     reuse: bool = True
@@ -58,20 +63,20 @@ class ServerConfig:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        at_least(self, max_queue=0, max_body=1, max_n=1, port=0)
+        at_least(self, max_queue=0, max_body=1, max_n=1, port=0, max_connections=1)
         if self.port > 65535:
             raise InputError(f"port is {self.port}; the largest is 65535")
-        for name in ("request_timeout", "shutdown_timeout"):
+        for name in ("request_timeout", "shutdown_timeout", "header_timeout"):
             if not 0 < (seconds := getattr(self, name)) < 1e9:  # also refuses what is no number
                 raise InputError(f"{name} is {seconds}; expected seconds above 0")
         if self.log_format not in ("text", "json"):
             raise InputError(f"log_format is {self.log_format!r}; it is text or json")
         if self.warm_up not in ("one", "all", "none"):
             raise InputError(f"warm_up is {self.warm_up!r}; it is one, all or none")
-        key = self.api_key
-        if key is not None and not (key and key == key.strip() and key.isascii() and key.isprintable()):
+        if not all(key and key == key.strip() and key.isascii() and key.isprintable() for key in self.keys):
             raise InputError(
-                "api_key is not what can travel in a header; expected printable ASCII characters, no space around them"
+                "api_key is not what can travel in a header; expected printable ASCII characters, no space around "
+                "them, and commas only between several keys"
             )
         for name in ("host", "served_name"):
             text = getattr(self, name)
@@ -83,6 +88,11 @@ class ServerConfig:
                     f"cors_origins has {origin!r}; expected * or scheme and host, as browsers send them, without a "
                     "slash at the end: https://chat.example"
                 )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that is accepted; none: clients need none."""
+        return () if self.api_key is None else tuple(self.api_key.split(","))
 
     @property
     def is_local(self) -> bool:

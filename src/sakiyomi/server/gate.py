@@ -30,12 +30,13 @@ class Gate:
 
     Args:
         app: what lies behind.
-        config: key and limits.
+        config: keys and limits.
+        max_body: largest body, in bytes.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app, self._config = app, config
-        self._key = None if config.api_key is None else config.api_key.encode()
+    def __init__(self, app: ASGIApp, config: ServerConfig, max_body: int) -> None:
+        self._app, self._config, self._max_body = app, config, max_body
+        self._keys = [key.encode() for key in config.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -72,11 +73,24 @@ class Gate:
             logger.log(level, "%s %s %s", scope["method"], scope["path"], status or "-", extra={"fields": line})
 
     def _check(self, scope: Scope) -> None:
-        if self._key is None or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
+        """Whether the request may come in, and whose it is, for fair shares: a key's, or else an address's."""
+        headers = Headers(scope=scope)
+        scope["state"]["client"] = (scope.get("client") or ("",))[0]
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Two programs may disagree about where such a request ends, and about what the next one is.
+            raise ApiError(
+                400,
+                "the request has both Content-Length and Transfer-Encoding; send one of them",
+                code="invalid_header",
+                headers={"connection": "close"},
+            )
+        if not self._keys or not scope["path"].startswith(GUARDED) or scope["method"] == "OPTIONS":
             return
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Both sides in full, in constant time: how long it takes says nothing of the key.
-        if not hmac.compare_digest(given.strip().encode(), self._key) or kind.lower() != "bearer":
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        # All of them in full, in constant time: how long it takes says nothing of the keys.
+        right = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        scope["state"]["client"] = f"key {right.index(True) if any(right) else None}"
+        if not any(right) or kind.lower() != "bearer":
             raise ApiError(
                 401,
                 "a valid key is missing; send it as the header Authorization: Bearer KEY",
@@ -86,7 +100,7 @@ class Gate:
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         """The whole body, at most as large as it may be, and what then gives it to the handler."""
-        most = self._config.max_body
+        most = self._max_body
         length = Headers(scope=scope).get("content-length", "0")
         if not length.isdigit() or int(length[:18]) > most:
             raise self._too_large(length)
@@ -116,7 +130,7 @@ class Gate:
     def _too_large(self, size: str) -> ApiError:
         return ApiError(
             413,
-            f"the body has {size} bytes, {self._config.max_body} are taken; send less",
+            f"the body has {size} bytes, {self._max_body} are taken; send less",
             code="body_too_large",
             headers={"connection": "close"},
         )

@@ -47,6 +47,7 @@ class Job:
         drafted_before: tokens drafted for it until its last step.
         request: the engine's, once it has it.
         call: that it belongs to.
+        client: whose it is, for fair turns.
         over: it was cancelled.
         tools: how calls are written in its text; None: there are none.
     """
@@ -63,6 +64,7 @@ class Job:
     drafted_before: int = 0
     request: Request | None = None
     call: Call | None = None
+    client: str = ""
     over: bool = False
     tools: ToolFormat | None = None
 

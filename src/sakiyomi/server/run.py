@@ -16,11 +16,12 @@ from sakiyomi.core.errors import InputError
 from sakiyomi.engine.chat_template import read_template
 from sakiyomi.server.app import Server, make_app
 from sakiyomi.server.config import ServerConfig
+from sakiyomi.server.connections import protocol
 
 if TYPE_CHECKING:
     from sakiyomi.engine.llm import LLM
 
-__all__ = ["check", "serve"]
+__all__ = ["check", "serve", "uvicorn_config"]
 
 logger = logging.getLogger("sakiyomi.server")
 BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
@@ -43,6 +44,20 @@ class _Listener(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             cut.cancel()
+
+
+def uvicorn_config(server: Server) -> uvicorn.Config:
+    """How uvicorn is to run a server."""
+    return uvicorn.Config(
+        make_app(server),
+        http=protocol(server.config),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(server.config.shutdown_timeout + LAST) + 1,
+        lifespan="on",
+        ws="none",  # there are none, and it would tell to install something for them
+    )
 
 
 def check(config: ServerConfig) -> None:
@@ -86,20 +101,11 @@ def serve(llm: LLM, config: ServerConfig, *, listening: Callable[[str], None] = 
     host = f"[{config.host}]" if ":" in config.host else config.host
     if config.api_key is None and not config.is_local:
         logger.warning("listening at %s without an api_key: whoever reaches this address can use the model", host)
-    options = uvicorn.Config(
-        make_app(server),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(config.shutdown_timeout + LAST) + 1,
-        lifespan="on",
-        ws="none",  # there are none, and it would tell to install something for them
-    )
     # uvicorn sends itself the signal again when all is done; it has been obeyed by then.
     before = {kind: signal.signal(kind, lambda *_: None) for kind in (signal.SIGINT, signal.SIGTERM)}
     try:
         listening(f"http://{host}:{port}")
-        _Listener(options, server).run([listener])
+        _Listener(uvicorn_config(server), server).run([listener])
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 __all__ = [
     "Ask",
@@ -26,10 +26,32 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _ids(value: Any) -> Any:
+    """The same of a list's items."""
+    return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
+
+
+def _kind(prompt: Any) -> str:
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    kinds = {str: "texts", list: "lists of ids"} if isinstance(prompt, list) else {}
+    return kinds.get(type(first), "ids" if isinstance(prompt, list) else "text")
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 Seed = Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[Whole, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
+# Of lists that may be long one kind is tried, by its first item, natively, and up to the first item that is wrong.
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, fail_fast=True), BeforeValidator(_ids)
+]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(min_length=1, max_length=128, fail_fast=True), Tag("texts")]
+    | Annotated[Ids, Tag("ids")]
+    | Annotated[list[Ids], Field(min_length=1, max_length=128, fail_fast=True), Tag("lists of ids")],
+    Discriminator(_kind),
+]
 Text = Annotated[str, Field(min_length=0)]  # that there is a bound has pydantic refuse what is no Unicode
 Stop = Text | Annotated[list[Text], Field(max_length=16)]
 
@@ -110,12 +132,7 @@ class Ask(Strict):
 class CompletionRequest(Ask):
     """Body of ``/v1/completions``."""
 
-    prompt: (
-        str
-        | Annotated[list[str], Field(min_length=1, max_length=128)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
-    )
+    prompt: Prompt
     max_tokens: Count | None = 16
     logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = False

@@ -12,6 +12,7 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from sakiyomi.engine.request import RetainedSlot
 from sakiyomi.server.errors import ApiError, bad_request
 from sakiyomi.server.jobs import Call, Event, Job, JobState
 from sakiyomi.server.metrics import Metrics
+from sakiyomi.server.turns import Turns
 
 if TYPE_CHECKING:
     from sakiyomi.engine.engine import Engine
@@ -52,7 +54,8 @@ class Worker:
         self._reuse = reuse
         self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
         self._open: set[Job] = set()  # the event loop's
-        self._jobs: dict[int, Job] = {}  # the thread's
+        self._jobs: dict[int, Job] = {}  # the thread's, as the next one is
+        self._turns = Turns()
         self._seconds = 1.0
         self._draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,7 +93,7 @@ class Worker:
             raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
         if len(jobs) > self._most:
             raise bad_request(f"{len(jobs)} samples at once; this server takes {self._most}")
-        if self.load + len(jobs) > self._most:
+        if self.load + len(jobs) > self._most and not self._shed(jobs):
             self.metrics.refused.inc()
             wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
             raise ApiError(
@@ -105,6 +108,42 @@ class Worker:
             self._open.add(job)
             self._inbox.put(("add", job))
         return call
+
+    def _shed(self, jobs: Sequence[Job]) -> bool:
+        """Make room for the samples of a client that has few, by those of the one that has most; whether there is.
+
+        Only requests that have not begun are ended, the newest first, and only as long as that client has more.
+        """
+        held = Counter(job.client for job in self._open)
+        client, most = held.most_common(1)[0]
+        mine = held[jobs[0].client] + len(jobs)
+        waiting: dict[Call, int] = {}
+        for job in sorted(self._open, key=lambda job: -job.arrived):
+            if job.client == client and job.call is not None:
+                begun = job.call in waiting and waiting[job.call] == 0
+                waiting[job.call] = 0 if begun or job.request is not None else waiting.get(job.call, 0) + 1
+        shed: list[Call] = []
+        room = self._most - self.load
+        for call, count in waiting.items():
+            if room >= len(jobs) or most - count < mine:
+                break
+            if count:
+                shed.append(call)
+                room, most = room + count, most - count
+        if room < len(jobs):
+            return False
+        error = ApiError(
+            429,
+            "another client, who has less, needed the place of this request; try again",
+            code="queue_full",
+            headers={"retry-after": "1"},
+        )
+        for call in shed:
+            self.metrics.refused.inc()
+            for job in call.jobs:
+                self._inbox.put(("remove", job))
+            self._deliver([Event(job, Step("", error=error)) for job in call.jobs])
+        return True
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End those that are not over; their slots are free before the next round."""
@@ -145,6 +184,8 @@ class Worker:
 
     def _run(self) -> None:
         while self._read_inbox():
+            while len(self._turns) and self._turns.running < self.slots:
+                self._submit(self._turns.next())
             if not self.engine.busy:
                 continue
             try:
@@ -173,21 +214,20 @@ class Worker:
         """Do what was asked for, and wait for something where there is nothing else to do; False at the end."""
         while True:
             try:
-                what, job = self._inbox.get(block=not self.engine.busy)
+                what, job = self._inbox.get(block=not (self.engine.busy or len(self._turns)))
             except queue.Empty:
                 return True
             if job is None:
                 return False
-            if what == "add":
-                self._add(job)
-            else:
+            if what == "add" and not job.over:
+                self._turns.add(job)
+            elif what == "remove":
                 job.over = True
+                self._turns.leave(job)
                 if job.request is not None and not job.request.over:
-                    self._remove(job.request.id)
+                    self._remove(job)
 
-    def _add(self, job: Job) -> None:
-        if job.over:
-            return
+    def _submit(self, job: Job) -> None:
         try:
             job.request = self.engine.submit(
                 job.prompt,
@@ -199,18 +239,21 @@ class Worker:
                 drafted=job.drafted,
             )
         except Exception as error:
+            self._turns.leave(job)
             self._tell([Event(job, Step("", error=error))])
             return
         self._jobs[job.request.id] = job
 
     def _failed(self, job: Job, error: Exception) -> Event:
         assert job.request is not None
-        self._remove(job.request.id)
+        self._remove(job)
         return Event(job, Step("", request=job.request.id, error=error))
 
-    def _remove(self, request: int) -> None:
-        self.engine.remove(request)
-        self._jobs.pop(request, None)
+    def _remove(self, job: Job) -> None:
+        assert job.request is not None
+        self.engine.remove(job.request.id)
+        self._jobs.pop(job.request.id, None)
+        self._turns.leave(job)
 
     def _event(self, job: Job, step: Step) -> Event:
         request = job.request
@@ -224,5 +267,6 @@ class Worker:
         if request.over:
             self._seconds += 0.1 * (now - job.arrived - self._seconds)
             del self._jobs[request.id]
+            self._turns.leave(job)
         stats = replace(request.stats, seconds=now - request.began) if job.traced else None
         return Event(job, step, tree, stats)
