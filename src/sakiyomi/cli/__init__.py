@@ -8,6 +8,9 @@ imports torch before a command runs, so that ``--help`` comes at once.
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import io
 import os
 import sys
 from dataclasses import MISSING
@@ -96,8 +99,11 @@ app.add_typer(train.app, name="train")
 def main() -> None:
     """Entry point of the ``sakiyomi`` command."""
     code = 0
+    _speak_unicode()
     try:
-        app(prog_name="sakiyomi")
+        app([_as_text(argument) for argument in sys.argv[1:]], prog_name="sakiyomi")
+    except OSError as error:  # all others were told by those who know what they mean
+        code = _cannot_write(error)
     except SystemExit as done:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)
     except KeyboardInterrupt:
@@ -109,11 +115,14 @@ def main() -> None:
 def _leave(code: int) -> None:
     """End the process now: kernels may still be compiling in a thread, and nobody waits for what it would give."""
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # it was closed when the process began
+                stream.flush()
     except BrokenPipeError:
         # The reader went away (`| head`): not an error worth a traceback.
         code = code or 1
+    except OSError as error:
+        code = _cannot_write(error)
     if "torch" in sys.modules:
         os._exit(code)
     sys.exit(code)
@@ -122,8 +131,31 @@ def _leave(code: int) -> None:
 def _restore_terminal() -> None:
     """End the line, and take back colour and a hidden cursor."""
     for stream in (sys.stdout, sys.stderr):
-        if stream.isatty():
+        if stream is not None and stream.isatty():
             stream.write("\x1b[0m\x1b[?25h")
             stream.flush()
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         typer.echo()
+
+
+def _speak_unicode() -> None:
+    """Write UTF-8 where the locale knows ASCII alone: texts of models are Unicode."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name == "ascii":
+            stream.reconfigure(encoding="utf-8", errors="replace")
+
+
+def _as_text(argument: str) -> str:
+    """An argument that such a locale has taken for bytes."""
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        return argument
+
+
+def _cannot_write(error: OSError) -> int:
+    """Say that what was printed is lost, if that can still be said; the exit code."""
+    with contextlib.suppress(OSError, AttributeError):
+        sys.stderr.write(f"error: the output cannot be written: {error.strerror or error}\n")
+        sys.stderr.flush()
+    return 1

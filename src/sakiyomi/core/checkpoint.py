@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.memory import readable
 
-__all__ = ["Checkpoint", "Header", "read_checkpoint", "read_header", "read_json"]
+__all__ = ["LAYER", "Checkpoint", "Header", "read_checkpoint", "read_header", "read_json"]
 
 HEADS_FILE = "medusa_lm_head.safetensors"  # of a folder that holds Medusa heads
 RETAINING_FILE = "heads.safetensors"  # of one that holds retaining heads
@@ -25,6 +26,7 @@ _BITS = {
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?|layer)\.(\d{1,6})\.")
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
@@ -36,11 +38,13 @@ class Checkpoint:
         files: the weight files, in order.
         elements: number of values by safetensors dtype ("BF16"); empty for pickle files, which are not opened.
         stored_bytes: bytes of all tensors as they are stored.
+        layers: that the tensors' names count in the longest stack; 0: nobody can tell.
     """
 
     files: tuple[Path, ...]
     elements: dict[str, int]
     stored_bytes: int
+    layers: int = 0
 
     @property
     def parameters(self) -> int:
@@ -154,7 +158,8 @@ def _summary(headers: list[tuple[Path, dict[str, Any]]]) -> Checkpoint:
         for entry in header.values():
             elements[entry["dtype"]] = elements.get(entry["dtype"], 0) + math.prod(entry["shape"])
             stored += entry["data_offsets"][1] - entry["data_offsets"][0]
-    return Checkpoint(tuple(path for path, _ in headers), elements, stored)
+    numbers = [int(found[1]) for _, header in headers for name in header if (found := LAYER.search(name))]
+    return Checkpoint(tuple(path for path, _ in headers), elements, stored, 1 + max(numbers, default=-1))
 
 
 def read_header(path: Path) -> Header:

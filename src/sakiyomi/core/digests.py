@@ -34,7 +34,9 @@ __all__ = [
     "json_digest",
     "load_tensors",
     "save_tensors",
+    "sealed",
     "tensor_digest",
+    "unsealed",
 ]
 
 logger = logging.getLogger("sakiyomi")
@@ -59,6 +61,23 @@ def file_digest(path: Path) -> str:
 def json_digest(value: Any) -> str:
     """The same of what JSON holds, whatever the order of its keys."""
     return data_digest(json.dumps(value, sort_keys=True).encode())
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object with its digest in it."""
+    return {**content, KEY: json_digest(content)}
+
+
+def unsealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object without its digest; older versions wrote none.
+
+    Raises:
+        ValueError: the object was changed after it was sealed.
+    """
+    rest = {name: value for name, value in content.items() if name != KEY}
+    if content.get(KEY) not in (None, json_digest(rest)):
+        raise ValueError("it was changed after it was written")
+    return rest
 
 
 def tensor_digest(tensor: Tensor) -> str:
@@ -91,10 +110,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         if place in seen or tensor.untyped_storage().nbytes() != tensor.nbytes:
             own[name] = tensor.clone()
         seen.add(place)
+    metadata = {"format": "pt"} | dict(metadata or {})  # transformers wants to know
     digests = {name: tensor_digest(tensor) for name, tensor in own.items()}
     entries = {name: {"dtype": _DTYPES[str(t.dtype)], "shape": list(t.shape)} for name, t in own.items()}
-    table = _table(Header(entries, dict(metadata or {}), 0), digests)
-    save_file(own, path, {**(metadata or {}), KEY: json.dumps({"tensors": digests, "table": table})})
+    table = _table(Header(entries, metadata, 0), digests)
+    save_file(own, path, {**metadata, KEY: json.dumps({"tensors": digests, "table": table})})
 
 
 _DTYPES = {
@@ -160,7 +180,7 @@ class Digests:
         content = {**_state(self.path), "tensors": {**self.tensors, **found}}
         try:
             with whole_file(place, "") as fresh:
-                fresh.write_text(json.dumps({**content, KEY: json_digest(content)}, indent=1), encoding="utf-8")
+                fresh.write_text(json.dumps(sealed(content), indent=1), encoding="utf-8")
         except LoadError as error:
             logger.info("%s has no digests, and none can be kept beside it (%s): it is unverified", self.path, error)
             return
@@ -208,9 +228,8 @@ def _state(path: Path) -> dict[str, int]:
 def _recorded(path: Path) -> dict[str, str]:
     """Digests that stand beside a file; none if they are those of another content, or damaged."""
     try:
-        found = json.loads(_beside(path).read_text(encoding="utf-8"))
-        content = {name: value for name, value in found.items() if name != KEY}
-        if found[KEY] == json_digest(content) and content.items() >= _state(path).items():
+        content = unsealed(json.loads(_beside(path).read_text(encoding="utf-8")))
+        if all(content[name] == value for name, value in _state(path).items()):
             return dict(content["tensors"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass

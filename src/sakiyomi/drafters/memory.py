@@ -100,11 +100,16 @@ class MemoryFile:
         most: tokens that it may hold.
 
     Raises:
-        LoadError: see ``read_memory``; or it is another tokenizer's.
+        LoadError: see ``read_memory``; or it is another tokenizer's, or its folder is not there.
     """
 
     def __init__(self, path: str | Path, tokenizer: str, vocab_size: int, limit: int = LIMIT) -> None:
         self.path = Path(path).expanduser()
+        if not self.path.parent.is_dir():
+            raise LoadError(
+                f"the memory file {self.path} cannot be kept: there is no folder {self.path.parent}; check the "
+                "path, or make the folder"
+            )
         self._tokenizer, self._vocab_size, self.most = tokenizer, vocab_size, limit // 4
         self.documents: list[Document] = self._read()
         self._pending: list[Document] = []
@@ -126,7 +131,6 @@ class MemoryFile:
             return
         pending, self._pending = self._pending, []
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             with _alone(self.path.parent):
                 merged = {document.tokens: document for document in self._read()}
                 for document in pending:

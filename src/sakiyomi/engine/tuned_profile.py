@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sakiyomi.cache.policies.retaining.formats import fingerprint
-from sakiyomi.core.digests import json_digest
+from sakiyomi.core.digests import sealed, unsealed
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import LoadError, SakiyomiError
 from sakiyomi.core.files import whole_file
@@ -96,14 +96,11 @@ def read_profile(path: Path) -> Profile | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("digest", None) not in (None, json_digest(content)):  # older versions wrote none
-            raise ValueError("it was changed after it was written")
-        found = Profile(**content)
+        found = Profile(**unsealed(json.loads(path.read_text(encoding="utf-8"))))
         parse_drafters(found.draft)
         if found.gamma != "auto" and not (type(found.gamma) is int and found.gamma > 0):
             raise ValueError(f"gamma {found.gamma!r}")
-    except (OSError, TypeError, ValueError, SakiyomiError) as error:
+    except (OSError, TypeError, ValueError, AttributeError, RecursionError, SakiyomiError) as error:
         raise LoadError(f"{path} is damaged ({error}); delete it, or have it made again: sakiyomi tune") from None
     return found
 
@@ -131,8 +128,7 @@ def write_profile(path: Path, profile: Profile) -> None:
     """
     with whole_file(path, "set SAKIYOMI_PROFILES to a folder of yours") as fresh:
         content = json.loads(json.dumps(dataclasses.asdict(profile), default=str))
-        content["digest"] = json_digest(content)
-        fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        fresh.write_text(json.dumps(sealed(content), indent=1) + "\n", encoding="utf-8")
 
 
 def lasting(spec: str) -> str:

@@ -112,10 +112,11 @@ class Sampler:
         for processor in self._processors:
             # A copy each time: a processor may write into what it is given.
             changed = processor(history, scores.clone())
-            if changed.shape != scores.shape:
+            if not isinstance(changed, Tensor) or changed.shape != scores.shape:
+                found = f"scores of shape {tuple(changed.shape)}" if isinstance(changed, Tensor) else repr(changed)
                 raise InputError(
-                    f"logits processor {type(processor).__name__} gave scores of shape {tuple(changed.shape)}; "
-                    f"expected {tuple(scores.shape)}, one row as it was given"
+                    f"logits processor {type(processor).__name__} gave {found:.80}; expected scores of shape "
+                    f"{tuple(scores.shape)}, one row as it was given"
                 )
             scores = changed
         return scores[0]

@@ -182,7 +182,7 @@ def install(app: FastAPI) -> None:
         why = (
             f"it is compressed with {packed!r:.40}; send it uncompressed"
             if packed
-            else "it is not UTF-8, or nested too deeply"
+            else "it is not UTF-8, nested too deeply, or has a number of thousands of digits"
         )
         methods = (error.headers or {}).get("Allow", "other methods")
         known = {

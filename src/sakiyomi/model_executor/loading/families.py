@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 
 __all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config", "text_config"]
+
+MOST_LAYERS = 10_000
 
 _RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
 """Layer types (transformers' ``layer_types``) with a state that cannot be rolled back by moving a length."""
@@ -30,6 +33,15 @@ _ENCODERS = frozenset(
 """Encoders that transformers loads as causal models all the same; without ``is_decoder`` they look ahead."""
 
 
+def _check_counts(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers that no model has: transformers would make a list of as many."""
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            _check_counts(path, value)
+        elif "layers" in name and isinstance(value, int) and value > MOST_LAYERS:
+            raise LoadError(f"{path} says that {name} is {value:.4g}; no model has so many: get the file again")
+
+
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model folder, as transformers' own object.
 
@@ -41,6 +53,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     if not path.is_file():
         raise LoadError(_without_config(folder))
     raw = read_json(path)
+    _check_counts(path, raw)
     kind = raw.get("model_type")
     from transformers import AutoConfig
     from transformers import __version__ as version

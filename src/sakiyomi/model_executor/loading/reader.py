@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.core.checkpoint import Checkpoint
+from sakiyomi.core.checkpoint import LAYER, Checkpoint
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.memory import readable
 from sakiyomi.core.messages import one_line
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["Reader", "quiet"]
+
+logger = logging.getLogger("sakiyomi")
+
+
+def layer_count(config: Any) -> int:
+    """Layers of a model's longest stack, as its configuration has them; 0: it does not say."""
+    text = config.get_text_config()
+    names = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+    found = [getattr(part, name, None) for part in (config, text) for name in names]
+    return max((count for count in found if isinstance(count, int)), default=0)
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,7 @@ class Reader:
             raise MemoryLimitError(f"memory ran out while {self.name!r} was read; choose a smaller model") from error
         except Exception as error:  # every model class and quantizer raises its own kinds
             raise LoadError(f"the weights in {self.folder} cannot be loaded ({one_line(error)})") from error
+        self._check_unused(model, sorted(report["unexpected_keys"]))
         missing = sorted(report["missing_keys"])
         if missing:
             # transformers only warns and leaves these at random.
@@ -94,6 +105,24 @@ class Reader:
                 "...): they would be random; the files belong to another kind of model"
             )
         return model
+
+    def _check_unused(self, model: Any, names: list[str]) -> None:
+        """Refuse files with more layers than the configuration, and name other tensors that nobody reads.
+
+        Raises:
+            LoadError: the text would be that of a part of the model.
+        """
+        if not names:
+            return
+        held, said = self.checkpoint.layers, layer_count(model.config)
+        beyond = [name for name in names if (found := LAYER.search(name)) and int(found[1]) >= said]
+        if beyond and held > said:
+            raise LoadError(
+                f"config.json in {self.folder} speaks of {said} layers, and the weights beside it have {held} "
+                f"({beyond[0]}, ...): the text would be that of a part of the model; get both from the same source"
+            )
+        shown = ", ".join([*names[:3], *(["..."] if names[3:] else [])])
+        logger.warning("%s: %d tensors are not used by %s: %s", self.name, len(names), type(model).__name__, shown)
 
     def read_later(self) -> Any:
         """The model with its linear layers on disk: accelerate's hooks bring each when it is needed.
