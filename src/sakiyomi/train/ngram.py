@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.files import whole_file
 from sakiyomi.core.fingerprint import tokenizer_digest
 from sakiyomi.drafters.ngram_file import FileTables, tables_bytes
 from sakiyomi.train.config import NgramConfig
 from sakiyomi.train.data import Ids, Library
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.report import Reporter
-from sakiyomi.train.writing import writing
 
 __all__ = ["count_tables", "train_ngram"]
 
@@ -63,14 +62,8 @@ def train_ngram(config: NgramConfig, command: str = "") -> dict[str, Any]:
         "command": command,
     }
     content = tables_bytes(config.order, tensors, about)
-    fresh = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            fresh.write_bytes(content)
-            fresh.replace(out)
-        finally:
-            fresh.unlink(missing_ok=True)
+    with whole_file(out, "make room there, or choose another --out") as fresh:
+        fresh.write_bytes(content)
     summary: dict[str, Any] = {
         "finished": True,
         "out": str(out),
