@@ -127,11 +127,11 @@ def card(summary: dict[str, Any]) -> str:
         lines += _table(f"**{name}**", ("measure", "value"), rows)
     for name, trees in summary.get("trees", {}).items():
         rows = ([tree["nodes"], f"{tree['expected_tau']:.3f}", f"{tree['replayed_tau']:.3f}"] for tree in trees)
-        columns = ("nodes", "expected tau", "tau on these texts")
+        columns = ["nodes", "expected tau", "tau on these texts"]
         lines += _table(f"**{name}**: the best tree of each budget", columns, rows)
     for name, layers in summary.get("overlaps", {}).items():
         rows = ([i, " ".join(f"{each:.2f}" for each in layer)] for i, layer in enumerate(layers))
-        columns = ("layer", "KV heads from the first on")
+        columns = ["layer", "KV heads from the first on"]
         lines += _table(f"**{name}**: overlap of each layer's KV heads", columns, rows)
     if "memory" in summary:
         lines += [summary["memory"]["explained"], ""]

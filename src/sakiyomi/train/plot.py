@@ -130,9 +130,10 @@ def plot_losses(progress: Progress, path: Path, unit: str = "nats per token") ->
     for name, colour in zip(names, HELD_OUT_COLOURS * len(names), strict=False):
         points = [(entry["tokens"] / 1e6, entry["measures"][name]) for entry in progress.held_out]
         key, label, ylabel, limits = next(measure for measure in MEASURES if measure[0] in points[0][1])
-        other = other or (axes.twinx() if ylabel else None)
         values = [measures[key] for _, measures in points]
-        drawn = other if ylabel else axes
+        if ylabel and other is None:
+            other = axes.twinx()
+        drawn: Any = other if ylabel else axes
         drawn.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"{label} {name}")
         if ylabel:
             drawn.set(ylabel=ylabel)
