@@ -129,7 +129,7 @@ def trained(model: LlamaForCausalLM, labels: str, queries: str, seed: int, steps
     heads = RetainingHeads(RetainingShape(Raw(model).widths, kv_heads_of(model), 64))
     loss, rows = HeadsLoss(config, model, heads), questions(8 * steps, seed)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
-    with loss.listening():
+    with loss.hooks():
         for step in range(steps):
             optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 15) * (1 - step / steps)
             loss(batch(rows[8 * step : 8 * step + 8]))

@@ -27,7 +27,7 @@ from sakiyomi.model_executor.build import build_runner
 from sakiyomi.model_executor.loading import load_model
 from sakiyomi.train import retaining_labels as labels
 from sakiyomi.train.heads_loss import heads_loss
-from sakiyomi.train.retaining_labels import attention_heard, kv_heads_of, largest_chances, largest_logits
+from sakiyomi.train.retaining_labels import attention_observed, kv_heads_of, largest_chances, largest_logits
 from toys import tiny_llama, tiny_tokenizer
 
 OWN_ATTENTION = ("falcon", "falcon-multi-query", "falcon-multi-head")
@@ -175,7 +175,7 @@ def test_raw_tells_before_the_layer_attends() -> None:
     order: list[tuple[str, int]] = []
     with (
         Raw(model, then=lambda layer, qkv: order.append(("raw", layer))) as raw,
-        attention_heard(model, lambda layer, *_: order.append(("attention", layer))),
+        attention_observed(model, lambda layer, *_: order.append(("attention", layer))),
         torch.no_grad(),
     ):
         model(input_ids=torch.tensor([prompt(5)]), use_cache=False)
@@ -281,7 +281,7 @@ def test_labels_are_the_maxima_of_the_whole_matrix(name: str, monkeypatch: pytes
     def heard(layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float, window: int) -> None:
         found[layer] = largest_logits(queries[:, tokens:], keys[:, :tokens], scaling, softcap)
 
-    with attention_heard(model, heard), torch.no_grad():
+    with attention_observed(model, heard), torch.no_grad():
         again = model(input_ids=ids, use_cache=False).logits
     assert torch.allclose(again, logits, atol=2e-4, rtol=1e-3)
     assert model.config._attn_implementation == "sdpa"
@@ -299,7 +299,7 @@ def test_a_soft_cap_and_windows_by_rows_give_the_models_own_logits(monkeypatch: 
     caps: list[float] = []
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
-        with attention_heard(model, lambda layer, q, k, scaling, softcap, window: caps.append(softcap)):
+        with attention_observed(model, lambda layer, q, k, scaling, softcap, window: caps.append(softcap)):
             found = model(input_ids=ids, use_cache=False).logits
     assert caps == [2.0] * 3
     assert torch.allclose(found, expected, atol=2e-4, rtol=1e-3)
@@ -340,7 +340,10 @@ def test_tokens_outside_a_layers_window_have_no_label(monkeypatch: pytest.Monkey
     heads_loss(scores, found[0].T, 1.0, 0.0, 1.0).backward()
     assert scores.grad is not None and not scores.grad[:5].any() and scores.grad[5:].all()
     windows: dict[int, int] = {}
-    with attention_heard(model_of("gemma2"), lambda layer, *told: windows.update({layer: told[-1]})), torch.no_grad():
+    with (
+        attention_observed(model_of("gemma2"), lambda layer, *told: windows.update({layer: told[-1]})),
+        torch.no_grad(),
+    ):
         model_of("gemma2")(input_ids=torch.tensor([prompt(9)]), use_cache=False)
     assert 0 in windows.values() and max(windows.values()) > 0
 

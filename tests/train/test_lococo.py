@@ -68,7 +68,7 @@ def expected(name: str, policy: Any, budget: int, merger: Convolutions | None, t
     """Log-probabilities of the rows behind the prompt, by passes of training."""
     passes = Compressed(model_of(name), policy, budget, CHUNK)
     head = model_of(name).get_output_embeddings()
-    with torch.no_grad(), passes.listening():
+    with torch.no_grad(), passes.hooks():
         hidden = torch.cat([rows for _, rows in passes(torch.tensor(tokens), first, merger)])
         logits = head(hidden[first - 1 : -1])
     cap = getattr(model_of(name).config, "final_logit_softcapping", None)
@@ -124,7 +124,7 @@ def test_the_loss_and_its_gradient() -> None:
     weights[: CHUNK + 1], weights[CHUNK + 1 : first], weights[55:60] = 0.0, 0.5, 0.0
     model.requires_grad_(False).zero_grad()  # the model is shared with other tests
     try:
-        with loss.passes.listening():
+        with loss.passes.hooks():
             found = loss(batch)
             mine = [parameter.grad.clone() for parameter in merger.parameters() if parameter.grad is not None]
             merger.zero_grad()

@@ -161,7 +161,7 @@ def test_the_loss_and_its_gradient_are_the_slow_ones(name: str, queries: str) ->
     """Labels from whole matrices of logits, all layers at once, and torch's own losses."""
     loss, heads, model = toy_loss(name, queries=queries, smooth=0.05, huber=0.7)
     batch = batch_of((30, 21), (20, 16))
-    with loss.listening():
+    with loss.hooks():
         found = loss(batch)
     assert not found.requires_grad
     mine = [parameter.grad.clone() for parameter in heads.parameters() if parameter.grad is not None]
@@ -238,7 +238,7 @@ def test_no_matrix_of_all_tokens_is_made(name: str, labels: str, monkeypatch: py
     length = 1200
     rows = torch.from_numpy(np.resize(np.array(prompt(100)), length))
     batch = {"ids": rows, "ends": torch.tensor([length]), "prompts": torch.tensor([length - 100])}
-    with loss.listening(), Largest() as largest:
+    with loss.hooks(), Largest() as largest:
         loss(batch)
     # Where a window or a soft cap is, 64 rows look at all tokens before them, in each of 4 heads.
     assert largest.most <= 4 * 64 * length < length**2
@@ -265,7 +265,7 @@ def test_measures_of_right_and_of_random_heads() -> None:
     loss, heads, _ = toy_loss()
     batch = batch_of((60, 50), (40, 30))
     labels: list[torch.Tensor] = []
-    with loss.listening():
+    with loss.hooks():
         plain = loss.measure(batch)
         loss._heads = lambda layer, qkv: labels.pop(0)  # type: ignore[assignment]
         loss._heads.shape = heads.shape
@@ -505,7 +505,7 @@ def test_operations_are_those_of_a_counted_model() -> None:
     loss, heads, model = toy_loss("llama")
     batch = batch_of((40, 30))
     sizes = shape_of(model, heads.shape)
-    with loss.listening(), FlopCounterMode(display=False) as counter:
+    with loss.hooks(), FlopCounterMode(display=False) as counter:
         loss(batch)
     attention = 2 * sizes.layers * sizes.heads * sizes.dim * 40**2  # half of the square: causal
     assert counter.get_total_flops() == operations(sizes, [(40, 30)])[1] - attention

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train import checkpoint, loop
 from sakiyomi.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from sakiyomi.train.growth import grow
-from sakiyomi.train.llama import new_llama
+from sakiyomi.train.llama import grow, new_llama
 from sakiyomi.train.schedule import Schedule
 from sakiyomi.train.target import train_target
 from sakiyomi.train.tokenizer import train_tokenizer

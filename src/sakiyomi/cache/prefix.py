@@ -65,15 +65,13 @@ class Prefix:
     @property
     def pairs(self) -> list[list[int]]:
         """Pairs that stay, of each layer's heads."""
-        found: list[list[int]] = []
+        found: dict[int, list[int]] = {}
         for name, tensor in self.tensors.items():
-            kind, *place = name.split(".")
+            kind, _, place = name.partition(".")
             if kind == "keys":
-                while len(found) <= int(place[0]):
-                    found.append([])
-                packed = self.tensors.get(".".join(("packed", "2", *place)))
-                found[int(place[0])].append(len(tensor) + (len(packed) if packed is not None else 0))
-        return found
+                packed = self.tensors.get(f"packed.2.{place}", ())
+                found.setdefault(int(place.partition(".")[0]), []).append(len(tensor) + len(packed))
+        return [found[layer] for layer in sorted(found)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it; the file is there whole or not at all.

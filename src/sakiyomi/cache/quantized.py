@@ -51,9 +51,9 @@ class Packing:
     with_policies: ClassVar[bool] = True
     fitted: ClassVar[bool] = False
 
-    def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> QuantizedKV:
+    def storage(self, shapes: Sequence[LayerShape], max_slots: int, limits: Sequence[int] | None = None) -> QuantizedKV:
         """Where columns are quantized in this way, see ``QuantizedKV``."""
-        return QuantizedKV(shapes, self, places, limits)
+        return QuantizedKV(shapes, self, max_slots, limits)
 
     def group_bytes(self, shapes: Sequence[LayerShape]) -> int:
         """Bytes of 32 quantized columns of all these layers."""
@@ -174,21 +174,21 @@ class QuantizedKV:
     Args:
         shapes: of the layers.
         packing: bits, and what is not packed.
-        places: slots at most.
+        max_slots: slots at most.
         limits: of each layer the columns that a head ever has at once, packed or not; None: any number.
 
     Attributes:
-        count: (places, layers, heads of the largest layer) int32 on the CPU: quantized columns of a slot's heads.
+        count: (max_slots, layers, heads of the largest layer) int32 on the CPU: quantized columns of a slot's heads.
         room: columns that the largest layers have room for.
         stores: of each kind, by layer, what ``sizes`` says, with slots in front; the third has a row for each column.
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], packing: Packing, places: int, limits: Sequence[int] | None = None
+        self, shapes: Sequence[LayerShape], packing: Packing, max_slots: int, limits: Sequence[int] | None = None
     ) -> None:
         self.shapes, self.packing, self.bits = tuple(shapes), packing, packing.bits
         self._limits = None if limits is None else [packing.columns(limit) for limit in limits]
-        self.count = torch.zeros(places, len(self.shapes), max(shape.heads for shape in shapes), dtype=torch.int32)
+        self.count = torch.zeros(max_slots, len(self.shapes), max(shape.heads for shape in shapes), dtype=torch.int32)
         self.room = self.slots = 0
         self.stores: list[list[Tensor]] = [[] for _ in self.sizes(self.shapes[0], 0)]
 
@@ -288,10 +288,8 @@ class QuantizedKV:
 
     def append(self, layer: int, slot: int, heads: slice, keys: Tensor, values: Tensor) -> None:
         """Pack these columns behind those that are there, (heads, n, dim), n a multiple of 32."""
-        first, last = (
-            int(self.count[slot, layer, heads.start]),
-            int(self.count[slot, layer, heads.start]) + keys.shape[1],
-        )
+        first = int(self.count[slot, layer, heads.start])
+        last = first + keys.shape[1]
         held = self._held(layer, slot, heads, first, last)
         for store, new in zip(held, self.encode(layer, heads, keys, values, first), strict=True):
             store.copy_(new)

@@ -43,9 +43,9 @@ class LeveledPacking(Packing):
     with_policies: ClassVar[bool] = False
     fitted: ClassVar[bool] = True
 
-    def storage(self, shapes: Sequence[LayerShape], places: int, limits: Sequence[int] | None = None) -> QuantizedKV:
+    def storage(self, shapes: Sequence[LayerShape], max_slots: int, limits: Sequence[int] | None = None) -> QuantizedKV:
         """Where columns are quantized in this way."""
-        return KVQuantStore(shapes, self, places, limits)
+        return KVQuantStore(shapes, self, max_slots, limits)
 
 
 def aside_of(dim: int) -> int:
@@ -79,9 +79,9 @@ class KVQuantStore(QuantizedKV):
     packing: LeveledPacking
 
     def __init__(
-        self, shapes: Sequence[LayerShape], packing: Packing, places: int, limits: Sequence[int] | None = None
+        self, shapes: Sequence[LayerShape], packing: Packing, max_slots: int, limits: Sequence[int] | None = None
     ) -> None:
-        super().__init__(shapes, packing, places, limits)
+        super().__init__(shapes, packing, max_slots, limits)
         self.levels = torch.zeros(len(self.shapes), 2, 16)
         self.channels = [torch.zeros(shape.heads, shape.key_dim, 2, device=shape.device) for shape in self.shapes]
         self.rotation: Rotation | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sakiyomi.core.errors import UnsupportedError
 
@@ -39,7 +39,7 @@ def make_turn(model: CacheHost, asked: str = "positions='reassigned'", instead: 
     """
     module = model.module
     found = [m for name, m in module.named_modules() if name.rsplit(".", 1)[-1] == "rotary_emb"]
-    apply = getattr(sys.modules[_code_of(module)], "apply_rotary_pos_emb", None)
+    apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     unserved = UnsupportedError(
         f"{asked}: keys of {type(module).__name__} cannot be turned to another position; {instead}"
     )
@@ -62,10 +62,6 @@ def make_turn(model: CacheHost, asked: str = "positions='reassigned'", instead: 
     if not proven:
         raise unserved
     return turn
-
-
-def _code_of(module: nn.Module) -> str:
-    return type(module).__module__
 
 
 def _proven(model: CacheHost, turn: Turn) -> bool:

@@ -69,8 +69,6 @@ class Sizing:
 
     def bytes(self, size: Size) -> int:
         """Bytes of so large a storage."""
-        if self.limits is None:
-            return self.pair_bytes * size.slots * size.room
         numbers = 0
         for shape, rooms in zip(self.shapes, self.rooms(size.room), strict=True):
             numbers += sum(rooms) * (shape.key_dim + shape.value_dim)

@@ -7,23 +7,37 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from sakiyomi.core.checkpoint import read_header
-from sakiyomi.core.errors import InputError, LoadError
+from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PICKLES", "Trained", "read_tensors", "trained_config", "write_trained"]
+__all__ = ["BASE", "PICKLES", "Origin", "Trained", "read_tensors", "trained_config", "write_trained"]
 
 BASE = "base_model_name_or_path"
 """Key of a configuration for the name of the target, as other tools have it."""
 PICKLES = (".bin", ".pt", ".pth")
 """Endings of files that are opened only where that is allowed."""
+
+
+class Origin(TypedDict, total=False):
+    """Where tensors come from, for the configuration beside them.
+
+    Attributes:
+        base: name of the target.
+        recipe: how they were trained, as plain values.
+        fingerprint: of the target, see ``retaining.formats.fingerprint``.
+    """
+
+    base: str | Path | None
+    recipe: Mapping[str, Any]
+    fingerprint: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +67,43 @@ class Trained:
             fingerprint=fingerprint if isinstance(fingerprint, dict) else {},
         )
 
-    def differences(self, fingerprint: Mapping[str, str] | None) -> list[str]:
-        """What differs between the target and another model: "tokenizer", "weights", as far as both are known."""
+    def compare(
+        self,
+        what: str,
+        sizes: Iterable[tuple[str, Sequence[object], Sequence[object]]],
+        fingerprint: Mapping[str, str] | None,
+    ) -> list[str]:
+        """Refuse what was trained for a model of other sizes.
+
+        Args:
+            what: was trained, for the message.
+            sizes: of each kind the message, with ``own``, ``layer`` and ``model``; those of the tensors; the model's.
+            fingerprint: of the model, as far as it is known.
+
+        Returns:
+            What differs between models of the same sizes: "tokenizer", "weights", as far as both are known.
+
+        Raises:
+            UnsupportedError: sizes differ; with both numbers.
+        """
+        this, other = f"the {what} in {self.name}", "they belong to another model"
+        for said, mine, theirs in sizes:
+            if len(mine) != len(theirs):
+                raise UnsupportedError(
+                    f"{this} are those of {len(mine)} layers, and the model has {len(theirs)}: {other}"
+                )
+            for layer, (own, model) in enumerate(zip(mine, theirs, strict=True)):
+                if own != model:
+                    raise UnsupportedError(f"{this} {said.format(own=own, layer=layer, model=model)}: {other}")
         given = fingerprint or {}
         return [part for part, own in self.fingerprint.items() if given.get(part, own) != own]
 
 
-def trained_config(
-    sizes: Mapping[str, Any],
-    base: str | Path | None,
-    recipe: Mapping[str, Any] | None,
-    fingerprint: Mapping[str, str] | None,
-) -> dict[str, Any]:
+def trained_config(sizes: Mapping[str, Any], **origin: Unpack[Origin]) -> dict[str, Any]:
     """The configuration that `Trained.of` reads: kind and sizes, the target's name, the recipe and the fingerprint."""
-    named = {} if base is None else {BASE: str(base)}
-    return {**sizes, **named, "recipe": dict(recipe or {}), "fingerprint": dict(fingerprint or {})}
+    named = {} if (base := origin.get("base")) is None else {BASE: str(base)}
+    own = {"recipe": dict(origin.get("recipe", {})), "fingerprint": dict(origin.get("fingerprint", {}))}
+    return {**sizes, **named, **own}
 
 
 def write_trained(folder: Path, file: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], what: str) -> None:

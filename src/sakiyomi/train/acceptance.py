@@ -59,17 +59,15 @@ def acceptance(
         temperature 1) and `tokens` (greedy tokens looked at).
     """
     agreed = tokens = accepted = drafted = rounds = 0
-    for chunk in _chunks(texts.prompts, texts.greedy):
-        for logits, text in zip(_logits(draft, chunk), chunk.texts, strict=True):
-            guesses = logits.argmax(dim=-1).tolist()
-            counts = speculate(guesses, text, gamma, limit=texts.new_tokens, ends=texts.ends)
-            agreed += sum(guess == token for guess, token in zip(guesses, text, strict=True))
-            tokens += len(text)
-            accepted, drafted, rounds = accepted + counts[0], drafted + counts[1], rounds + counts[2]
+    for logits, text in zip(_logits(draft, texts.prompts, texts.greedy), texts.greedy, strict=True):
+        guesses = logits.argmax(dim=-1).tolist()
+        counts = speculate(guesses, text, gamma, limit=texts.new_tokens, ends=texts.ends)
+        agreed += sum(guess == token for guess, token in zip(guesses, text, strict=True))
+        tokens += len(text)
+        accepted, drafted, rounds = accepted + counts[0], drafted + counts[1], rounds + counts[2]
+    both = (_logits(model, texts.prompts, texts.sampled) for model in (target, draft))
     overlaps = [
-        torch.minimum(p.softmax(dim=-1), q.softmax(dim=-1).to(p.device)).sum(dim=-1)
-        for chunk in _chunks(texts.prompts, texts.sampled)
-        for p, q in zip(_logits(target, chunk), _logits(draft, chunk), strict=True)
+        torch.minimum(p.softmax(dim=-1), q.softmax(dim=-1).to(p.device)).sum(dim=-1) for p, q in zip(*both, strict=True)
     ]
     return {
         "greedy_agreement": agreed / max(tokens, 1),
@@ -123,29 +121,18 @@ def distinct_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
     return sum(shares) / max(len(shares), 1)
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Some prompts with their texts, padded at the end to the one shape that all chunks share."""
-
-    ids: Tensor
-    prompts: list[list[int]]
-    texts: list[list[int]]
-
-
-def _chunks(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> Iterator[_Chunk]:
+def _logits(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+) -> Iterator[Tensor]:
+    """For each text the (len(text), V) logits before its tokens; prompts and texts are padded at the end."""
     # One shape for every call: a compiled model would compile anew for each other length.
-    width = max((len(p) + len(t) for p, t in zip(prompts, texts, strict=True)), default=0)
-    width = -(-width // WIDTH_STEP) * WIDTH_STEP
-    for start in range(0, len(prompts), CHUNK_ROWS):
-        some = slice(start, start + CHUNK_ROWS)
+    rows = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    width = -(-max(map(len, rows), default=0) // WIDTH_STEP) * WIDTH_STEP
+    for start in range(0, len(rows), CHUNK_ROWS):
         ids = torch.zeros(CHUNK_ROWS, width, dtype=torch.int64)
-        for row, (prompt, text) in enumerate(zip(prompts[some], texts[some], strict=True)):
-            ids[row, : len(prompt) + len(text)] = torch.tensor([*prompt, *text])
-        yield _Chunk(ids, list(prompts[some]), list(texts[some]))
-
-
-def _logits(model: PreTrainedModel, chunk: _Chunk) -> Iterator[Tensor]:
-    """For each text of the chunk the (len(text), V) logits before its tokens."""
-    logits: Tensor = model(input_ids=chunk.ids.to(model.device), use_cache=False).logits
-    for row, (prompt, text) in enumerate(zip(chunk.prompts, chunk.texts, strict=True)):
-        yield logits[row, len(prompt) - 1 : len(prompt) + len(text) - 1].float()
+        some = rows[start : start + CHUNK_ROWS]
+        for i, row in enumerate(some):
+            ids[i, : len(row)] = torch.tensor(row)
+        logits: Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits
+        for i, row in enumerate(some):
+            yield logits[i, len(prompts[start + i]) - 1 : len(row) - 1].float()

@@ -13,20 +13,12 @@ import numpy as np
 from sakiyomi.core.errors import InputError, LoadError
 from sakiyomi.train.counted import answered_tokens, chat_messages, written_chat
 from sakiyomi.train.data import Ids, TextSpec, excerpts, normalise, parse_text, read_records
+from sakiyomi.train.rows import check_unchanged
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "SHORTEST",
-    "Answered",
-    "Questions",
-    "TaskRows",
-    "joined",
-    "parse_tasks",
-    "read_answered",
-    "split_rows",
-]
+__all__ = ["SHORTEST", "Answered", "Questions", "TaskRows", "joined", "parse_tasks", "read_answered", "split_rows"]
 
 SHORTEST = 16
 """Tokens of a prompt below which there is nothing to choose from."""
@@ -337,11 +329,10 @@ class Questions:
         found: Answered = self._files[file][int(order[place])]
         return found
 
-    def epochs(self, names: Sequence[str]) -> dict[str, float]:
-        """How often each file was read."""
-        return {
-            name: round(taken / len(rows), 2) for name, taken, rows in zip(names, self._taken, self._files, strict=True)
-        }
+    def epochs(self, files: Sequence[TextSpec]) -> dict[str, float]:
+        """How often each file was read, by name."""
+        read = zip(files, self._taken, self._files, strict=True)
+        return {spec.path.name: round(taken / len(rows), 2) for spec, taken, rows in read}
 
     def state(self) -> dict[str, Any]:
         """How much was taken, and the sizes of all files."""
@@ -356,12 +347,7 @@ class Questions:
         Raises:
             LoadError: the files are not those of the checkpoint.
         """
-        sizes = self._sizes()
-        if sizes != state["sizes"]:
-            raise LoadError(
-                f"the training files have {sizes} tokens, those of the checkpoint had {state['sizes']}: give the "
-                "files as they were, or begin another run with another --out"
-            )
+        check_unchanged("tokens", self._sizes(), state["sizes"])
         self._taken, self.tokens = list(state["taken"]), int(state["tokens"])
 
 

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
+from sakiyomi.cache.policies.retaining.formats import fingerprint
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.trained import Origin
 from sakiyomi.model_executor.loading.model import parse_device
+from sakiyomi.train.answered import Answered, Questions, TaskRows, joined, parse_tasks, read_answered
 from sakiyomi.train.config import AnsweredConfig
-from sakiyomi.train.data import parse_text
+from sakiyomi.train.data import check_shares, hold_back, parse_text
 from sakiyomi.train.draft import load_target
+from sakiyomi.train.evaluate import parse_valid
+from sakiyomi.train.export import Result
+from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.loop import Loop, accelerator, on_device
 from sakiyomi.train.optim import with_peaks
-from sakiyomi.train.prompts import check_prompts, read_prompts
+from sakiyomi.train.preflight import check_run
 from sakiyomi.train.recipe import Recipe
 
-__all__ = ["BesideTarget", "rounded"]
+__all__ = ["BesideTarget", "as_written"]
 
+HELD_OUT = 1_000_003  # in the seeds of held-out tasks, so that no step of a run has them
 Settings = TypeVar("Settings", bound=AnsweredConfig)
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -31,56 +40,147 @@ class BesideTarget(Recipe[Settings]):
     Attributes:
         device: where the target is.
         target, tokenizer: of the run.
-        given: prompts with answers to learn from.
-        held_out: such prompts on the device, by file or task.
+        files, tasks: training files with their shares, and tasks with theirs.
+        questions: prompts with answers to learn from.
+        held_out: rows of such prompts on the device, by file or task.
+        held_back: prompts of the training files that became held-out ones.
     """
-
-    def check(self) -> None:
-        """See `Recipe`."""
-        parse_device(self.config.device)
-        check_prompts(self.config)
-
-    def read(self) -> None:
-        """See `Recipe`."""
-        config = self.config
-        self.device = accelerator(config.device, config.precision).device
-        self.target, self.tokenizer = load_target(config.target)
-        nn.Module.to(self.target, self.device)
-        self.look()
-        self.given = read_prompts(config, self.target, self.tokenizer, self.reporter, marked=self.marked)
-        self.held_out = {name: on_device(batch, self.device) for name, batch in self.given.held_out.items()}
 
     marked = False
     """Whether prompts are read with marks, see `TaskRows`."""
 
-    def look(self) -> None:
+    def check(self) -> None:
+        """See `Recipe`."""
+        config = self.config
+        parse_device(config.device)
+        self.files, self.tasks = [parse_text(spec) for spec in config.data], parse_tasks(config.tasks)
+        check_shares("--data and --tasks", [*self.files, *self.tasks])
+        self.valid = parse_valid(config.loop.valid)
+        check_run(config, [])
+
+    def check_target(self) -> None:
         """Refuse a target that is not fit for it, before the data is read."""
+
+    def read(self) -> None:
+        """See `Recipe`; of all that is read or made, some rows are held out.
+
+        Raises:
+            InputError, LoadError: a file cannot be read or has too few prompts, or the rows are too short for a task.
+        """
+        config, longest = self.config, max(self.config.loop.row_tokens)
+        self.device = accelerator(config.device, config.precision).device
+        self.target, self.tokenizer = load_target(config.target)
+        nn.Module.to(self.target, self.device)
+        self.check_target()
+        positions = int(getattr(self.target.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
+        if positions < longest:
+            self.reporter.note(f"the target has {positions} positions: prompts with their answers are at most so long")
+        length = min(positions, longest)
+        makers = [
+            TaskRows(str(spec.path), self.tokenizer, config.query_aware, marked=self.marked) for spec in self.tasks
+        ]
+        given = {spec.path: self._prompts(spec.path, length) for spec in self.files}
+        if self.valid:
+            held = {name: self._prompts(path, length)[: config.eval_rows] for name, path in self.valid.items()}
+        else:
+            held = {path.name: self._hold_back(path, rows) for path, rows in given.items()}
+        self.held_back = 0 if self.valid else sum(map(len, held.values()))
+        shares = [*self.files, *self.tasks]
+        self.questions = Questions(
+            [given[spec.path] for spec in self.files],
+            makers,
+            [spec.stable for spec in shares],
+            [spec.decay for spec in shares],
+            answer_tokens=config.answer_tokens,
+            most=positions,
+            first=self.tokenizer.bos_token_id,
+            seed=config.loop.seed,
+        )
+        for key, (spec, maker) in enumerate(zip(self.tasks, makers, strict=True)):
+            rngs = (np.random.default_rng((config.loop.seed, HELD_OUT, key, i)) for i in range(config.eval_rows))
+            held[str(spec.path)] = [maker.make(rng, length) for rng in rngs]  # fails now where a row is too short
+        self.held_out = {
+            name: on_device(joined([self.questions.row(one, longest) for one in some]), self.device)
+            for name, some in held.items()
+        }
+
+    def _prompts(self, path: Path, length: int) -> list[Answered]:
+        """Prompts of a file, as many as a run of so many steps can use; by the clock, of a thousand steps a minute."""
+        config, loop = self.config, self.config.loop
+        steps = loop.tokens // loop.step_tokens if loop.tokens else 1000 * loop.minutes
+        rows = int(steps * (loop.step_tokens // min(loop.row_tokens)))
+        found, passed = read_answered(
+            path,
+            self.tokenizer,
+            vocabulary(self.target),
+            query_tokens=config.query_tokens if config.query_aware else 0,
+            length=length,
+            most=max(10 * config.eval_rows, config.eval_rows + rows),  # of ten one may be held back
+            seed=loop.seed,
+        )
+        for reason, count in passed.items():
+            if count:
+                self.reporter.note(f"{path}: {count} records were passed over: {reason}")
+        return found
+
+    def _hold_back(self, path: Path, rows: list[Answered]) -> list[Answered]:
+        """Some of a file's prompts, which are no longer trained on.
+
+        Raises:
+            InputError: there are too few.
+        """
+        count = len(rows)
+        held = hold_back(rows, range(count), self.config.eval_rows, (self.config.loop.seed, count))
+        if not held:
+            raise InputError(
+                f"{path} has {count} prompts with answers, of which a tenth is to be held back; give ten or more, or "
+                "held-out data with --valid NAME=FILE"
+            )
+        return held
 
     def tokens(self, loop: Loop) -> int:
         """Those of the rows as long as they are, and not as they are filled up."""
-        return self.given.questions.tokens
+        return self.questions.tokens
 
-    def optimizers(self, model: nn.Module) -> list[Optimizer]:
-        """AdamW with the settings of the run."""
-        adam = self.config.adam
-        betas = (adam.beta1, adam.beta2)
-        made = AdamW(model.parameters(), lr=adam.lr, betas=betas, weight_decay=adam.weight_decay, fused=True)
-        return with_peaks([made])
+    def loop_of(self, module: nn.Module, loss: Callable[..., Any], measures: Callable[[], Any], **more: Any) -> Loop:
+        """The loop around a module whose loss on a batch this is, with AdamW and the settings of the run."""
+        config, adam = self.config, self.config.adam
 
-    def settings(self, names: Sequence[str]) -> dict[str, Any]:
-        """What a user of the result may have to know of its training."""
+        def optimizers(model: nn.Module) -> list[Optimizer]:
+            betas = (adam.beta1, adam.beta2)
+            made = AdamW(model.parameters(), lr=adam.lr, betas=betas, weight_decay=adam.weight_decay, fused=True)
+            return with_peaks([made])
+
+        return Loop(
+            config,
+            module,
+            lambda _, batch: loss(batch),
+            self.questions,
+            lambda _: measures(),
+            optimizers=optimizers,
+            device=str(self.device),
+            precision=config.precision,
+            warmup_share=config.warmup_share,
+            **more,
+        )
+
+    def origin(self, names: Sequence[str]) -> Origin:
+        """What is written beside the trained tensors: the target, and these settings of the run."""
         values = self.config.flat()
-        data = [Path(parse_text(spec).path).name for spec in self.config.data]
-        return {name: values[name] for name in names} | {"data": data, "row_tokens": list(values["row_tokens"])}
+        data = {"data": [spec.path.name for spec in self.files], "row_tokens": list(values["row_tokens"])}
+        recipe = {name: values[name] for name in names} | data
+        return Origin(base=self.config.target, recipe=recipe, fingerprint=fingerprint(self.target, self.tokenizer))
 
-    def origin(self) -> dict[str, Any]:
-        """What the card says of the data and the target."""
-        return {"tasks": self.given.tasks, "held_back": self.given.held_back, "base": self.config.target}
+    def result(self, module: nn.Module, layers: int, measures: dict[str, Any], more: dict[str, Any]) -> Result:
+        """What the run has made, for its card."""
+        tasks = [str(spec.path) for spec in self.tasks]
+        origin = {"tasks": tasks, "held_back": self.held_back, "base": self.config.target}
+        return Result(module, layers, measures, self.questions.epochs(self.files), more | origin)
 
 
 @torch.no_grad()
-def rounded(trained: Module, fresh: Module) -> Module:
-    """Weights in bf16, as they are written; those of the run are rounded too: what is measured is what is used.
+def as_written(trained: Module, fresh: Module) -> Module:
+    """Weights in bf16, as they are written; those of the run are cast too: what is measured is what is used.
 
     Args:
         trained: of the run.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sakiyomi.core.errors import LoadError
-from sakiyomi.train.writing import writing
+from sakiyomi.core.files import whole_file
+from sakiyomi.train.writing import ADVICE, writing
 
 KEEP = 2
 
@@ -25,18 +25,10 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> Path:
         LoadError: it cannot be written.
     """
     path = folder / f"step-{step:08d}.pt"
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+    with writing(path), whole_file(path, ADVICE) as fresh, fresh.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
     for old in checkpoints(folder)[:-KEEP]:
         old.unlink(missing_ok=True)
     return path

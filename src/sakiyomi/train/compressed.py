@@ -1,7 +1,7 @@
 """Passes of a frozen target over a text whose keys and values are kept within a budget, with gradients.
 
-A policy and a merger do at the borders of a prompt's chunks what they do in a cache (``eviction.py``), on tensors that
-autograd follows: the loss of what comes behind a border tells the merger what its mixtures should have held.
+A policy and a merger do at the boundaries of a prompt's chunks what they do in a cache (``eviction.py``), on tensors
+that autograd follows: the loss of what comes behind a boundary tells the merger what its mixtures should have held.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sakiyomi.cache.policies import Policy, View, read_cache
 from sakiyomi.cache.policies.merging.convolutions import Convolutions
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.medusa_heads.backbone import Backbone
-from sakiyomi.train.retaining_labels import attention_by, layer_shapes
+from sakiyomi.train.retaining_labels import attention_by, attention_logits, layer_shapes
 
 __all__ = ["Compressed", "policy_of"]
 
@@ -68,13 +68,13 @@ class _Layer:
 
 
 class Compressed:
-    """Passes chunk by chunk, with a border behind each.
+    """Passes chunk by chunk, with a boundary behind each.
 
     Args:
         target: frozen, a transformers causal LM.
         policy: see `policy_of`.
         budget: pairs of a head that stay; 0: all do.
-        chunk: tokens of a prompt from border to border.
+        chunk: tokens of a prompt from boundary to boundary.
 
     Attributes:
         shapes: of the target's layers.
@@ -98,10 +98,10 @@ class Compressed:
         self._rows = range(0)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Around all passes: the target's attention is computed here, and its modules are listened to."""
+    def hooks(self) -> Iterator[None]:
+        """Around all passes: the target's attention is computed here, and the policy observes its modules."""
         device, dtype = self._target.device, self._target.dtype
-        # What policies read of a model that listen to it.
+        # What policies that observe a model read of it.
         cache = SimpleNamespace(shapes=self.shapes)
         model = SimpleNamespace(module=self._target, cache=cache, device=device, dtype=dtype, packed_weights=None)
         if self._policy.needs_queries:
@@ -113,7 +113,7 @@ class Compressed:
             self._policy.leave()
 
     def __call__(self, ids: Tensor, prompt: int, merger: Convolutions | None) -> Iterator[tuple[int, Tensor]]:
-        """Read a text; behind its prompt there is no border.
+        """Read a text; behind its prompt there is no boundary.
 
         Args:
             ids: (T,) of the text.
@@ -125,8 +125,8 @@ class Compressed:
             (rows, hidden).
         """
         self._layers = [self._nothing(shape) for shape in self.shapes]
-        borders = [*range(self._chunk, prompt, self._chunk), prompt]
-        for first, end in zip([0, *borders], [*borders, len(ids)], strict=True):
+        boundaries = [*range(self._chunk, prompt, self._chunk), prompt]
+        for first, end in zip([0, *boundaries], [*boundaries, len(ids)], strict=True):
             if first == end:
                 break
             self._rows = range(first, end)
@@ -155,15 +155,11 @@ class Compressed:
         if self._policy.needs_queries:
             with torch.no_grad():
                 held.notes = self._policy.observe(layer, query, scale)
-        heads = len(held.keys)
-        own = query[0].unflatten(0, (heads, -1))
-        scores = (own @ held.keys[:, None].mT).float() * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        logits = attention_logits(query[0], held.keys, scale, softcap)
         hidden = held.places[:, None] > rows[:, None]
         if window:
             hidden = hidden | (held.places[:, None] <= rows[:, None] - window)
-        chances = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1).to(value.dtype)
+        chances = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1).to(value.dtype)
         out: Tensor = chances @ held.values[:, None]
         return out.flatten(0, 1)[None]
 

@@ -32,13 +32,8 @@ Message = tuple[str, str]
 
 ROLES = {
     "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard"), "assistant"),
 }
 """By the names that ShareGPT's files use."""
 PLAIN = {"system": "{}\n\n", "user": "USER: {}\n", "assistant": "ASSISTANT:"}
@@ -89,7 +84,7 @@ def read_counted(path: Path, tokenizer: Any, vocab: int) -> list[Ids]:
 
 
 def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Prompts of a file of chats: every place where the assistant is to speak. Empty: the file holds other things.
+    """Prompts of a file of chats: every point where the assistant is to speak. Empty: the file holds other things.
 
     Raises:
         LoadError: see ``read_counted``.
@@ -139,7 +134,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
 
 
 def chat_prompts(tokenizer: Any, messages: Sequence[Message]) -> list[list[int]]:
-    """Token ids up to each place where the assistant speaks, or is to speak at the end."""
+    """Token ids up to each point where the assistant speaks, or is to speak at the end."""
     ends = [i for i, (role, _) in enumerate(messages) if role == "assistant"]
     if messages and messages[-1][0] == "user":
         ends.append(len(messages))

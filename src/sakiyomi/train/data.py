@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,9 @@ import numpy.typing as npt
 from sakiyomi.core.errors import InputError, LoadError
 
 Ids = npt.NDArray[np.int64]
+T = TypeVar("T")
 
-# A book is cut at paragraph borders into excerpts of about this many characters (some 1,000 tokens, the longest row):
+# A book is cut between paragraphs into excerpts of about this many characters (some 1,000 tokens, the longest row):
 # shuffled whole, its chapters would fill batch after batch.
 EXCERPT_CHARACTERS = 4000
 
@@ -149,6 +150,13 @@ def parse_text(spec: str) -> TextSpec:
     return TextSpec(Path(name), stable, decay)
 
 
+def parse_texts(flag: str, given: Sequence[str]) -> list[TextSpec]:
+    """The files of a flag, see `parse_text` and `check_shares`."""
+    specs = [parse_text(spec) for spec in given]
+    check_shares(flag, specs)
+    return specs
+
+
 def check_shares(flag: str, specs: Sequence[TextSpec]) -> None:
     """Raise InputError where no file has a share above 0, before or during the decay."""
     for name, shares in (("STABLE", [spec.stable for spec in specs]), ("DECAY", [spec.decay for spec in specs])):
@@ -204,6 +212,22 @@ def encode_documents(documents: Sequence[str | list[int]], tokenizer: Encoder) -
     return rows
 
 
+def hold_back(documents: list[T], among: Sequence[int], count: int, seed: tuple[int, ...]) -> list[T]:
+    """Take documents out of a list, drawn with the seed: `count`, but at most every tenth.
+
+    Args:
+        documents: lose them.
+        among: places of those that may be taken.
+        count: documents wanted.
+        seed: of the choice.
+    """
+    most = min(count, len(documents) // 10, len(among))
+    chosen = set(np.random.default_rng(seed).choice(among, most, replace=False).tolist())
+    held = [document for index, document in enumerate(documents) if index in chosen]
+    documents[:] = [document for index, document in enumerate(documents) if index not in chosen]
+    return held
+
+
 class Library:
     """Files as encoded documents. Each is read once, and what is held back is gone for everybody who asks again.
 
@@ -238,11 +262,7 @@ class Library:
         for key, path in enumerate(paths):
             documents = self.documents(path)
             long = [index for index, document in enumerate(documents) if len(document) > longer_than]
-            most = min(-(-count // len(paths)), len(documents) // 10, len(long))
-            chosen = np.random.default_rng((seed, key)).choice(long, size=most, replace=False).tolist() if most else []
-            held += [documents[index] for index in chosen]
-            gone = set(chosen)
-            documents[:] = [document for index, document in enumerate(documents) if index not in gone]
+            held += hold_back(documents, long, -(-count // len(paths)), (seed, key))
         if not held:
             raise InputError(
                 f"the training text has too few documents to hold some back: none has ten, with one of more than "

@@ -13,7 +13,7 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.config import DistillDataConfig
 from sakiyomi.train.counted import read_prompts
-from sakiyomi.train.data import Ids, check_shares, encode_file, parse_text
+from sakiyomi.train.data import Ids, encode_file, parse_texts
 from sakiyomi.train.draft import load_target
 from sakiyomi.train.labels import vocabulary
 from sakiyomi.train.report import Reporter
@@ -34,8 +34,7 @@ def train_distill_data(config: DistillDataConfig, command: str = "") -> dict[str
         The summary that `--json` prints; `finished` is False after Ctrl-C, and the same command goes on.
     """
     began = time.monotonic()
-    specs = [parse_text(spec) for spec in config.data]
-    check_shares("--data", specs)
+    specs = parse_texts("--data", config.data)
     target, tokenizer = load_target(config.target)
     moved: Any = target
     moved = moved.to(parse_device(config.device))

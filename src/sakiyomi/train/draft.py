@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sakiyomi.engine.llm import LLM
 from sakiyomi.model_executor.loading import load_model, stop_tokens
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS, acceptance, continuations, distinct_ngrams
 from sakiyomi.train.config import DraftConfig
-from sakiyomi.train.data import Ids, Library, TextSpec, check_shares, parse_text
+from sakiyomi.train.data import Ids, Library, TextSpec, parse_texts
 from sakiyomi.train.expect import Speed, expected, given_speed, measured_speed
 from sakiyomi.train.export import Result, read_card, save
 from sakiyomi.train.labels import SoftLabels, vocabulary
@@ -26,7 +27,7 @@ from sakiyomi.train.losses import distillation_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.recipe import TextRecipe, train
 from sakiyomi.train.report import Reporter
-from sakiyomi.train.rows import FixedRows, Mixture
+from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.samples import LONGEST_PROMPT, Plan, Samples
 
 # Where a target's configuration knows no limit, its positions are relative; the draft's need one all the same.
@@ -43,9 +44,7 @@ class _Draft(TextRecipe[DraftConfig]):
 
     def prompts(self) -> list[TextSpec]:
         """Files whose beginnings the target continues."""
-        specs = [parse_text(spec) for spec in self.config.sampling.prompts or self.config.text.text]
-        check_shares("--prompts", specs)
-        return specs
+        return parse_texts("--prompts", self.config.sampling.prompts or self.config.text.text)
 
     def read(self) -> None:
         """See `Recipe`; the target writes its samples and its answers to the held-out prompts."""
@@ -59,16 +58,19 @@ class _Draft(TextRecipe[DraftConfig]):
         prompts = self.prompts()
         pools = [library.documents(spec.path) for spec in prompts]
         texts = [library.documents(spec.path) for spec in self.specs]
-        samples = (
-            Samples(_plan(config), target, self.tokenizer, prompts, self.held_back) if config.sampling.samples else None
-        )
         # Batches of this size have no graph.
         llm = LLM((target, self.tokenizer), "none", compile=False, max_batch=config.sampling.sample_batch)
-        if samples is not None:
+        self.sources = list(self.specs)
+        if config.sampling.samples:
+            samples = Samples(_plan(config), target, self.tokenizer, prompts, self.held_back)
             samples.extend(llm, pools, self.reporter)
+            if samples.count:
+                self.sources = _with_samples(config, self.specs, samples.path)
+                texts.append(library.documents(samples.path)[: config.sampling.samples])
         new_tokens = min(NEW_TOKENS, self.positions - PROMPT_TOKENS)
         self.held_out = {name: continuations(llm, some, new_tokens=new_tokens) for name, some in documents.items()}
-        self.mixture, self.names = _mixture(config, self.specs, texts, library, samples)
+        rows = partial(FixedRows, length=config.loop.row_tokens[0])
+        self.mixture = mixture_of(self.sources, texts, rows, config.loop.seed)
         self.target = target
 
     def loop(self) -> Loop:
@@ -77,9 +79,7 @@ class _Draft(TextRecipe[DraftConfig]):
         if self.start is not None:
             draft = self.start[0]
         else:
-            draft = new_llama(
-                config.sizes, self.tokenizer, layers=config.sizes.layers, vocab=self.vocab, max_positions=self.positions
-            )
+            draft = new_llama(config.sizes, self.tokenizer, vocab=self.vocab, max_positions=self.positions)
         if isinstance(target, LlamaForCausalLM):
             compile_layers(target, config.loop.compile)
         self.labels = SoftLabels(target, config.top, int(config.label_gib * 2**30))
@@ -112,7 +112,8 @@ class _Draft(TextRecipe[DraftConfig]):
             "held_back": self.held_back,
             "init": None if self.start is None else self.start[1],
         }
-        return Result(loop.model, loop.model.config.num_hidden_layers, measures, loop.epochs(self.names), more)
+        layers = loop.model.config.num_hidden_layers
+        return Result(loop.model, layers, measures, loop.epochs(self.sources), more)
 
     def _measures(self, model: LlamaForCausalLM) -> dict[str, dict[str, float]]:
         model.eval()
@@ -219,31 +220,15 @@ def _held_out(
     return found
 
 
-def _mixture(
-    config: DraftConfig,
-    specs: Sequence[TextSpec],
-    texts: Sequence[Sequence[Ids]],
-    library: Library,
-    samples: Samples | None,
-) -> tuple[Mixture, list[str]]:
-    """The rows of the run, and the names of their sources."""
-    names, sources = [spec.path.name for spec in specs], list(texts)
-    stable, decay = [spec.stable for spec in specs], [spec.decay for spec in specs]
-    if samples is not None and samples.count:
-        names.append(samples.path.name)
-        sources.append(library.documents(samples.path)[: config.sampling.samples])
-        stable = _beside(stable, config.sampling.sample_share)
-        decay = _beside(decay, config.sampling.sample_share_decay)
-    streams = [
-        FixedRows(documents, config.loop.row_tokens[0], seed=config.loop.seed, key=key)
-        for key, documents in enumerate(sources)
+def _with_samples(config: DraftConfig, specs: Sequence[TextSpec], samples: Path) -> list[TextSpec]:
+    """Sources of the rows: the files, whose shares make room for that of the samples, and these."""
+    stable, decay = config.sampling.sample_share, config.sampling.sample_share_decay
+    all_stable, all_decay = sum(spec.stable for spec in specs), sum(spec.decay for spec in specs)
+    files = [
+        TextSpec(spec.path, spec.stable / all_stable * (1 - stable), spec.decay / all_decay * (1 - decay))
+        for spec in specs
     ]
-    return Mixture(streams, stable, decay, config.loop.seed), names
-
-
-def _beside(shares: Sequence[float], last: float) -> list[float]:
-    """Shares scaled to make room for one more at their end."""
-    return [share / sum(shares) * (1 - last) for share in shares] + [last]
+    return [*files, TextSpec(samples, stable, decay)]
 
 
 def _speed(config: DraftConfig, reporter: Reporter) -> Speed:

@@ -94,8 +94,4 @@ def bits_per_character(model: PreTrainedModel, held_out: HeldOut, limit: int | N
     model.train(training)
     tokens = inputs.numel()
     characters = held_out.characters * tokens / len(held_out.tokens)
-    return {
-        "nats_per_token": total / tokens,
-        "bits_per_character": total / math.log(2) / characters,
-        "tokens": tokens,
-    }
+    return {"nats_per_token": total / tokens, "bits_per_character": total / math.log(2) / characters, "tokens": tokens}

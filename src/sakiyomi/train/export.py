@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -122,23 +123,16 @@ def card(summary: dict[str, Any]) -> str:
         lines.append(f"- {summary['held_back']} documents of the training text, held back for the measures below")
     lines += ["", "## Held-out measures", "", *([summary["measured_on"], ""] if "measured_on" in summary else [])]
     for name, values in summary["held_out"].items():
-        lines += [f"**{name}**", "", "| measure | value |", "|---|---|"]
-        lines += [f"| {key.replace('_', ' ')} | {value:.4g} |" for key, value in values.items()]
-        lines.append("")
+        rows = ([key.replace("_", " "), f"{value:.4g}"] for key, value in values.items())
+        lines += _table(f"**{name}**", ("measure", "value"), rows)
     for name, trees in summary.get("trees", {}).items():
-        lines += [f"**{name}**: the best tree of each budget", "", "| nodes | expected tau | tau on these texts |"]
-        lines += ["|---|---|---|"]
-        lines += [f"| {tree['nodes']} | {tree['expected_tau']:.3f} | {tree['replayed_tau']:.3f} |" for tree in trees]
-        lines.append("")
+        rows = ([tree["nodes"], f"{tree['expected_tau']:.3f}", f"{tree['replayed_tau']:.3f}"] for tree in trees)
+        columns = ["nodes", "expected tau", "tau on these texts"]
+        lines += _table(f"**{name}**: the best tree of each budget", columns, rows)
     for name, layers in summary.get("overlaps", {}).items():
-        lines += [
-            f"**{name}**: overlap of each layer's KV heads",
-            "",
-            "| layer | KV heads from the first on |",
-            "|---|---|",
-        ]
-        lines += [f"| {i} | {' '.join(f'{each:.2f}' for each in layer)} |" for i, layer in enumerate(layers)]
-        lines.append("")
+        rows = ([i, " ".join(f"{each:.2f}" for each in layer)] for i, layer in enumerate(layers))
+        columns = ["layer", "KV heads from the first on"]
+        lines += _table(f"**{name}**: overlap of each layer's KV heads", columns, rows)
     if "memory" in summary:
         lines += [summary["memory"]["explained"], ""]
     if summary.get("throughput"):
@@ -158,6 +152,12 @@ def card(summary: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in summary["versions"].items())
     lines += [f"Made with {versions}. All settings are in `card.json`.", ""]
     return "\n".join(lines)
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a table below its title."""
+    written = [f"| {' | '.join(map(str, row))} |" for row in (columns, *rows)]
+    return [title, "", written[0], "|---" * len(columns) + "|", *written[1:], ""]
 
 
 def _what(summary: dict[str, Any]) -> str:
@@ -186,12 +186,6 @@ def _origin(start: dict[str, Any]) -> list[str]:
     """How the model was made that this one started from, and the one before it."""
     if "command" not in start:
         return [f"The training began with `{start['name']}`, which has no card of sakiyomi's.", ""]
-    lines = [
-        f"The training began with `{start['name']}`, made with {_extent(start)}:",
-        "",
-        "```",
-        start["command"],
-        "```",
-    ]
-    lines += ["", *_data(start), ""]
+    lines = [f"The training began with `{start['name']}`, made with {_extent(start)}:", "", "```", start["command"]]
+    lines += ["```", "", *_data(start), ""]
     return lines + (_origin(start["init"]) if start.get("init") else [])

@@ -23,7 +23,7 @@ from sakiyomi.drafters.medusa_heads.backbone import Backbone
 from sakiyomi.train.answered import split_rows
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.loop import compiled_loss
-from sakiyomi.train.retaining_labels import attention_heard, largest_chances, largest_logits
+from sakiyomi.train.retaining_labels import attention_observed, largest_chances, largest_logits
 
 __all__ = ["TOP", "HeadsLoss", "Measured", "heads_loss", "overlap"]
 
@@ -111,9 +111,9 @@ class HeadsLoss:
         self._term = compiled_loss(self._scored_loss, config.loop.compile, dynamic=True)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Around everything but `passes`: the target's layers are listened to."""
-        with attention_heard(self._target, self._heard), self._raw:
+    def hooks(self) -> Iterator[None]:
+        """Around everything but `passes`: hooks see what the target's layers project and attend to."""
+        with attention_observed(self._target, self._observe), self._raw:
             yield
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
@@ -167,7 +167,7 @@ class HeadsLoss:
         return heads_loss(self._heads(layer, qkv), labels, config.huber, config.smooth, share)
 
     def _precision(self, qkv: Tensor) -> torch.autocast:
-        # Without its cache: a weight's rounded copy would belong to a graph that is gone with the layer's loss.
+        # Without its cache: a weight's bf16 copy would belong to a graph that is gone with the layer's loss.
         enabled = self._config.precision == "bf16"
         return torch.autocast(qkv.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
@@ -180,7 +180,7 @@ class HeadsLoss:
     def _note(self, layer: int, qkv: Tensor) -> None:
         self._qkv = qkv
 
-    def _heard(self, layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float, window: int) -> None:
+    def _observe(self, layer: int, queries: Tensor, keys: Tensor, scaling: float, softcap: float, window: int) -> None:
         qkv, prompt = self._qkv, self._prompt
         assert qkv is not None, "a layer projects before it attends"
         if self._config.queries == "writing":  # the row before a token is the one that writes it
@@ -197,4 +197,4 @@ class HeadsLoss:
 
 
 def _nothing(layer: int, qkv: Tensor, labels: Tensor) -> None:
-    """Between passes nobody listens."""
+    """Between passes nothing is done with them."""

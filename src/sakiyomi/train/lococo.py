@@ -15,10 +15,8 @@ from torch.nn import functional as F
 
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import write_merging
-from sakiyomi.cache.policies.retaining.formats import fingerprint
-from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.answered import split_rows
-from sakiyomi.train.beside import BesideTarget, rounded
+from sakiyomi.train.beside import BesideTarget, as_written
 from sakiyomi.train.compressed import Compressed, policy_of
 from sakiyomi.train.config import LococoConfig
 from sakiyomi.train.export import Result, model_folder
@@ -42,11 +40,10 @@ class _Lococo(BesideTarget[LococoConfig]):
     def check(self) -> None:
         """See `Recipe`."""
         config = self.config
-        parse_device(config.device)
         self.policy = policy_of(config.scores, config.kv_budget, config.merged)
         super().check()
 
-    def look(self) -> None:
+    def check_target(self) -> None:
         """See `BesideTarget`; gradients pass through this target."""
         if self.config.precision == "no":
             nn.Module.to(self.target, torch.float32)
@@ -65,39 +62,24 @@ class _Lococo(BesideTarget[LococoConfig]):
         self.convolutions = Convolutions(shape, norm=config.norm).to(self.device)
         self.loss = MergingLoss(config, self.compressed, self.convolutions)
         whole = MergingLoss(config, Compressed(target, self.policy, 0, config.chunk_size), None)
-        with self.compressed.listening():
+        with self.compressed.hooks():
             dropped = {name: self.loss.measure(batch, None) for name, batch in self.held_out.items()}
-        with whole.passes.listening():
+        with whole.passes.hooks():
             full = {name: whole.measure(batch, None) for name, batch in self.held_out.items()}
         self.beside = {name: {"dropped": dropped[name], "full": full[name]} for name in self.held_out}
-        return Loop(
-            config,
-            self.convolutions,
-            lambda _, batch: self.loss(batch),
-            self.given.questions,
-            self._measures,
-            optimizers=self.optimizers,
-            device=str(self.device),
-            precision=config.precision,
-            warmup_share=config.warmup_share,
-        )
+        return self.loop_of(self.convolutions, self.loss, self._measures)
 
-    def listening(self) -> AbstractContextManager[object]:
+    def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""
-        return self.compressed.listening()
+        return self.compressed.hooks()
 
     def finish(self, loop: Loop) -> Result:
         """See `Recipe`."""
         config, folder, convolutions = self.config, model_folder(self.config), self.convolutions
         names = ("scores", "kv_budget", "chunk_size", "norm", "tasks", "text_weight", "seed")
         with writing(folder):
-            write_merging(
-                rounded(convolutions, Convolutions(convolutions.shape, torch.bfloat16)),
-                folder,
-                base=config.target,
-                recipe=self.settings(names),
-                fingerprint=fingerprint(self.target, self.tokenizer),
-            )
+            written = as_written(convolutions, Convolutions(convolutions.shape, torch.bfloat16))
+            write_merging(written, folder, **self.origin(names))
         more = {
             "about": f"Convolutions (LoCoCo) that merge what a cache of {config.target} drops into {config.merged} "
             f"pairs of each head in its {len(convolutions.shape.dims)} layers",
@@ -105,11 +87,11 @@ class _Lococo(BesideTarget[LococoConfig]):
             f"by `{self.policy.name}`: with {config.merged} of them merged, with what goes `dropped`, and with "
             "everything kept (`full`).",
         }
-        with self.listening():
+        with self.hooks():
             measures = self._measures()
-        return Result(convolutions, convolutions.shape.layers, measures, self.given.epochs(), more | self.origin())
+        return self.result(convolutions, convolutions.shape.layers, measures, more)
 
-    def _measures(self, _: Any = None) -> dict[str, dict[str, float]]:
+    def _measures(self) -> dict[str, dict[str, float]]:
         return {
             name: {"nats_per_token": self.loss.measure(batch, self.convolutions)} | self.beside[name]
             for name, batch in self.held_out.items()

@@ -12,7 +12,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
@@ -27,7 +26,8 @@ from torch.optim import Optimizer
 from sakiyomi.core.errors import InputError
 from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.config import RunConfig
-from sakiyomi.train.growth import grow
+from sakiyomi.train.data import TextSpec
+from sakiyomi.train.llama import grow
 from sakiyomi.train.optim import LAYER, copy_state, set_scale
 from sakiyomi.train.progress import Progress
 from sakiyomi.train.report import Reporter
@@ -37,14 +37,6 @@ from sakiyomi.train.schedule import LONGEST_STEP_SECONDS, Schedule
 BatchLoss = Callable[[Any, Any], Tensor]
 """Loss of a model on a batch: what the source of batches gave, as tensors on the model's device."""
 Evaluate = Callable[[Any], dict[str, dict[str, float]]]
-
-
-@dataclass(frozen=True)
-class Growth:
-    """Grow to `layers` at the share `at` of the budget."""
-
-    layers: int
-    at: float
 
 
 class Loop:
@@ -57,7 +49,8 @@ class Loop:
         mixture: where the batches come from.
         evaluate: held-out measures, called every `eval_minutes` and at the end.
         optimizers: makes them for the model.
-        growth: when to grow in depth, if at all; Llama models do.
+        grow_to: layers that a shallower model is grown to; Llama models can be.
+        grow_at: share of the budget at which it is.
         stages: shares of the budget in which the row lengths are used one after the other; none: in turn, step by step.
         device: where the model is, as accelerate takes it.
         precision: of the passes: "bf16", "fp16" or "no".
@@ -74,7 +67,8 @@ class Loop:
         evaluate: Evaluate,
         *,
         optimizers: Callable[[nn.Module], list[Optimizer]],
-        growth: Growth | None = None,
+        grow_to: int = 0,
+        grow_at: float = 0.0,
         stages: Sequence[float] = (),
         device: str = "cpu",
         precision: str = "bf16",
@@ -83,7 +77,8 @@ class Loop:
     ) -> None:
         self.config, self.model, self.mixture = settings.loop, model, mixture
         self._settings, config = settings, settings.loop
-        self._batch_loss, self._evaluate, self._growth = batch_loss, evaluate, growth
+        self._batch_loss, self._evaluate = batch_loss, evaluate
+        self._grow_to, self._grow_at = grow_to, grow_at
         self._stages = tuple(stages)
         self._out = Path(config.out)
         self._budget = float(config.tokens or config.minutes * 60)
@@ -143,12 +138,12 @@ class Loop:
         stage = bisect_right(ends, min(self.share, 1.0) * ends[-1])
         return (self.config.row_tokens[min(stage, len(ends) - 1)],)
 
-    def epochs(self, names: Sequence[str]) -> dict[str, float]:
-        """How often each source of the mixture was read."""
+    def epochs(self, sources: Sequence[TextSpec]) -> dict[str, float]:
+        """How often each file of the mixture was read, by name."""
         assert isinstance(self.mixture, Mixture), "only streams have epochs"
         return {
-            name: round(rows.epoch + rows.offset / rows.size, 2)
-            for name, rows in zip(names, self.mixture.streams, strict=True)
+            spec.path.name: round(rows.epoch + rows.offset / rows.size, 2)
+            for spec, rows in zip(sources, self.mixture.streams, strict=True)
         }
 
     def save(self) -> None:
@@ -225,19 +220,18 @@ class Loop:
         reporter.measures(progress.step, measures)
 
     def _maybe_grow(self, reporter: Reporter) -> None:
-        growth = self._growth
-        if growth is None or _depth(self.model) >= growth.layers:
+        if _depth(self.model) >= self._grow_to:
             return
         # An early finish grows at once: the finished model always has the depth that was asked for.
-        if self._clock() < growth.at * self._budget and not self.schedule.decaying(self._clock()):
+        if self._clock() < self._grow_at * self._budget and not self.schedule.decaying(self._clock()):
             return
         old_model, old_optimizers = self.model, self._optimizers
-        self.model, source = grow(old_model, growth.layers)
+        self.model, source = grow(old_model, self._grow_to)
         self._optimizers = self._made_optimizers()
         copy_state(old_optimizers, old_model, self._optimizers, self.model, source)
         compile_layers(self.model, self.config.compile)
         self.model.train()
-        reporter.note(f"step {self.progress.step}: grown to {growth.layers} layers")
+        reporter.note(f"step {self.progress.step}: grown to {self._grow_to} layers")
 
     def _maybe_finish(self, reporter: Reporter) -> None:
         flag = self._out / "finish"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -26,7 +26,7 @@ from sakiyomi.model_executor.loading.model import parse_device
 from sakiyomi.train.acceptance import NEW_TOKENS, PROMPT_TOKENS
 from sakiyomi.train.config import MedusaConfig
 from sakiyomi.train.counted import read_counted
-from sakiyomi.train.data import Ids, check_shares, parse_text
+from sakiyomi.train.data import Ids, hold_back, parse_texts
 from sakiyomi.train.draft import load_target
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import Result, model_folder
@@ -39,7 +39,7 @@ from sakiyomi.train.optim import with_peaks
 from sakiyomi.train.plot import plot_heads
 from sakiyomi.train.preflight import check_run
 from sakiyomi.train.recipe import Recipe, train
-from sakiyomi.train.rows import FixedRows, Mixture
+from sakiyomi.train.rows import FixedRows, mixture_of
 from sakiyomi.train.samples import prompt_of, sample_continuations
 from sakiyomi.train.writing import writing
 
@@ -57,8 +57,7 @@ class _Medusa(Recipe[MedusaConfig]):
     def check(self) -> None:
         """See `Recipe`."""
         config = self.config
-        self.specs, self.valid = [parse_text(spec) for spec in config.data], parse_valid(config.loop.valid)
-        check_shares("--data", self.specs)
+        self.specs, self.valid = parse_texts("--data", config.data), parse_valid(config.loop.valid)
         check_run(config, [])
         self.device = _device(config)
 
@@ -88,6 +87,7 @@ class _Medusa(Recipe[MedusaConfig]):
             compile_layers(target, config.loop.compile)
         self.joint = Joint(config, target, heads) if config.joint.joint else None
         self.hidden = HiddenStates(backbone, out, int(config.cache_gib * 2**30))
+        rows = partial(FixedRows, length=config.loop.row_tokens[0])
         self.log = HeadLog(out / "heads.jsonl", config.loop.resume)
 
         def batch_loss(_: nn.Module, rows: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class _Medusa(Recipe[MedusaConfig]):
             config,
             heads if self.joint is None else self.joint,
             batch_loss,
-            self._mixture(),
+            mixture_of(self.specs, [self.files[spec.path] for spec in self.specs], rows, config.loop.seed),
             self._measures,
             optimizers=_optimizers(config, heads),
             device=str(self.device),
@@ -112,27 +112,17 @@ class _Medusa(Recipe[MedusaConfig]):
         )
         return loop
 
-    def _mixture(self) -> Mixture:
-        config = self.config
-        streams = [
-            FixedRows(self.files[spec.path], config.loop.row_tokens[0], seed=config.loop.seed, key=key)
-            for key, spec in enumerate(self.specs)
-        ]
-        return Mixture(
-            streams, [spec.stable for spec in self.specs], [spec.decay for spec in self.specs], config.loop.seed
-        )
-
     def _measures(self, _: nn.Module) -> dict[str, dict[str, float]]:
         losses = {f"head_{head}_loss": loss for head, loss in enumerate(self.log.recent(), start=1)}
         return {
             name: losses | measured(rank_answers(self.heads, self.backbone, some)) for name, some in self.texts.items()
         }
 
-    def listening(self) -> AbstractContextManager[object]:
+    def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""
         stack = ExitStack()
         stack.enter_context(closing(self.hidden))
-        stack.enter_context(self.log)
+        stack.enter_context(closing(self.log))
         return stack
 
     def finish(self, loop: Loop) -> Result:
@@ -169,7 +159,7 @@ class _Medusa(Recipe[MedusaConfig]):
             "throughput": throughput(config, loop.progress, self.hidden),
         }
         measures = {name: measured(found) for name, found in ranks.items()}
-        return Result(heads, config.layers, measures, loop.epochs([spec.path.name for spec in self.specs]), more)
+        return Result(heads, config.layers, measures, loop.epochs(self.specs), more)
 
 
 def _device(config: MedusaConfig) -> torch.device:
@@ -198,17 +188,8 @@ def _held_out(
     if not valid:
         held: list[Ids] = []
         for key, documents in enumerate(files.values()):
-            long = [
-                index for index, document in enumerate(documents) if len(document) > PROMPT_TOKENS or document[0] < 0
-            ]
-            most = min(-(-config.eval_prompts // len(files)), len(documents) // 10, len(long))
-            chosen = (
-                set(np.random.default_rng((config.loop.seed, key)).choice(long, most, replace=False).tolist())
-                if most
-                else set()
-            )
-            held += [documents[index] for index in sorted(chosen)]
-            documents[:] = [document for index, document in enumerate(documents) if index not in chosen]
+            long = [i for i, document in enumerate(documents) if len(document) > PROMPT_TOKENS or document[0] < 0]
+            held += hold_back(documents, long, -(-config.eval_prompts // len(files)), (config.loop.seed, key))
         valid = {"held_back": held}
     found = {}
     for name, documents in valid.items():

@@ -59,10 +59,8 @@ class HeadLog:
                 whole_lines(path)  # a last one that was cut off goes
             self._file = path.open("a" if resume else "w", encoding="utf-8", buffering=1)
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         with suppress(OSError):  # of a full disk, which was said when the line was written
             self._file.close()
 

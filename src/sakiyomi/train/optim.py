@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from sakiyomi.train.config import TextRunConfig
+from sakiyomi.train.config import TextConfig, TextRunConfig
 
 LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
 """Ends the name of a layer: Llama and Whisper have ``layers``, T5 has ``block``."""
@@ -18,15 +18,10 @@ LAYER = re.compile(r"(^|\.)(layers|block)\.\d+$")
 
 def text_optimizers(config: TextRunConfig) -> Callable[[nn.Module], list[Optimizer]]:
     """What makes the optimizers of a whole model."""
-    return partial(
-        build_optimizers,
-        muon_lr=config.text.muon_lr,
-        adam_lr=config.text.adam_lr,
-        weight_decay=config.text.weight_decay,
-    )
+    return partial(_optimizers, config.text)
 
 
-def build_optimizers(model: nn.Module, *, muon_lr: float, adam_lr: float, weight_decay: float) -> list[Optimizer]:
+def _optimizers(config: TextConfig, model: nn.Module) -> list[Optimizer]:
     """Two optimizers over all parameters; each group keeps its peak learning rate under "peak"."""
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -38,9 +33,11 @@ def build_optimizers(model: nn.Module, *, muon_lr: float, adam_lr: float, weight
             (matrices if id(parameter) in linear else others).append(parameter)
     optimizers: list[Optimizer] = []
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=0.95))
+        optimizers.append(
+            torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay, momentum=0.95)
+        )
     if others:
-        optimizers.append(torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+        optimizers.append(torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
     return with_peaks(optimizers)
 
 

@@ -14,6 +14,19 @@ HELD_OUT_COLOURS = ("#c2452d", "#2d8c5a", "#8c5a2d", "#6a3d9a")
 WINDOW = 25
 
 
+COLOURS = (MEAN_COLOUR, *HELD_OUT_COLOURS, STEP_COLOUR)
+
+# Held-out measures: key, what the legend says before the file's name, label and limits of an axis beside the losses.
+# Of each file the first one that it has is drawn.
+MEASURES: tuple[tuple[str, str, str, tuple[float, float] | None], ...] = (
+    ("tau_16_nodes", "tau, 16 nodes,", "tokens per target pass on held-out answers", None),
+    ("nats_per_token", "held-out", "", None),
+    ("accuracy", "accuracy", "share of right answers", (0, 1.02)),
+    ("overlap", "overlap", "overlap of the top 10 % on held-out prompts", (0, 1)),
+    ("acceptance_rate", "acceptance", "acceptance rate on held-out prompts", (0, 1)),
+)
+
+
 def _figure() -> Any:
     """An empty picture; None where matplotlib is not installed."""
     try:
@@ -43,17 +56,16 @@ def plot_heads(
     if figure is None:
         return False
     left, right = figure.subplots(1, 2)
-    heads = len(losses[0][1]) if losses else 0
-    for head in range(heads):
-        colour = (STEP_COLOUR, MEAN_COLOUR, *HELD_OUT_COLOURS)[(head + 1) % 6]
-        left.plot([step for step, _ in losses], [each[head] for _, each in losses], color=colour, linewidth=1.2)
+    for head in range(len(losses[0][1]) if losses else 0):
+        curve = [each[head] for _, each in losses]
+        left.plot([step for step, _ in losses], curve, color=COLOURS[head % 6], linewidth=1.2)
     left.set(xlabel="step", ylabel="loss (nats)", title="training loss of each head")
     left.grid(alpha=0.3)
     for style, (name, levels) in zip(("-", "--", ":", "-."), accuracies.items(), strict=False):
         for head, chances in enumerate(levels):
-            colour = (STEP_COLOUR, MEAN_COLOUR, *HELD_OUT_COLOURS)[(head + 1) % 6]
             tops = [sum(chances[:top]) for top in range(1, 9)]
-            right.plot(range(1, 9), tops, style, color=colour, label=f"head {head + 1}, {name}", linewidth=1.4)
+            label = f"head {head + 1}, {name}"
+            right.plot(range(1, 9), tops, style, color=COLOURS[head % 6], label=label, linewidth=1.4)
     right.set(xlabel="first guesses", ylabel="hold the token that came", ylim=(0, 1), title="held-out answers")
     right.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
@@ -117,32 +129,18 @@ def plot_losses(progress: Progress, path: Path, unit: str = "nats per token") ->
     other = None
     for name, colour in zip(names, HELD_OUT_COLOURS * len(names), strict=False):
         points = [(entry["tokens"] / 1e6, entry["measures"][name]) for entry in progress.held_out]
-        if "tau_16_nodes" in points[0][1]:
-            other = other or axes.twinx()
-            values = [measures["tau_16_nodes"] for _, measures in points]
-            other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"tau, 16 nodes, {name}")
-            other.set(ylabel="tokens per target pass on held-out answers")
-        elif "nats_per_token" in points[0][1]:
-            values = [measures["nats_per_token"] for _, measures in points]
-            axes.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"held-out {name}")
-        elif "accuracy" in points[0][1]:
-            other = other or axes.twinx()
-            values = [measures["accuracy"] for _, measures in points]
-            other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"accuracy {name}")
-            other.set(ylabel="share of right answers", ylim=(0, 1.02))
-        elif "overlap" in points[0][1]:
-            other = other or axes.twinx()
-            values = [measures["overlap"] for _, measures in points]
-            other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"overlap {name}")
-            other.set(ylabel="overlap of the top 10 % on held-out prompts", ylim=(0, 1))
-        else:
-            other = other or axes.twinx()
-            values = [measures["acceptance_rate"] for _, measures in points]
-            other.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"acceptance {name}")
+        key, label, ylabel, limits = next(measure for measure in MEASURES if measure[0] in points[0][1])
+        values = [measures[key] for _, measures in points]
+        if ylabel and other is None:
+            other = axes.twinx()
+        drawn: Any = other if ylabel else axes
+        drawn.plot([x for x, _ in points], values, "o-", color=colour, markersize=3, label=f"{label} {name}")
+        if ylabel:
+            drawn.set(ylabel=ylabel)
+        if limits:
+            drawn.set(ylim=limits)
     axes.set(xlabel="training tokens (millions)", ylabel=f"loss ({unit})" if unit else "loss")
     axes.grid(alpha=0.3)
-    if other is not None and not other.get_ylabel():
-        other.set(ylabel="acceptance rate on held-out prompts", ylim=(0, 1))
     # Below the picture: inside it, a legend of two axes always lies on one of the curves.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)

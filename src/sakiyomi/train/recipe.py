@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sakiyomi.train.config import RunConfig, TextRunConfig
-from sakiyomi.train.data import TextSpec, check_shares, parse_text
+from sakiyomi.train.data import TextSpec, parse_texts
 from sakiyomi.train.evaluate import parse_valid
 from sakiyomi.train.export import Result, write_card
 from sakiyomi.train.loop import Loop
@@ -54,8 +54,8 @@ class Recipe(ABC, Generic[Settings]):
     def loop(self) -> Loop:
         """Make what is trained, with random weights from the seed that has just been set, and the loop around it."""
 
-    def listening(self) -> AbstractContextManager[object]:
-        """What is open while the loop runs."""
+    def hooks(self) -> AbstractContextManager[object]:
+        """What is open while the loop runs: files, hooks on the target."""
         return nullcontext()
 
     def tokens(self, loop: Loop) -> int:
@@ -78,8 +78,7 @@ class TextRecipe(Recipe[TextSettings]):
     def check(self) -> None:
         """See `Recipe`."""
         config = self.config
-        self.specs, self.valid = [parse_text(spec) for spec in config.text.text], parse_valid(config.loop.valid)
-        check_shares("--text", self.specs)
+        self.specs, self.valid = parse_texts("--text", config.text.text), parse_valid(config.loop.valid)
         check_run(config, [spec.path for spec in (*self.specs, *self.prompts())] + list(self.valid.values()))
 
     def prompts(self) -> Iterable[TextSpec]:
@@ -107,7 +106,7 @@ def train(recipe: Recipe[Any], command: str = "") -> dict[str, Any]:
     recipe.read()
     torch.manual_seed(config.loop.seed)
     loop = recipe.loop()
-    with recipe.listening():
+    with recipe.hooks():
         finished = loop.run()
     progress = dataclasses.replace(loop.progress, tokens=recipe.tokens(loop))
     if not finished:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from sakiyomi.cache.policies.retaining.formats import fingerprint, write_heads
+from sakiyomi.cache.policies.retaining.formats import write_heads
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, default_width
 from sakiyomi.cache.policies.retaining.raw import Raw
 from sakiyomi.train.answered import Questions, split_rows
-from sakiyomi.train.beside import BesideTarget, rounded
+from sakiyomi.train.beside import BesideTarget, as_written
 from sakiyomi.train.config import RetainingConfig
 from sakiyomi.train.export import Result, model_folder
 from sakiyomi.train.heads_loss import TOP, HeadsLoss, Measured
@@ -38,7 +38,7 @@ def train_retaining(config: RetainingConfig, command: str = "") -> dict[str, Any
 class _Retaining(BesideTarget[RetainingConfig]):
     """Heads learn which keys and values the answers look at."""
 
-    def look(self) -> None:
+    def check_target(self) -> None:
         """See `BesideTarget`."""
         self.kv_heads, self.widths = kv_heads_of(self.target), Raw(self.target).widths
 
@@ -49,42 +49,25 @@ class _Retaining(BesideTarget[RetainingConfig]):
         width = config.width or default_width(int(text.hidden_size))
         self.heads = RetainingHeads(RetainingShape(self.widths, self.kv_heads, width, str(activation))).to(self.device)
         self.loss = HeadsLoss(config, self.target, self.heads)
-        return Loop(
-            config,
-            self.heads,
-            lambda _, batch: self.loss(batch),
-            self.given.questions,
-            lambda _: {name: one.values() for name, one in self._measured().items()},
-            optimizers=self.optimizers,
-            device=str(self.device),
-            precision=config.precision,
-            warmup_share=config.warmup_share,
-            clip_values=True,
-        )
+        return self.loop_of(self.heads, self.loss, self._values, clip_values=True)
 
-    def listening(self) -> AbstractContextManager[object]:
+    def hooks(self) -> AbstractContextManager[object]:
         """See `Recipe`."""
-        return self.loss.listening()
+        return self.loss.hooks()
 
     def finish(self, loop: Loop) -> Result:
         """See `Recipe`."""
         config, folder, heads = self.config, model_folder(self.config), self.heads
         names = ("labels", "queries", "query_aware", "query_tokens", "smooth", "huber", "tasks", "seed")
         with writing(folder):
-            write_heads(
-                rounded(heads, RetainingHeads(heads.shape, torch.bfloat16)),
-                folder,
-                config=self.target.config,
-                base=config.target,
-                recipe=self.settings(names),
-                fingerprint=fingerprint(self.target, self.tokenizer),
-            )
-        with self.listening():
+            written = as_written(heads, RetainingHeads(heads.shape, torch.bfloat16))
+            write_heads(written, folder, config=self.target.config, **self.origin(names))
+        with self.hooks():
             found = self._measured()
         overlaps = {name: one.overlap for name, one in found.items()}
         with writing(folder):
             drawn = plot_overlaps(loop.progress, overlaps, folder / "overlap.png")
-        throughput = _throughput(config, loop, self.loss, self.given.questions, self.target, heads.shape)
+        throughput = _throughput(config, loop, self.loss, self.questions, self.target, heads.shape)
         self.reporter.note(throughput["explained"])
         more = {
             "about": _about(config, heads.shape),
@@ -97,7 +80,10 @@ class _Retaining(BesideTarget[RetainingConfig]):
             "throughput": throughput,
         }
         measures = {name: one.values() for name, one in found.items()}
-        return Result(heads, heads.shape.layers, measures, self.given.epochs(), more | self.origin())
+        return self.result(heads, heads.shape.layers, measures, more)
+
+    def _values(self) -> dict[str, dict[str, float]]:
+        return {name: one.values() for name, one in self._measured().items()}
 
     def _measured(self) -> dict[str, Measured]:
         return {name: self.loss.measure(batch) for name, batch in self.held_out.items()}
@@ -120,7 +106,7 @@ def _throughput(
     sizes = shape_of(target, shape)
     for i in range(TIMED + 1):
         batch = questions.batch(loop.progress.step + i, config.loop.step_tokens // length, length, True)
-        with loss.listening():
+        with loss.hooks():
             steps.append(_seconds(lambda batch=batch: loop.learn(batch), device))  # type: ignore[misc]
         passes.append(_seconds(lambda batch=batch: loss.passes(on_device(batch, device)), device))  # type: ignore[misc]
         rows = [(len(ids), prompt) for ids, prompt in split_rows(on_device(batch, device))]

@@ -8,7 +8,7 @@ attention: behind norms and rotary embedding. No matrix of all rows by all token
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,20 +22,21 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.attention import op
 
 __all__ = [
-    "Heard",
+    "Observe",
     "attention_by",
-    "attention_heard",
+    "attention_logits",
+    "attention_observed",
     "kv_heads_of",
     "largest_chances",
     "largest_logits",
     "layer_shapes",
 ]
 
-NAME = "sakiyomi_heard"
+NAME = "sakiyomi_observed"
 ROWS = 512  # of queries at a time
 COLUMNS = 2048  # of keys at a time
 
-Heard = Callable[[int, Tensor, Tensor, float, float, int], None]
+Observe = Callable[[int, Tensor, Tensor, float, float, int], None]
 """Told of every layer's attention: layer, queries (heads, T, dim), keys (kv_heads, T, dim), scaling, soft cap or 0,
 sliding window or 0."""
 
@@ -46,7 +47,7 @@ cap or 0, sliding window or 0, to (1, heads, T, dim)."""
 _attending: Attend | None = None
 
 
-def _logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> Tensor:
+def attention_logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> Tensor:
     """(kv_heads, group, rows, columns) float32, as the softmax reads them."""
     kv_heads, group = keys.shape[0], queries.shape[0] // keys.shape[0]
     rows = queries.reshape(kv_heads, group * queries.shape[1], -1)
@@ -56,16 +57,44 @@ def _logits(queries: Tensor, keys: Tensor, scaling: float, softcap: float) -> Te
     return found.view(kv_heads, group, queries.shape[1], keys.shape[1])
 
 
-def _near(found: Tensor, begin: int, row: int, window: int) -> Tensor:
-    """Logits (..., rows, columns) of columns from place `begin` on, -inf where the window of their row, the first of
-    which stands at place `row`, does not reach.
+def _masked(found: Tensor, begin: int, row: int, window: int, *, causal: bool = False) -> Tensor:
+    """Logits (..., rows, columns), -inf where a row does not see a column; changed in place.
+
+    Args:
+        found: logits.
+        begin: position of the first column.
+        row: position of the first row.
+        window: tokens that a row sees, itself included; 0: all.
+        causal: rows do not see later columns.
     """
-    if not window:
-        return found
     rows, columns = (
         torch.arange(at, at + n, device=found.device) for at, n in zip((row, begin), found.shape[-2:], strict=True)
     )
-    return found.masked_fill_(columns <= rows[:, None] - window, -torch.inf)
+    if causal:
+        found.masked_fill_(columns > rows[:, None], -torch.inf)
+    return found.masked_fill_(columns <= rows[:, None] - window, -torch.inf) if window else found
+
+
+def _maxima(
+    queries: Tensor, keys: Tensor, first: int, totals: Sequence[Tensor], scaling: float, softcap: float, window: int
+) -> Tensor:
+    """Running maxima over blocks of rows and of tokens, (kv_heads, tokens) float32.
+
+    Args:
+        queries: (heads, rows, dim), the first at position `first`.
+        keys: (kv_heads, tokens, dim).
+        first: see there.
+        totals: of each block of rows what is taken from its logits, (kv_heads, group, rows); empty: nothing.
+        scaling, softcap, window: as in `largest_logits`.
+    """
+    blocks = []
+    for begin, some in zip(range(0, keys.shape[1], COLUMNS), keys.split(COLUMNS, 1), strict=True):
+        best = some.new_full(some.shape[:2], -torch.inf, dtype=torch.float32)
+        for i, rows in enumerate(queries.split(ROWS, 1)):
+            found = _masked(attention_logits(rows, some, scaling, softcap), begin, first + i * ROWS, window)
+            torch.maximum(best, (found - totals[i][..., None] if totals else found).amax((1, 2)), out=best)
+        blocks.append(best)
+    return torch.cat(blocks, 1)
 
 
 def largest_logits(
@@ -79,19 +108,12 @@ def largest_logits(
         scaling: of the logits.
         softcap: largest absolute value of a logit; 0: none.
         window: tokens that a row sees, itself included; 0: all.
-        first: place of the first row; None: behind the tokens.
+        first: position of the first row; None: behind the tokens.
 
     Returns:
         (kv_heads, tokens) float32; -inf where no row's window reaches.
     """
-    first, blocks = keys.shape[1] if first is None else first, []
-    for begin, some in zip(range(0, keys.shape[1], COLUMNS), keys.split(COLUMNS, 1), strict=True):
-        best = some.new_full(some.shape[:2], -torch.inf, dtype=torch.float32)
-        for start, rows in zip(range(first, first + queries.shape[1], ROWS), queries.split(ROWS, 1), strict=True):
-            found = _near(_logits(rows, some, scaling, softcap), begin, start, window)
-            torch.maximum(best, found.amax((1, 2)), out=best)
-        blocks.append(best)
-    return torch.cat(blocks, 1)
+    return _maxima(queries, keys, keys.shape[1] if first is None else first, (), scaling, softcap, window)
 
 
 def largest_chances(
@@ -111,32 +133,18 @@ def largest_chances(
     Returns:
         (kv_heads, tokens) float32, at most 0; -inf where no row's window reaches.
     """
-    length, first = keys.shape[1], keys.shape[1] - queries.shape[1]
-    totals = []
-    for start in range(0, queries.shape[1], ROWS):
-        rows = queries[:, start : start + ROWS]
-        places = torch.arange(first + start, first + start + rows.shape[1], device=keys.device)
-        total: Tensor | None = None
-        for begin in range(0, length, COLUMNS):
-            found = _near(
-                _logits(rows, keys[:, begin : begin + COLUMNS], scaling, softcap), begin, first + start, window
-            )
-            later = torch.arange(begin, begin + found.shape[3], device=keys.device) > places[:, None]
-            part = found.masked_fill_(later, -torch.inf).logsumexp(3)
-            total = part if total is None else torch.logaddexp(total, part)
-        assert total is not None
+    first, totals = keys.shape[1] - queries.shape[1], []
+    for i, rows in enumerate(queries.split(ROWS, 1)):
+        total = rows.new_full((), -torch.inf, dtype=torch.float32)
+        for begin, some in zip(range(0, keys.shape[1], COLUMNS), keys.split(COLUMNS, 1), strict=True):
+            found = attention_logits(rows, some, scaling, softcap)
+            part = _masked(found, begin, first + i * ROWS, window, causal=True).logsumexp(3)
+            total = torch.logaddexp(total, part)
         totals.append(total)
-    blocks = []
-    for begin, some in zip(range(0, tokens, COLUMNS), keys[:, :tokens].split(COLUMNS, 1), strict=True):
-        best = some.new_full(some.shape[:2], -torch.inf, dtype=torch.float32)
-        for start, rows, total in zip(range(first, length, ROWS), queries.split(ROWS, 1), totals, strict=True):
-            chances = _near(_logits(rows, some, scaling, softcap), begin, start, window) - total[..., None]
-            torch.maximum(best, chances.amax((1, 2)), out=best)
-        blocks.append(best)
-    return torch.cat(blocks, 1)
+    return _maxima(queries, keys[:, :tokens], first, totals, scaling, softcap, window)
 
 
-# ---------------------------------------------------------------- attention that is listened to
+# ---------------------------------------------------------------- attention that is observed
 
 
 def _attend(
@@ -169,12 +177,8 @@ def _by_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: f
         rows = query[0, :, start : start + ROWS]
         end = start + rows.shape[1]
         begin = max(0, start - window + 1) if window else 0
-        found = _logits(rows, key[0, :, begin:end], scale, softcap)
-        places, columns = (torch.arange(*span, device=query.device) for span in ((start, end), (begin, end)))
-        hidden = columns > places[:, None]
-        if window:
-            hidden |= columns <= places[:, None] - window
-        chances = found.masked_fill_(hidden, -torch.inf).softmax(3).to(value.dtype)
+        found = attention_logits(rows, key[0, :, begin:end], scale, softcap)
+        chances = _masked(found, begin, start, window, causal=True).softmax(3).to(value.dtype)
         kv_heads, group = chances.shape[:2]
         out = chances.flatten(1, 2) @ value[0, :, begin:end]
         parts.append(out.view(kv_heads * group, rows.shape[1], -1))
@@ -214,7 +218,7 @@ def attention_by(model: Any, attend: Attend) -> Iterator[None]:
 
 
 @contextmanager
-def attention_heard(model: Any, heard: Heard) -> Iterator[None]:
+def attention_observed(model: Any, observe: Observe) -> Iterator[None]:
     """Around the same passes: their attention is as it would be, and told of.
 
     Raises:
@@ -225,7 +229,7 @@ def attention_heard(model: Any, heard: Heard) -> Iterator[None]:
         layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float, window: int
     ) -> Tensor:
         out = _causal(query, key, value, scale, softcap, window)
-        heard(layer, query[0], key[0], scale, softcap, window)
+        observe(layer, query[0], key[0], scale, softcap, window)
         return out
 
     with attention_by(model, attend):

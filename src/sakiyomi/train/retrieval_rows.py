@@ -1,7 +1,7 @@
 """Rows for the retrieval model: facts in filler, and behind it many questions with their answers.
 
 A row depends on the seed, the step and its own number alone: nothing is kept, a resumed run sees the same rows. Rows
-are put together from encoded parts, whose borders are borders of tokens in the whole text, too.
+are put together from encoded parts; tokens of the whole text begin and end where the parts do.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sakiyomi.core.errors import LoadError
 from sakiyomi.train.long_tasks.example import Fact
 from sakiyomi.train.long_tasks.facts import locker, needle, pair
 from sakiyomi.train.long_tasks.filler import NOISE, Supply, Texts
 from sakiyomi.train.long_tasks.keys import ADJECTIVES, NOUNS, digits, keys, repeated
+from sakiyomi.train.rows import check_unchanged
 
 __all__ = ["ANSWER", "KNOWN", "OTHER", "WANTED", "RetrievalRows"]
 
@@ -95,9 +95,8 @@ class RetrievalRows:
         questions = int(rng.integers(1, 3)) if first and half > SHORT else 1 if first else half // asking
         room = half - 1 - (questions * (len(self.encode(fact("red fox", "").asked)) + 1) if first else 0)
         most = room // cost
-        count = most if kind == "kv-dense" else int(np.exp(rng.uniform(0, np.log(0.7 * most + 1))))
-        source = keys(rng)
-        facts = [fact(key, digits(rng, 4)) for key in islice(source, max(1, count))]
+        count, source = _count(kind, most, rng), keys(rng)
+        facts = [fact(key, digits(rng, 4)) for key in islice(source, count)]
         wanted = [facts[index] for index in rng.permutation(len(facts))[:questions]]
         front = [self._end, *(self.encode(" ".join(one.asked for one in wanted) + "\n\n") if first else [])]
         if kind == "kv-dense":
@@ -107,18 +106,14 @@ class RetrievalRows:
             body = self._scattered(kind, facts, rng, half - len(front))
             body += [(f" {sentence}", KNOWN) for sentence in Supply(NOISE, rng).first(4)]
         answers = {one.answer for one in wanted}
-        ids, roles = front, [KNOWN] * len(front)
-        for text, role in body:
-            some = self.encode(text)
-            if first and text.isdigit():
-                role = WANTED if text in answers else OTHER
-            ids, roles = ids + some, roles + [role] * len(some)
-        ids, roles = ids[:half], roles[:half]
+        if first:
+            values = {True: WANTED, False: OTHER}
+            body = [(text, values[text in answers] if text.isdigit() else role) for text, role in body]
+        ids, roles = self._encoded(body)
+        ids, roles = [*front, *ids][:half], [*[KNOWN] * len(front), *roles][:half]
         ids, roles = ids + [self._end] * (half - len(ids)), roles + [NOTHING] * (half - len(roles))
-        for one in wanted:
-            for text, role in ((f"\n\n{one.asked}\n{one.cue}", KNOWN), *_answer(one)):
-                some = self.encode(text)
-                ids, roles = ids + some, roles + [role] * len(some)
+        more_ids, more_roles = self._encoded([part for one in wanted for part in _asking(one)])
+        ids, roles = ids + more_ids, roles + more_roles
         fill = length + 1 - len(ids)
         return np.array(ids + [self._end] * fill)[: length + 1], np.array(roles + [NOTHING] * fill)[: length + 1]
 
@@ -143,12 +138,7 @@ class RetrievalRows:
         Raises:
             LoadError: they are others.
         """
-        if list(state) != self._size:
-            raise LoadError(
-                f"the training files have {self._size} documents and characters, those of the checkpoint had "
-                f"{list(state)}: their text has changed; give the files as they were, or begin another run with "
-                "another --out"
-            )
+        check_unchanged("documents and characters", self._size, state)
 
     def _copy(self, rng: np.random.Generator, length: int) -> tuple[Roles, Roles]:
         """Random digits or words over and over."""
@@ -166,8 +156,7 @@ class RetrievalRows:
         facts = [pair(key, digits(rng, 4)) for key in islice(keys(rng), count)]
         parts = [*self._dense(facts), ("\n\nOnce more:", KNOWN)]
         for index in rng.permutation(count):
-            front = facts[index].text[: facts[index].span[0]]
-            parts += [(f"\n {front}", KNOWN), (facts[index].answer, ANSWER), ('",', ANSWER)]
+            parts += [(f"\n {facts[index].front}", KNOWN), (facts[index].answer, ANSWER), ('",', ANSWER)]
         return self._joined(parts, length)
 
     def _asked(self, kind: str, rng: np.random.Generator, length: int) -> tuple[Roles, Roles]:
@@ -185,15 +174,11 @@ class RetrievalRows:
             room = (length - 3 - questions * asking) // cost
             while room < 1 and questions > 1:
                 questions, room = questions - 1, room + asking // cost
-            room = max(1, room)
-            count = room if kind == "kv-dense" else int(np.exp(rng.uniform(0, np.log(0.7 * room + 1))))
-            facts = [fact(key, digits(rng, 4)) for key in islice(source, max(1, count))]
+            facts = [fact(key, digits(rng, 4)) for key in islice(source, _count(kind, max(1, room), rng))]
             most = questions
         wanted = [facts[index] for index in rng.permutation(len(facts))[:most]]
         front = [(" ".join(one.asked for one in wanted) + "\n\n", KNOWN)] if first else []
-        end: list[Part] = []
-        for one in wanted:
-            end += [(f"\n\n{one.asked}\n{one.cue}", KNOWN), *_answer(one)]
+        end = [part for one in wanted for part in _asking(one)]
         if kind == "kv-dense":
             return self._joined([*front, *self._dense(facts), *end], length)
         room = length - 2 - sum(len(self.encode(text)) for text, _ in (*front, *end))
@@ -209,8 +194,8 @@ class RetrievalRows:
         for number, fact in enumerate(facts):
             front = "\n " if number else "{"
             close = "," if number < len(facts) - 1 else "}"
-            parts.append((front + fact.text[: fact.span[0]], KNOWN))
-            parts += [(fact.answer, KNOWN), (fact.text[fact.span[1] :] + close, KNOWN)]
+            parts.append((front + fact.front, KNOWN))
+            parts += [(fact.answer, KNOWN), (fact.back + close, KNOWN)]
         return parts
 
     def _scattered(self, kind: str, facts: Sequence[Fact], rng: np.random.Generator, room: int) -> list[Part]:
@@ -235,8 +220,7 @@ class RetrievalRows:
     def _fact(self, kind: str, fact: Fact) -> list[Part]:
         """A fact between sentences; where its value stands twice, the second time is an answer of half the weight."""
         if kind == "kv":
-            begin, end = fact.span
-            return [(" {" + fact.text[:begin], KNOWN), (fact.answer, KNOWN), (fact.text[end:] + "}", KNOWN)]
+            return [(" {" + fact.front, KNOWN), (fact.answer, KNOWN), (fact.back + "}", KNOWN)]
         front, *rest = fact.text.split(fact.answer)
         parts = [(f" {front}", KNOWN), (fact.answer, KNOWN)]
         for number, text in enumerate(rest):
@@ -244,15 +228,25 @@ class RetrievalRows:
         return parts
 
     def _joined(self, parts: Sequence[Part], length: int) -> tuple[Roles, Roles]:
-        ids, roles = [self._end], [KNOWN]
-        for text, role in parts:
-            some = self.encode(text)
-            ids += some
-            roles += [role] * len(some)
-        return np.array(ids[:length]), np.array(roles[:length])
+        ids, roles = self._encoded(parts)
+        return np.array([self._end, *ids][:length]), np.array([KNOWN, *roles][:length])
+
+    def _encoded(self, parts: Sequence[Part]) -> tuple[list[int], list[int]]:
+        """Tokens of all parts, and what each is."""
+        encoded = [(self.encode(text), role) for text, role in parts]
+        return [id for ids, _ in encoded for id in ids], [role for ids, role in encoded for _ in ids]
 
 
-def _answer(fact: Fact) -> list[Part]:
-    """The answer behind its cue, and what closes it."""
+def _count(kind: str, most: int, rng: np.random.Generator) -> int:
+    """Facts of a row: as many as there is room for, or some."""
+    return max(1, most if kind == "kv-dense" else int(np.exp(rng.uniform(0, np.log(0.7 * most + 1)))))
+
+
+def _asking(fact: Fact) -> list[Part]:
+    """A question, the answer behind its cue, and what closes it."""
     quoted = fact.cue.endswith('"')
-    return [(fact.answer if quoted else f" {fact.answer}", ANSWER), ('"' if quoted else ".", ANSWER)]
+    return [
+        (f"\n\n{fact.asked}\n{fact.cue}", KNOWN),
+        (fact.answer if quoted else f" {fact.answer}", ANSWER),
+        ('"' if quoted else ".", ANSWER),
+    ]

@@ -6,36 +6,71 @@ uninterrupted one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.train.data import Encoder, Ids, TextSpec, encode_file
+from sakiyomi.train.data import Ids, TextSpec
 
 
-class Stream:
+class Rows(ABC):
+    """Rows of documents, epoch after epoch, each in an order of its own; the position can be kept.
+
+    Args:
+        size: tokens or rows of an epoch.
+        seed: of the orders; `key` tells sources of one seed apart.
+
+    Attributes:
+        epoch, offset: epochs that are over, and the position in the present one, of `size`.
+    """
+
+    def __init__(self, size: int, *, seed: int, key: int) -> None:
+        self.size, self._seed, self._key = size, seed, key
+        self.epoch = self.offset = 0
+        self._begin_epoch()
+
+    def _order(self, count: int) -> Ids:
+        """The present epoch's order of so many things."""
+        return np.random.default_rng((self._seed, self._key, self.epoch)).permutation(count)
+
+    @abstractmethod
+    def _begin_epoch(self) -> None:
+        """Put everything into the present epoch's order."""
+
+    @abstractmethod
+    def take(self, count: int) -> Ids:
+        """The next row of `count` tokens."""
+
+    def state(self) -> list[int]:
+        """The position."""
+        return [self.epoch, self.offset]
+
+    def restore(self, state: Sequence[int]) -> None:
+        """Go to a position taken with `state`."""
+        self.epoch, self.offset = int(state[0]), int(state[1])
+        self._begin_epoch()
+
+
+class Stream(Rows):
     """An endless token stream over documents: every epoch is a fresh permutation, no token is skipped within it.
 
     Args:
         documents: token ids of each document, its leading separator included.
-        seed: of the permutations; `key` tells streams of one seed apart.
+        seed, key: as of `Rows`.
     """
 
     def __init__(self, documents: Sequence[Ids], *, seed: int, key: int) -> None:
         self._documents = documents
-        self._seed, self._key = seed, key
-        self.epoch, self.offset = 0, 0
-        self.size = sum(len(document) for document in documents)
-        self._tokens = self._permuted()
+        super().__init__(sum(map(len, documents)), seed=seed, key=key)
 
-    def _permuted(self) -> Ids:
-        order = np.random.default_rng((self._seed, self._key, self.epoch)).permutation(len(self._documents))
-        return np.concatenate([self._documents[index] for index in order])
+    def _begin_epoch(self) -> None:
+        self._tokens = np.concatenate([self._documents[index] for index in self._order(len(self._documents))])
 
     def take(self, count: int) -> Ids:
-        """The next `count` tokens; the position moves on by one token less, as rows share their border token."""
+        """The next `count` tokens; the position moves on by one token less, as rows share a token at their ends."""
         parts: list[Ids] = []
         missing = count
         while True:
@@ -46,27 +81,18 @@ class Stream:
             if not missing:
                 break
             self.epoch, self.offset = self.epoch + 1, 0
-            self._tokens = self._permuted()
+            self._begin_epoch()
         self.offset = max(self.offset - 1, 0)
         return np.concatenate(parts)
 
-    def state(self) -> list[int]:
-        """Position as (epoch, offset)."""
-        return [self.epoch, self.offset]
 
-    def restore(self, state: Sequence[int]) -> None:
-        """Go to a position taken with `state`."""
-        self.epoch, self.offset = int(state[0]), int(state[1])
-        self._tokens = self._permuted()
-
-
-class FixedRows:
+class FixedRows(Rows):
     """Documents joined once and cut into rows of one length; epochs shuffle the rows, and a row comes back as it was.
 
     Args:
         documents: token ids of each document, its leading separator included.
         length: tokens of a row's inputs; a row has one more, its last target.
-        seed: of the permutations; `key` tells sources of one seed apart.
+        seed, key: as of `Rows`.
     """
 
     def __init__(self, documents: Sequence[Ids], length: int, *, seed: int, key: int) -> None:
@@ -76,48 +102,20 @@ class FixedRows:
         tokens = np.resize(tokens, max(len(tokens), length + 1))
         count = (len(tokens) - 1) // length
         self._rows = np.stack([tokens[row * length : (row + 1) * length + 1] for row in range(count)])
-        self._seed, self._key = seed, key
-        self.epoch, self.offset, self.size = 0, 0, count
-        self._order = self._permuted()
+        super().__init__(count, seed=seed, key=key)
 
-    def _permuted(self) -> Ids:
-        return np.random.default_rng((self._seed, self._key, self.epoch)).permutation(self.size)
+    def _begin_epoch(self) -> None:
+        self._numbers = self._order(self.size)
 
     def take(self, count: int) -> Ids:
         """The next row; `count` must be the length of a row, targets included."""
         if self.offset == self.size:
             self.epoch, self.offset = self.epoch + 1, 0
-            self._order = self._permuted()
-        row: Ids = self._rows[self._order[self.offset]]
+            self._begin_epoch()
+        row: Ids = self._rows[self._numbers[self.offset]]
         assert len(row) == count, "one row length a run"
         self.offset += 1
         return row
-
-    def state(self) -> list[int]:
-        """Position as (epoch, offset in rows)."""
-        return [self.epoch, self.offset]
-
-    def restore(self, state: Sequence[int]) -> None:
-        """Go to a position taken with `state`."""
-        self.epoch, self.offset = int(state[0]), int(state[1])
-        self._order = self._permuted()
-
-
-class Rows(Protocol):
-    """A source of rows whose position can be kept: epochs done and the offset in the present one, of `size`."""
-
-    epoch: int
-    offset: int
-    size: int
-
-    def take(self, count: int) -> Ids:
-        """The next row of `count` tokens."""
-
-    def state(self) -> list[int]:
-        """The position."""
-
-    def restore(self, state: Sequence[int]) -> None:
-        """Go to a position taken with `state`."""
 
 
 class Batches(Protocol):
@@ -131,6 +129,15 @@ class Batches(Protocol):
 
     def restore(self, state: Any) -> None:
         """Go to positions taken with `state`."""
+
+
+def check_unchanged(unit: str, sizes: Sequence[int], before: Sequence[int]) -> None:
+    """Raise LoadError unless the training files are as large as those of the checkpoint."""
+    if list(sizes) != list(before):
+        raise LoadError(
+            f"the training files have {list(sizes)} {unit}, those of the checkpoint had {list(before)}: their text has "
+            "changed; give the files as they were, or begin another run with another --out"
+        )
 
 
 class Mixture:
@@ -168,16 +175,21 @@ class Mixture:
             LoadError: the streams are not those of the checkpoint.
         """
         sizes, before = [stream.size for stream in self.streams], [size for *_, size in state]
-        if sizes != before:
-            raise LoadError(
-                f"the training files have {sizes} tokens or rows, those of the checkpoint had {before}: their text has "
-                "changed; give the files as they were, or begin another run with another --out"
-            )
+        check_unchanged("tokens or rows", sizes, before)
         for stream, (*position, _) in zip(self.streams, state, strict=True):
             stream.restore(position)
 
 
-def load_mixture(specs: Sequence[TextSpec], tokenizer: Encoder, vocab: int, seed: int) -> Mixture:
-    """Read and encode training files into a mixture; `vocab` tokens are known to the model."""
-    streams = [Stream(encode_file(spec.path, tokenizer, vocab), seed=seed, key=key) for key, spec in enumerate(specs)]
+def mixture_of(
+    specs: Sequence[TextSpec], documents: Sequence[Sequence[Ids]], make: Callable[..., Rows], seed: int
+) -> Mixture:
+    """Rows of files by their shares.
+
+    Args:
+        specs: the files.
+        documents: of each.
+        make: rows of documents, with `seed` and `key`.
+        seed: of all orders and choices.
+    """
+    streams = [make(some, seed=seed, key=key) for key, some in enumerate(documents)]
     return Mixture(streams, [spec.stable for spec in specs], [spec.decay for spec in specs], seed)

@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from sakiyomi.train.config import TargetConfig
-from sakiyomi.train.data import TextSpec, read_documents
+from sakiyomi.train.data import TextSpec, encode_file, read_documents
 from sakiyomi.train.evaluate import bits_per_character, encode_held_out, read_held_out
 from sakiyomi.train.export import Result, save
 from sakiyomi.train.llama import new_llama
-from sakiyomi.train.loop import Growth, Loop, compiled_loss
+from sakiyomi.train.loop import Loop, compiled_loss
 from sakiyomi.train.losses import next_token_loss
 from sakiyomi.train.optim import text_optimizers
 from sakiyomi.train.recipe import TextRecipe, train
-from sakiyomi.train.rows import load_mixture
+from sakiyomi.train.rows import Stream, mixture_of
 from sakiyomi.train.tokenizer import load_tokenizer, own_tokenizer, train_tokenizer
 
 # Held-out tokens of the final measurement: 65,536 give the loss to about 0.01 nats.
@@ -38,7 +38,8 @@ class _Target(TextRecipe[TargetConfig]):
         texts = {name: read_held_out(path) for name, path in self.valid.items()}
         self.tokenizer = load_or_train_tokenizer(self.config, self.specs)
         self.held_out = [encode_held_out(name, some, self.tokenizer) for name, some in texts.items()]
-        self.mixture = load_mixture(self.specs, self.tokenizer, len(self.tokenizer), self.config.loop.seed)
+        documents = [encode_file(spec.path, self.tokenizer, len(self.tokenizer)) for spec in self.specs]
+        self.mixture = mixture_of(self.specs, documents, Stream, self.config.loop.seed)
 
     def loop(self) -> Loop:
         """See `Recipe`."""
@@ -60,16 +61,15 @@ class _Target(TextRecipe[TargetConfig]):
             self.mixture,
             lambda model: self._measures(model, config.eval_tokens),
             optimizers=text_optimizers(config),
-            growth=Growth(config.sizes.layers, config.grow_at) if config.first_layers else None,
+            grow_to=config.sizes.layers,
+            grow_at=config.grow_at,
         )
 
     def finish(self, loop: Loop) -> Result:
         """See `Recipe`."""
         measures = self._measures(loop.model, FINAL_TOKENS)
         save(self.config, loop.model, self.tokenizer)
-        return Result(
-            loop.model, self.config.sizes.layers, measures, loop.epochs([spec.path.name for spec in self.specs])
-        )
+        return Result(loop.model, self.config.sizes.layers, measures, loop.epochs(self.specs))
 
     def _measures(self, model: LlamaForCausalLM, tokens: int) -> dict[str, dict[str, float]]:
         return {item.name: bits_per_character(model, item, tokens) for item in self.held_out}

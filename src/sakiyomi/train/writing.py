@@ -10,6 +10,8 @@ from safetensors import SafetensorError
 
 from sakiyomi.core.errors import LoadError
 
+ADVICE = "make room there, or choose another --out. Where there is a checkpoint, --resume goes on from it"
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -27,7 +29,4 @@ def writing(path: Path) -> Iterator[None]:
             cause = cause.__context__
         if cause is None:
             raise
-        raise LoadError(
-            f"cannot write {path}: {cause}; make room there, or choose another --out. Where there is a checkpoint, "
-            "--resume goes on from it"
-        ) from error
+        raise LoadError(f"cannot write {path}: {cause}; {ADVICE}") from error

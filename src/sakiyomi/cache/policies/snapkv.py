@@ -1,4 +1,4 @@
-"""SnapKV: what the last rows look at (Li et al. 2024, arXiv 2404.14469)."""
+"""SnapKV: what the last rows look at (Li et al. 2024, arXiv 2404.14469); PyramidKV: larger budgets for lower layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from sakiyomi.cache.policies.base import View
 from sakiyomi.cache.policies.looking import Looking
 
-__all__ = ["SnapKV"]
+__all__ = ["PyramidKV", "SnapKV"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -38,3 +38,11 @@ class SnapKV(Looking):
     def pinned(self, view: View) -> Tensor:
         """The window too."""
         return super().pinned(view) | (view.places >= view.length - self.window)
+
+
+@dataclass(kw_only=True, eq=False)
+class PyramidKV(SnapKV):
+    """SnapKV's scores, with budgets that fall from the first layer to the last (Cai et al. 2024, arXiv 2406.02069)."""
+
+    name: ClassVar[str] = "pyramidkv"
+    pyramid: float = 20.0

@@ -20,9 +20,8 @@ from sakiyomi.cache.policies.knorm import KeyDiff, Knorm
 from sakiyomi.cache.policies.lococo import LoCoCo
 from sakiyomi.cache.policies.locret import Locret
 from sakiyomi.cache.policies.minference import PATTERNS, MInference
-from sakiyomi.cache.policies.pyramidkv import PyramidKV
 from sakiyomi.cache.policies.sirllm import SirLLM
-from sakiyomi.cache.policies.snapkv import SnapKV
+from sakiyomi.cache.policies.snapkv import PyramidKV, SnapKV
 from sakiyomi.cache.policies.sparse import Sparse
 from sakiyomi.cache.policies.streaming import Recency, Streaming
 from sakiyomi.cache.policies.tova import TOVA

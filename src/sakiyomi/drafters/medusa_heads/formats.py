@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_json
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.trained import read_tensors, write_trained
+from sakiyomi.core.trained import BASE, Trained, read_tensors, write_trained
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 
 if TYPE_CHECKING:
@@ -32,26 +32,39 @@ FORMATS: tuple[Format, ...] = ("medusa", "merged", "vllm")
 FILE, PICKLE = HEADS_FILE, "medusa_lm_head.pt"
 PREFIX, WHAT = "medusa_head.", "Medusa heads"
 
-_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-_OWN = re.compile(r"(\d+)\.(\d+)\.weight")
-_VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
-_VLLM_OWN = re.compile(r"lm_heads\.(\d+)\.weight")
 _VLLM_PREFIX = "medusa_heads."
 
 
 @dataclass(frozen=True)
-class HeadsFile:
+class _Names:
+    """What a format calls its tensors, with the numbers of head and layer.
+
+    Attributes:
+        block: weight or bias of a residual block.
+        own: weight of a head over the vocabulary; its layer is the one behind the blocks.
+        whose: heads these are, for messages.
+    """
+
+    block: str
+    own: str
+    whose: str
+
+
+_MEDUSA = _Names("{head}.{layer}.linear.{part}", "{head}.{layer}.weight", WHAT)
+_VLLM = _Names("blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight", f"{WHAT} of vLLM")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsFile(Trained):
     """Heads as they were found.
 
     Attributes:
         heads: themselves, in the dtype in which they are stored.
         format: in which they were.
-        base: what their configuration calls the target; None: it does not say.
     """
 
     heads: MedusaHeads
     format: Format
-    base: str | None
 
 
 def read_heads(folder: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
@@ -71,22 +84,21 @@ def read_heads(folder: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
     kind: Format
     if config.get("model_type") == "medusa":
         kind, said = "vllm", config.get("num_heads")
-        heads = _from_vllm(folder, read_tensors(read_checkpoint(folder).files, WHAT))
+        heads = _from_tensors(folder, read_tensors(read_checkpoint(folder).files, WHAT), _VLLM, _VLLM_PREFIX)
     elif (folder / FILE).is_file() or (folder / PICKLE).is_file():
         kind, said = "medusa", config.get("medusa_num_heads")
         file = folder / (FILE if (folder / FILE).is_file() else PICKLE)
-        heads = _from_medusa(folder, read_tensors([file], WHAT, allow_pickle=allow_pickle))
+        heads = _from_tensors(folder, read_tensors([file], WHAT, allow_pickle=allow_pickle), _MEDUSA)
     else:
         kind, said = "merged", config.get("medusa_num_heads")
         files = read_checkpoint(folder).files
         tensors = read_tensors(files, WHAT, wanted=lambda name: name.startswith(PREFIX))
-        heads = _from_medusa(folder, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()})
+        heads = _from_tensors(folder, tensors, _MEDUSA, PREFIX)
     if said is not None and said != heads.shape.heads:
         logger.warning(
             "%s: config.json speaks of %s heads and the file holds %d, which are taken", folder, said, heads.shape.heads
         )
-    base = config.get("base_model_name_or_path")
-    return HeadsFile(heads, kind, base if isinstance(base, str) else None)
+    return HeadsFile.of(config, heads=heads, format=kind, name=str(folder))
 
 
 def write_heads(
@@ -120,14 +132,14 @@ def write_heads(
     else:
         if shape.own == 1 and shape.heads > 1:
             raise InputError(f"one head over the vocabulary for all of {shape.heads} can only be written as 'vllm'")
-        tensors = _to_medusa(heads)
+        tensors = _to_tensors(heads, heads.own if heads.own is not None else (), _MEDUSA)
         config = {"medusa_num_heads": shape.heads, "medusa_num_layers": shape.layers}
         if not shape.own:
             config["version"] = "2"
     if format == "merged":
         tensors, config = _into_model(tensors, config, base)
     elif base is not None:
-        config = {"base_model_name_or_path": str(base), **config}
+        config = {BASE: str(base), **config}
     name = FILE if format == "medusa" else "model.safetensors"
     write_trained(folder, name, tensors, config, WHAT)
 
@@ -135,30 +147,20 @@ def write_heads(
 # ---------------------------------------------------------------- tensors to heads
 
 
-def _from_medusa(folder: Path, tensors: Mapping[str, Tensor]) -> MedusaHeads:
-    blocks, own = {}, {}
-    for name, tensor in tensors.items():
-        if match := _BLOCK.fullmatch(name):
-            blocks[int(match[1]), int(match[2]), match[3]] = tensor
-        elif match := _OWN.fullmatch(name):
-            own[int(match[1])] = tensor
-        else:
-            raise LoadError(f"{folder} holds a tensor {name!r}, which Medusa heads do not have")
-    return _assembled(folder, blocks, own)
-
-
-def _from_vllm(folder: Path, tensors: Mapping[str, Tensor]) -> MedusaHeads:
+def _from_tensors(folder: Path, tensors: Mapping[str, Tensor], names: _Names, prefix: str = "") -> MedusaHeads:
+    """Heads of tensors that have these names, perhaps with the prefix in front."""
+    block, own_head = _pattern(names.block), _pattern(names.own)
     blocks, own, token_map = {}, {}, None
     for stored, tensor in tensors.items():
-        name = stored.removeprefix(_VLLM_PREFIX)
-        if match := _VLLM_BLOCK.fullmatch(name):
-            blocks[int(match[1]), int(match[2]), match[3]] = tensor
-        elif match := _VLLM_OWN.fullmatch(name):
-            own[int(match[1])] = tensor
-        elif name == "token_map":
+        name = stored.removeprefix(prefix)
+        if match := block.fullmatch(name):
+            blocks[int(match["head"]), int(match["layer"]), match["part"]] = tensor
+        elif match := own_head.fullmatch(name):
+            own[int(match["head"])] = tensor
+        elif name == "token_map" and names is _VLLM:
             token_map = tensor
         else:
-            raise LoadError(f"{folder} holds a tensor {name!r}, which Medusa heads of vLLM do not have")
+            raise LoadError(f"{folder} holds a tensor {name!r}, which {names.whose} do not have")
     heads = _assembled(folder, blocks, own)
     if token_map is not None:
         if token_map.shape != (heads.shape.vocab_size,):
@@ -167,6 +169,11 @@ def _from_vllm(folder: Path, tensors: Mapping[str, Tensor]) -> MedusaHeads:
             )
         heads.token_map = token_map
     return heads
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    numbers = {"head": r"(?P<head>\d+)", "layer": r"(?P<layer>\d+)"}
+    return re.compile(name.replace(".", r"\.").format(**numbers, part="(?P<part>weight|bias)"))
 
 
 def _assembled(folder: Path, blocks: dict[tuple[int, int, str], Tensor], own: dict[int, Tensor]) -> MedusaHeads:
@@ -210,18 +217,18 @@ def _assembled(folder: Path, blocks: dict[tuple[int, int, str], Tensor], own: di
 # ---------------------------------------------------------------- heads to tensors
 
 
-def _to_medusa(heads: MedusaHeads) -> dict[str, Tensor]:
-    tensors = {}
-    for head in range(heads.shape.heads):
-        for layer in range(heads.shape.layers):
-            tensors[f"{head}.{layer}.linear.weight"] = heads.weights[layer, head]
+def _to_tensors(heads: MedusaHeads, own: Iterable[Tensor], names: _Names) -> dict[str, Tensor]:
+    """Tensors by name, with these heads over the vocabulary."""
+    shape, tensors = heads.shape, {}
+    for head in range(shape.heads):
+        for layer in range(shape.layers):
+            tensors[names.block.format(head=head, layer=layer, part="weight")] = heads.weights[layer, head]
+            bias = names.block.format(head=head, layer=layer, part="bias")
             if heads.biases is not None:
-                tensors[f"{head}.{layer}.linear.bias"] = heads.biases[layer, head]
-            else:  # readers of this format expect one
-                tensors[f"{head}.{layer}.linear.bias"] = heads.weights.new_zeros(heads.shape.hidden_size)
-        if heads.own is not None:
-            tensors[f"{head}.{heads.shape.layers}.weight"] = heads.own[head]
-    return tensors
+                tensors[bias] = heads.biases[layer, head]
+            elif names is _MEDUSA:  # readers of this format expect one
+                tensors[bias] = heads.weights.new_zeros(shape.hidden_size)
+    return tensors | {names.own.format(head=head, layer=shape.layers): weight for head, weight in enumerate(own)}
 
 
 def _to_vllm(heads: MedusaHeads, head: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -237,12 +244,7 @@ def _to_vllm(heads: MedusaHeads, head: Tensor | None) -> tuple[dict[str, Tensor]
         )
     if own.shape[-1] != shape.hidden_size:
         raise InputError(f"head is {tuple(own.shape[1:])} and the heads read {shape.hidden_size} values")
-    tensors = {f"lm_heads.{number}.weight": weight for number, weight in enumerate(own)}
-    for number in range(shape.heads):
-        for layer in range(shape.layers):
-            tensors[f"blocks.{number}.layers.{layer}.weight"] = heads.weights[layer, number]
-            if heads.biases is not None:
-                tensors[f"blocks.{number}.layers.{layer}.bias"] = heads.biases[layer, number]
+    tensors = _to_tensors(heads, own, _VLLM)
     config = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import whole_file
 
 __all__ = ["FILE", "Tuned", "read_tuned", "write_tuned"]
 
@@ -59,12 +60,5 @@ def read_tuned(folder: Path) -> Tuned | None:
 
 def write_tuned(folder: Path, tuned: Tuned) -> None:
     """Write the file; if that fails, the old one stays."""
-    path = folder / FILE
-    fresh = path.with_suffix(".partial")
-    try:
+    with whole_file(folder / FILE, "give a folder that can be written") as fresh:
         fresh.write_text(json.dumps(dataclasses.asdict(tuned), indent=1) + "\n", encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}; give a folder that can be written") from None
-    finally:
-        fresh.unlink(missing_ok=True)

@@ -68,13 +68,7 @@ class RetrieverConfig(TextRunConfig):
     )
     sizes: WholeSizes = field(
         default=WholeSizes(
-            vocab=1024,
-            hidden=128,
-            layers=4,
-            heads=4,
-            intermediate=384,
-            max_positions=8192,
-            rope_theta=500000.0,
+            vocab=1024, hidden=128, layers=4, heads=4, intermediate=384, max_positions=8192, rope_theta=500000.0
         )
     )
     stage_shares: tuple[float, ...] = setting(

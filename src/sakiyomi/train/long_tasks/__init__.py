@@ -6,8 +6,7 @@ The kinds follow those of InfiniteBench (arXiv 2402.13718) and RULER (arXiv 2404
 
 from sakiyomi.train.long_tasks.example import Example, Task, hits
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Noise, Texts, read_filler
-from sakiyomi.train.long_tasks.haystack import MultiKey, Needle, Pairs
-from sakiyomi.train.long_tasks.pairs import DensePairs
+from sakiyomi.train.long_tasks.haystack import DensePairs, MultiKey, Needle, Pairs
 from sakiyomi.train.long_tasks.variables import Variables
 from sakiyomi.train.long_tasks.words import CommonWords
 
@@ -31,14 +30,6 @@ __all__ = [
 
 TASKS: dict[str, Task] = {
     task.name: task
-    for task in (
-        Needle("passkey"),
-        Needle("number"),
-        Pairs(),
-        DensePairs(),
-        MultiKey(),
-        Variables(),
-        CommonWords(),
-    )
+    for task in (Needle("passkey"), Needle("number"), Pairs(), DensePairs(), MultiKey(), Variables(), CommonWords())
 }
 """The tasks by name, with the settings of their classes; ``dataclasses.replace`` makes others."""

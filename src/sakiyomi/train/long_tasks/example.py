@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
 
-__all__ = ["Example", "Fact", "Task", "check_depth", "fitted", "hits", "tokens_of"]
+__all__ = ["Example", "Fact", "Task", "fitted", "hits", "tokens_of"]
 
 TRIES = 12
 """Texts that are encoded at most while the length is sought; the gap shrinks to a piece or two in about five."""
@@ -48,16 +49,25 @@ class Example:
         return (f"{self.asked}\n\n" if query_first else "") + self.context + self.question
 
 
-class Task(Protocol):
-    """A kind of question."""
+class Task(ABC):
+    """A kind of question.
+
+    Attributes:
+        name: as in ``TASKS``.
+        least: fewest units (filler sentences, pairs, words) of a text.
+    """
+
+    name: str
+    least: ClassVar[int] = 0
 
     @property
-    def name(self) -> str:
-        """As in ``TASKS``."""
-
-    @property
+    @abstractmethod
     def answer_tokens(self) -> int:
         """New tokens that an answer may take, enough where every character is a token."""
+
+    @abstractmethod
+    def builder(self, rng: np.random.Generator, depth: float | None) -> Callable[[int], Example]:
+        """What makes an example with so many units of text; arguments as of ``make``."""
 
     def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
         """An example, which depends on the arguments alone.
@@ -72,9 +82,13 @@ class Task(Protocol):
         Raises:
             InputError: the length leaves no room for the task, or the depth is outside 0..1.
         """
+        if depth is not None and not 0 <= depth <= 1:
+            raise InputError(f"depth is {depth!r}, expected a number from 0 (the beginning) to 1 (the end), or None")
+        return fitted(self.builder(rng, depth), self.least, length, tokenizer)
 
     def score(self, text: str, example: Example) -> float:
         """How right an answer is, 0..1."""
+        return hits(text, example.answers)
 
 
 @dataclass(frozen=True)
@@ -82,30 +96,28 @@ class Fact:
     """Something to be found, and the question for it.
 
     Attributes:
-        text: as it stands in the context.
+        front, back: what stands before and behind the answer in the context.
+        answer: without its beginning, and without a space in front.
         asked: the question.
         cue: the beginning of the answer.
-        answer: the rest of it, without a space in front.
-        span: (begin, end) of the answer in ``text``.
     """
 
-    text: str
-    asked: str
-    cue: str
+    front: str
     answer: str
-    span: tuple[int, int]
+    back: str
+    asked: str = ""
+    cue: str = ""
+
+    @property
+    def text(self) -> str:
+        """As it stands in the context."""
+        return self.front + self.answer + self.back
 
 
 def hits(text: str, answers: Sequence[str]) -> float:
     """Share of the answers that stand in a text as whole words: 4821 is not found in 48215."""
     found = [re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", text) is not None for answer in answers]
     return sum(found) / len(found)
-
-
-def check_depth(depth: float | None) -> None:
-    """Raise InputError unless the depth is None or in 0..1."""
-    if depth is not None and not 0 <= depth <= 1:
-        raise InputError(f"depth is {depth!r}, expected a number from 0 (the beginning) to 1 (the end), or None")
 
 
 def tokens_of(text: str, tokenizer: Any) -> int:

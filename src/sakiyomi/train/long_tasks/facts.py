@@ -13,37 +13,25 @@ NEEDLES = {"passkey": "pass key", "number": "long number"}
 def needle(task: str, value: str) -> Fact:
     """The one value of a text; it stands there twice."""
     what = NEEDLES[task]
-    front = f"For the record, the {what} is "
     return Fact(
-        text=f"{front}{value}; that is {value} and nothing else.",
+        f"For the record, the {what} is ",
+        value,
+        f"; that is {value} and nothing else.",
         asked=f"Question: Which {what} does the text name?",
         cue=f"Answer: The {what} is",
-        answer=value,
-        span=(len(front), len(front) + len(value)),
     )
 
 
 def pair(key: str, value: str) -> Fact:
     """A pair as JSON has it, without braces."""
-    return Fact(
-        text=f'"{key}": "{value}"',
-        asked=f'Question: Which value belongs to the key "{key}"?',
-        cue=f'Answer: "{key}": "',
-        answer=value,
-        span=(len(key) + 5, len(key) + 5 + len(value)),
-    )
+    asked = f'Question: Which value belongs to the key "{key}"?'
+    return Fact(f'"{key}": "', value, '"', asked, cue=f'Answer: "{key}": "')
 
 
 def locker(key: str, value: str) -> Fact:
     """One of several numbers, each with its owner."""
-    front = f"The locker of the {key} opens with "
-    return Fact(
-        text=f"{front}{value}.",
-        asked=f"Question: What opens the locker of the {key}?",
-        cue=f"Answer: The locker of the {key} opens with",
-        answer=value,
-        span=(len(front), len(front) + len(value)),
-    )
+    opens = f"The locker of the {key} opens with"
+    return Fact(f"{opens} ", value, ".", f"Question: What opens the locker of the {key}?", cue=f"Answer: {opens}")
 
 
 def question(asked: str, cue: str) -> str:

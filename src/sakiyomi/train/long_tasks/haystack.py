@@ -1,25 +1,30 @@
-"""Tasks that hide facts between sentences of filler: one value, pairs of keys and values, numbers with owners."""
+"""Tasks that hide facts: between sentences of filler one value, pairs of keys and values, or numbers with owners; and a
+text of nothing but pairs.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.long_tasks.example import Example, Fact, check_depth, fitted, hits
+from sakiyomi.train.long_tasks.example import Example, Fact, Task
 from sakiyomi.train.long_tasks.facts import NEEDLES, locker, needle, pair, question
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Supply
 from sakiyomi.train.long_tasks.keys import digits, keys, repeated
 
-__all__ = ["MultiKey", "Needle", "Pairs", "scattered"]
+__all__ = ["DensePairs", "MultiKey", "Needle", "Pairs", "scattered"]
+
+JOINT = ",\n "  # between the pairs of a JSON object
 
 
 @dataclass(frozen=True)
-class Needle:
+class Needle(Task):
     """One value in a long text: a pass key of 5 digits, or a long number of 10, half of them doubled.
 
     Attributes:
@@ -43,9 +48,8 @@ class Needle:
         """A new value."""
         return needle(self.name, digits(rng, 5) if self.name == "passkey" else repeated(rng, 10))
 
-    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
+    def builder(self, rng: np.random.Generator, depth: float | None) -> Callable[[int], Example]:
         """See ``Task``."""
-        check_depth(depth)
         place = rng.random() if depth is None else depth
         fact, supply = self.fact(rng), Supply(self.filler, rng)
 
@@ -54,15 +58,11 @@ class Needle:
             end = question(fact.asked, fact.cue)
             return Example(self.name, context, end, (fact.answer,), (span,), fact.asked)
 
-        return fitted(build, 0, length, tokenizer)
-
-    def score(self, text: str, example: Example) -> float:
-        """See ``Task``."""
-        return hits(text, example.answers)
+        return build
 
 
 @dataclass(frozen=True)
-class _Several:
+class _Several(Task):
     """Facts with different keys, of which some are asked for.
 
     Attributes:
@@ -88,21 +88,14 @@ class _Several:
         """See ``Task``."""
         return (self.value_digits + 3) * self.queries + (32 * (self.queries - 1))
 
-    def score(self, text: str, example: Example) -> float:
-        """See ``Task``."""
-        return hits(text, example.answers)
+    @staticmethod
+    @abstractmethod
+    def fact(key: str, value: str) -> Fact:
+        """A pair as it stands in the text."""
 
-    def _made(
-        self,
-        task: str,
-        fact: Callable[[str, str], Fact],
-        rng: np.random.Generator,
-        length: int,
-        tokenizer: Any,
-        depth: float | None,
-    ) -> Example:
-        check_depth(depth)
-        facts = [fact(key, digits(rng, self.value_digits)) for key in islice(keys(rng), self.facts)]
+    def builder(self, rng: np.random.Generator, depth: float | None) -> Callable[[int], Example]:
+        """See ``Task``."""
+        facts = [self.fact(key, digits(rng, self.value_digits)) for key in islice(keys(rng), self.facts)]
         places = rng.random(self.facts)
         if depth is not None:
             # What is asked for stands there; the others are distractors around it.
@@ -115,44 +108,37 @@ class _Several:
             context, spans = scattered(supply.first(count), list(zip(places, facts, strict=True)))
             end = question(asked, wanted[0].cue)
             answers = tuple(one.answer for one in wanted)
-            return Example(task, context, end, answers, spans[: self.queries], asked, others)
+            return Example(self.name, context, end, answers, spans[: self.queries], asked, others)
 
-        return fitted(build, 0, length, tokenizer)
+        return build
+
+
+def braced(key: str, value: str) -> Fact:
+    """A pair that stands alone."""
+    plain = pair(key, value)
+    return replace(plain, front="{" + plain.front, back=plain.back + "}")
 
 
 @dataclass(frozen=True)
 class Pairs(_Several):
     """Pairs of a key and a value as JSON has them, scattered in filler; one is asked for."""
 
-    @property
-    def name(self) -> str:
-        """See ``Task``."""
-        return "kv"
-
-    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
-        """See ``Task``."""
-        return self._made(self.name, braced, rng, length, tokenizer, depth)
+    name = "kv"
+    fact = staticmethod(braced)
 
 
 @dataclass(frozen=True)
 class MultiKey(_Several):
     """Numbers with owners, in sentences; the number of one owner is asked for, or of several (``queries``)."""
 
-    @property
-    def name(self) -> str:
-        """See ``Task``."""
-        return "multikey"
-
-    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
-        """See ``Task``."""
-        return self._made(self.name, locker, rng, length, tokenizer, depth)
+    name = "multikey"
+    fact = staticmethod(locker)
 
 
-def braced(key: str, value: str) -> Fact:
-    """A pair that stands alone."""
-    plain = pair(key, value)
-    begin, end = plain.span
-    return Fact("{" + plain.text + "}", plain.asked, plain.cue, plain.answer, (begin + 1, end + 1))
+def _span(fact: Fact, at: int) -> tuple[int, int]:
+    """Where a fact's answer begins and ends in a text in which the fact begins there."""
+    begin = at + len(fact.front)
+    return begin, begin + len(fact.answer)
 
 
 def scattered(sentences: Sequence[str], facts: Sequence[tuple[float, Fact]]) -> tuple[str, tuple[tuple[int, int], ...]]:
@@ -173,10 +159,60 @@ def scattered(sentences: Sequence[str], facts: Sequence[tuple[float, Fact]]) -> 
     for number in range(len(sentences) + 1):
         while done < len(order) and before[order[done]] == number:
             fact = facts[order[done]][1]
-            spans[order[done]] = (at + fact.span[0], at + fact.span[1])
+            spans[order[done]] = _span(fact, at)
             parts.append(fact.text)
             at, done = at + len(fact.text) + 1, done + 1
         if number < len(sentences):
             parts.append(sentences[number])
             at += len(sentences[number]) + 1
     return " ".join(parts), tuple(spans[index] for index in range(len(facts)))
+
+
+@dataclass(frozen=True)
+class DensePairs(Task):
+    """A JSON object of as many pairs as fit; the value of one key is asked for.
+
+    No memory that is smaller than the text can hold the answer unless it knows the question.
+
+    Attributes:
+        value_digits: of a value.
+    """
+
+    name = "kv-dense"
+    least: ClassVar[int] = 1
+    value_digits: int = 4
+
+    def __post_init__(self) -> None:
+        if self.value_digits < 1:
+            raise InputError(f"value_digits is {self.value_digits}, expected 1 or more")
+
+    @property
+    def answer_tokens(self) -> int:
+        """See ``Task``."""
+        return self.value_digits + 3
+
+    def builder(self, rng: np.random.Generator, depth: float | None) -> Callable[[int], Example]:
+        """See ``Task``."""
+        place = rng.random() if depth is None else depth
+        source, drawn = keys(rng), list[Fact]()
+
+        def build(count: int) -> Example:
+            while len(drawn) < count:
+                drawn.append(pair(next(source), digits(rng, self.value_digits)))
+            facts = drawn[:count]
+            wanted = round(place * (count - 1))
+            context, spans = listed(facts)
+            fact = facts[wanted]
+            end = question(fact.asked, fact.cue)
+            return Example(self.name, context, end, (fact.answer,), (spans[wanted],), fact.asked)
+
+        return build
+
+
+def listed(facts: Sequence[Fact]) -> tuple[str, list[tuple[int, int]]]:
+    """Pairs as a JSON object, and the spans of their values in it."""
+    spans, at = [], 1
+    for fact in facts:
+        spans.append(_span(fact, at))
+        at += len(fact.text) + len(JOINT)
+    return "{" + JOINT.join(fact.text for fact in facts) + "}", spans

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.long_tasks.example import Example, Fact, check_depth, fitted, hits
+from sakiyomi.train.long_tasks.example import Example, Fact, Task
 from sakiyomi.train.long_tasks.facts import question
 from sakiyomi.train.long_tasks.filler import NOISE, Filler, Supply
 from sakiyomi.train.long_tasks.haystack import scattered
@@ -19,7 +19,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
-class Variables:
+class Variables(Task):
     """Chains of assignments in filler; of one chain every name is asked for.
 
     Attributes:
@@ -28,6 +28,7 @@ class Variables:
         filler: what they are scattered in.
     """
 
+    name = "variables"
     hops: int = 4
     chains: int = 1
     filler: Filler = NOISE
@@ -40,18 +41,12 @@ class Variables:
             raise InputError(f"{self.chains} chains of {self.hops} hops have over 1000 names; give fewer")
 
     @property
-    def name(self) -> str:
-        """See ``Task``."""
-        return "variables"
-
-    @property
     def answer_tokens(self) -> int:
         """See ``Task``."""
         return 5 * (self.hops + 1) + 4
 
-    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
+    def builder(self, rng: np.random.Generator, depth: float | None) -> Callable[[int], Example]:
         """See ``Task``; the depth is that of the first assignment, the copies stand behind it."""
-        check_depth(depth)
         names = [
             "".join(LETTERS[int(index) // 26**place % 26] for place in range(3))
             for index in rng.choice(26**3, size=self.chains * (self.hops + 1), replace=False)
@@ -65,7 +60,7 @@ class Variables:
             if depth is not None and chain == 0:
                 places = np.concatenate(([depth], depth + (1 - depth) * places[1:]))
             for place, (new, old) in zip(places, zip(own, [value, *own], strict=False), strict=True):
-                links.append((float(place), _link(new, old)))
+                links.append((float(place), Fact("SET ", new, f" = {old};")))
         wanted, supply = names[: self.hops + 1], Supply(self.filler, rng)
         asked = f"Question: Which variables hold the value {values[0]}?"
 
@@ -74,13 +69,4 @@ class Variables:
             end = question(asked, f"Answer: The value {values[0]} is in")
             return Example(self.name, context, end, tuple(wanted), spans[: self.hops + 1], asked)
 
-        return fitted(build, 0, length, tokenizer)
-
-    def score(self, text: str, example: Example) -> float:
-        """See ``Task``."""
-        return hits(text, example.answers)
-
-
-def _link(new: str, old: str) -> Fact:
-    text = f"SET {new} = {old};"
-    return Fact(text=text, asked="", cue="", answer=new, span=(4, 4 + len(new)))
+        return build

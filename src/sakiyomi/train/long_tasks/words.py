@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from sakiyomi.core.errors import InputError
-from sakiyomi.train.long_tasks.example import Example, check_depth, fitted, hits
+from sakiyomi.train.long_tasks.example import Example, Task
 from sakiyomi.train.long_tasks.facts import question
 from sakiyomi.train.long_tasks.keys import keys
 
@@ -18,7 +18,7 @@ __all__ = ["CommonWords"]
 
 
 @dataclass(frozen=True)
-class CommonWords:
+class CommonWords(Task):
     """A list of words in random order: some stand there often, the others seldom.
 
     What counts stands everywhere in the text: a depth is refused.
@@ -28,6 +28,7 @@ class CommonWords:
         often, seldom: how many times a common word and another one stand there.
     """
 
+    name = "words"
     common: int = 5
     often: int = 12
     seldom: int = 2
@@ -39,18 +40,12 @@ class CommonWords:
             raise InputError(f"often is {self.often} and seldom {self.seldom}, expected 1 <= seldom < often")
 
     @property
-    def name(self) -> str:
-        """See ``Task``."""
-        return "words"
-
-    @property
     def answer_tokens(self) -> int:
         """See ``Task``."""
         return 20 * self.common
 
-    def make(self, rng: np.random.Generator, length: int, tokenizer: Any, depth: float | None = None) -> Example:
+    def builder(self, rng: np.random.Generator, depth: float | None) -> Callable[[int], Example]:
         """See ``Task``; longer texts have more of the words that are not asked for."""
-        check_depth(depth)
         if depth is not None:
             raise InputError(f"depth is {depth:g}, and what task 'words' asks for stands everywhere; give depth=None")
         source = (key.replace(" ", "-") for key in keys(rng))
@@ -72,8 +67,4 @@ class CommonWords:
             spans = tuple(place for place, word in zip(places, listed, strict=True) if word in wanted)
             return Example(self.name, context, question(asked, "Answer:"), tuple(wanted), spans, asked)
 
-        return fitted(build, 0, length, tokenizer)
-
-    def score(self, text: str, example: Example) -> float:
-        """See ``Task``."""
-        return hits(text, example.answers)
+        return build

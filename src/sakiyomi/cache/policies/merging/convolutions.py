@@ -11,15 +11,14 @@ Knows nothing of scores, of files, and of training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.core.errors import InputError, UnsupportedError
+from sakiyomi.core.errors import InputError
 
-__all__ = ["KERNEL", "Convolutions", "MergingShape", "check_shape"]
+__all__ = ["KERNEL", "Convolutions", "MergingShape"]
 
 KERNEL = 21
 """Pairs side by side that a weight depends on, as in the paper."""
@@ -123,28 +122,3 @@ class Convolutions(nn.Module):
 def _taken(pairs: Tensor, columns: Tensor) -> Tensor:
     """These columns of (h, n, dim)."""
     return pairs.gather(1, columns[..., None].expand(-1, -1, pairs.shape[2]))
-
-
-def check_shape(shape: MergingShape, dims: Sequence[tuple[int, int]], kv_heads: Sequence[int], name: str) -> None:
-    """Refuse convolutions of another model.
-
-    Args:
-        shape: of the convolutions.
-        dims, kv_heads: of the model's attention layers.
-        name: of the convolutions, for the message.
-
-    Raises:
-        UnsupportedError: with the convolutions' number and the model's.
-    """
-    if len(shape.dims) != len(dims):
-        raise UnsupportedError(
-            f"the convolutions in {name} are those of {len(shape.dims)} layers, and the model has {len(dims)}: they "
-            "belong to another model"
-        )
-    own = zip(shape.dims, shape.kv_heads, strict=True)
-    for layer, ((mine, heads), model, count) in enumerate(zip(own, dims, kv_heads, strict=True)):
-        if (mine, heads) != (tuple(model), count):
-            raise UnsupportedError(
-                f"the convolutions in {name} read {heads} heads with keys of {mine[0]} and values of {mine[1]} in "
-                f"layer {layer}, and the model has {count} with {model[0]} and {model[1]}: they belong to another model"
-            )

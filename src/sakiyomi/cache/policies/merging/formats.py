@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape, check_shape
+from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.core.checkpoint import MERGING_FILE as FILE
 from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.trained import Trained, read_tensors, trained_config, write_trained
+from sakiyomi.core.trained import Origin, Trained, read_tensors, trained_config, write_trained
 
 __all__ = ["FILE", "MergingFile", "read_merging", "write_merging"]
 
@@ -31,7 +31,7 @@ class MergingFile(Trained):
     def check(
         self, dims: Sequence[tuple[int, int]], kv_heads: Sequence[int], fingerprint: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Refuse convolutions of another model, see ``check_shape``.
+        """Refuse convolutions of another model.
 
         Args:
             dims, kv_heads: of each layer of the model.
@@ -43,8 +43,14 @@ class MergingFile(Trained):
         Raises:
             UnsupportedError: sizes differ; with both numbers.
         """
-        check_shape(self.convolutions.shape, dims, kv_heads, self.name)
-        return self.differences(fingerprint)
+        said = (
+            "read {own[0]} heads with keys of {own[1]} and values of {own[2]} in layer {layer}, and the model has "
+            "{model[0]} with {model[1]} and {model[2]}"
+        )
+        shape = self.convolutions.shape
+        own = [(heads, *pair) for heads, pair in zip(shape.kv_heads, shape.dims, strict=True)]
+        model = [(heads, *pair) for heads, pair in zip(kv_heads, dims, strict=True)]
+        return self.compare("convolutions", [(said, own, model)], fingerprint)
 
 
 def read_merging(name: str | Path) -> MergingFile:
@@ -77,22 +83,13 @@ def read_merging(name: str | Path) -> MergingFile:
     return MergingFile.of(config, convolutions=convolutions, name=str(name))
 
 
-def write_merging(
-    convolutions: Convolutions,
-    folder: str | Path,
-    *,
-    base: str | Path | None = None,
-    recipe: Mapping[str, Any] | None = None,
-    fingerprint: Mapping[str, str] | None = None,
-) -> None:
+def write_merging(convolutions: Convolutions, folder: str | Path, **origin: Unpack[Origin]) -> None:
     """Write convolutions; both files are there whole or not at all.
 
     Args:
         convolutions: to be written, in the dtype that they have.
         folder: is made.
-        base: name of the target.
-        recipe: how they were trained, as plain values.
-        fingerprint: of the target.
+        origin: target, recipe and fingerprint.
 
     Raises:
         InputError: the recipe holds what JSON does not.
@@ -107,5 +104,4 @@ def write_merging(
         "kernel": shape.kernel,
         "again": shape.again,
     }
-    config = trained_config(sizes, base, recipe, fingerprint)
-    write_trained(Path(folder).expanduser(), FILE, convolutions.state_dict(), config, WHAT)
+    write_trained(Path(folder).expanduser(), FILE, convolutions.state_dict(), trained_config(sizes, **origin), WHAT)

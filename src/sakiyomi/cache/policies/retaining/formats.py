@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape, check_heads
+from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import out_features
 from sakiyomi.core.checkpoint import RETAINING_FILE as FILE
 from sakiyomi.core.checkpoint import read_checkpoint, read_json
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.fingerprint import tokenizer_digest
-from sakiyomi.core.trained import PICKLES, Trained, read_tensors, trained_config, write_trained
+from sakiyomi.core.trained import PICKLES, Origin, Trained, read_tensors, trained_config, write_trained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,8 +61,11 @@ class HeadsFile(Trained):
         Raises:
             UnsupportedError: sizes differ; with both numbers.
         """
-        check_heads(self.heads.shape, widths, kv_heads, self.name)
-        return self.differences(fingerprint)
+        reads = "read {own} values in layer {layer}, and the model's queries, keys and values are {model}"
+        scores = "score {own} KV heads in layer {layer}, and the model has {model}"
+        shape = self.heads.shape
+        sizes = ((reads, shape.widths, widths), (scores, shape.kv_heads, kv_heads))
+        return self.compare("heads", sizes, fingerprint)
 
 
 def fingerprint(model: Any, tokenizer: Any) -> dict[str, str]:
@@ -120,24 +123,14 @@ def read_heads(name: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
     return HeadsFile.of(config if config.get("kind") == KIND else {}, heads=heads, name=str(name))
 
 
-def write_heads(
-    heads: RetainingHeads,
-    folder: str | Path,
-    *,
-    config: Any = None,
-    base: str | Path | None = None,
-    recipe: Mapping[str, Any] | None = None,
-    fingerprint: Mapping[str, str] | None = None,
-) -> None:
+def write_heads(heads: RetainingHeads, folder: str | Path, *, config: Any = None, **origin: Unpack[Origin]) -> None:
     """Write heads; both files are there whole or not at all.
 
     Args:
         heads: to be written, in the dtype that they have.
         folder: is made; what is in it is left, but for the two files that are written.
         config: of the target, whose kind and sizes are noted.
-        base: name of the target.
-        recipe: how they were trained, as plain values.
-        fingerprint: of the target.
+        origin: target, recipe and fingerprint.
 
     Raises:
         InputError: the recipe holds what JSON does not.
@@ -159,7 +152,7 @@ def write_heads(
     for layer in range(shape.layers):
         for part, linear in ((1, heads.first), (2, heads.second)):
             tensors[NAME.format(layer, part)] = linear.get_parameter(f"{layer}.weight")
-    write_trained(folder, FILE, tensors, trained_config(said, base, recipe, fingerprint), WHAT)
+    write_trained(folder, FILE, tensors, trained_config(said, **origin), WHAT)
 
 
 def _one_or_all(values: tuple[int, ...]) -> int | list[int]:

@@ -7,7 +7,6 @@ training, and of what is done with scores.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import InputError, UnsupportedError
 
-__all__ = ["RetainingHeads", "RetainingShape", "activation_of", "check_heads", "default_width"]
+__all__ = ["RetainingHeads", "RetainingShape", "activation_of", "default_width"]
 
 LARGE = 2048  # width of hidden states from which on heads are as wide as the paper's
 WIDE, NARROW = 1024, 256
@@ -108,33 +107,3 @@ def activation_of(name: str) -> nn.Module:
 def default_width(hidden_size: int) -> int:
     """Width of the heads' own layer: the paper's for large models; its section 5 finds that it hardly matters."""
     return WIDE if hidden_size >= LARGE else NARROW
-
-
-def check_heads(shape: RetainingShape, widths: Sequence[int], kv_heads: Sequence[int], name: str) -> None:
-    """Refuse heads of another model.
-
-    Args:
-        shape: of the heads.
-        widths, kv_heads: of the model's attention layers.
-        name: of the heads, for the message.
-
-    Raises:
-        UnsupportedError: with the heads' number and the model's.
-    """
-    if shape.layers != len(widths):
-        raise UnsupportedError(
-            f"the heads in {name} are those of {shape.layers} layers, and the model has {len(widths)}: they belong to "
-            "another model"
-        )
-    for layer, (own, model) in enumerate(zip(shape.widths, widths, strict=True)):
-        if own != model:
-            raise UnsupportedError(
-                f"the heads in {name} read {own} values in layer {layer}, and the model's queries, keys and values are "
-                f"{model}: they belong to another model"
-            )
-    for layer, (own, model) in enumerate(zip(shape.kv_heads, kv_heads, strict=True)):
-        if own != model:
-            raise UnsupportedError(
-                f"the heads in {name} score {own} KV heads in layer {layer}, and the model has {model}: they belong to "
-                "another model"
-            )

@@ -124,7 +124,7 @@ class Raw:
     """Listens to the projections of every attention layer.
 
     Hooks keep a layer from being packed: listen after packing, with the names that were found before. A graph that was
-    compiled before anybody listened does not know of it.
+    compiled before that does not know of them.
 
     Args:
         model: a causal LM, as transformers has it or with packed layers.
@@ -160,14 +160,14 @@ class Raw:
         self.leave()
 
     def listen(self) -> None:
-        """Listen from now on."""
+        """Put hooks on the projections."""
         self.leave()
         for layer, modules in enumerate(self._modules):
             for place, module in enumerate(modules):
                 self._hooks.append(module.register_forward_hook(self._noting(layer, place)))
 
     def leave(self) -> None:
-        """Listen no more, and forget what was heard."""
+        """Remove the hooks, and forget what they have seen."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
