@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from medusa_toys import new_heads
-from sakiyomi import LLM, Prefix
+from sakiyomi import LLM
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.cache.policies.merging.formats import read_merging, write_merging
 from sakiyomi.cache.policies.retaining import formats as retaining
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
-from sakiyomi.cache.prefix import read_prefix
+from sakiyomi.cache.prefix import Prefix, read_prefix
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.drafters.medusa_heads import formats as medusa
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned, write_tuned
@@ -126,7 +126,7 @@ def packed(folder: Path) -> Callable[[], Any]:
     source = save_model(folder.parent / "source", tiny_llama(dim=64), tiny_tokenizer())
     LLM(source, "none", quantize="int8", dtype="float32", compile=False)
     shutil.copytree(source / "sakiyomi-int8-float32", folder, dirs_exist_ok=True)
-    return lambda: LLM(folder, "none", compile=False).generate([5, 6, 7]).token_ids
+    return lambda: LLM(folder, "none", compile=False).generate([[5, 6, 7]])[0].token_ids
 
 
 def library(folder: Path) -> Callable[[], Any]:

@@ -6,22 +6,28 @@ Reading and writing of all such files, whoever made them; what the tensors mean 
 from __future__ import annotations
 
 import json
-import tempfile
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
-from sakiyomi.core.checkpoint import read_header
+from sakiyomi.core.checkpoint import read_json
+from sakiyomi.core.digests import Digests, load_tensors, save_tensors
 from sakiyomi.core.errors import InputError, LoadError, UnsupportedError
+from sakiyomi.core.files import whole_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BASE", "PICKLES", "Origin", "Trained", "read_tensors", "trained_config", "write_trained"]
+__all__ = ["BASE", "PICKLES", "Origin", "Trained", "read_config", "read_tensors", "trained_config", "write_trained"]
 
+logger = logging.getLogger("sakiyomi")
 BASE = "base_model_name_or_path"
 """Key of a configuration for the name of the target, as other tools have it."""
+CONFIG = "config"
+"""Key of the configuration in the metadata of a tensor file."""
 PICKLES = (".bin", ".pt", ".pth")
 """Endings of files that are opened only where that is allowed."""
 
@@ -107,7 +113,7 @@ def trained_config(sizes: Mapping[str, Any], **origin: Unpack[Origin]) -> dict[s
 
 
 def write_trained(folder: Path, file: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], what: str) -> None:
-    """Write both files; they are there whole or not at all.
+    """Write both files, each whole or not at all.
 
     Args:
         folder: is made; what is in it is left, but for the two files that are written.
@@ -120,24 +126,36 @@ def write_trained(folder: Path, file: str, tensors: Mapping[str, Tensor], config
         InputError: the config holds what JSON does not.
         LoadError: nothing can be written there.
     """
-    from safetensors.torch import save_file
-
     try:
         text = json.dumps(config, indent=2)
     except TypeError as error:
         raise InputError(f"the recipe of the {what} is not plain ({error}); expected what JSON holds") from error
-    # Each with memory of its own: the file format does not know views.
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".sakiyomi-", dir=folder) as fresh:
-            save_file(own, Path(fresh) / file)
-            (Path(fresh) / "config.json").write_text(text + "\n", encoding="utf-8")
-            for name in (file, "config.json"):
-                (Path(fresh) / name).chmod(0o644)  # made private; they are there to be read by others
-                (Path(fresh) / name).replace(folder / name)
-    except OSError as error:
-        raise LoadError(f"{what} cannot be written to {folder}: {error}") from error
+    advice = f"give another folder for the {what}"
+    with whole_file(folder / file, advice) as fresh:
+        save_tensors(fresh, tensors, {CONFIG: text})
+    with whole_file(folder / "config.json", advice) as fresh:
+        fresh.write_text(text + "\n", encoding="utf-8")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration of such a folder; empty where there is none.
+
+    Our tensor files hold it too, and are believed: ``config.json`` may be damaged, or from before they were written.
+
+    Raises:
+        LoadError: neither can be read.
+    """
+    path = folder / "config.json"
+    for file in sorted(folder.glob("*.safetensors")):
+        text = Digests.of(file).header.metadata.get(CONFIG)
+        if text is not None:
+            found: dict[str, Any] = json.loads(text)
+            with suppress(LoadError):
+                if read_json(path) == found:
+                    return found
+            logger.warning("%s is not what was written with %s, whose own configuration is taken", path, file.name)
+            return found
+    return read_json(path) if path.is_file() else {}
 
 
 def read_tensors(
@@ -157,7 +175,7 @@ def read_tensors(
     found: dict[str, Tensor] = {}
     for path in files:
         if path.suffix not in PICKLES:
-            found |= _stored(path, wanted)
+            found |= load_tensors(path, wanted=wanted)
         elif allow_pickle:
             found |= _pickled(path, what, wanted)
         else:
@@ -166,18 +184,6 @@ def read_tensors(
                 f"{what}, or pass allow_pickle=True if you trust where it came from"
             )
     return found
-
-
-def _stored(path: Path, wanted: Callable[[str], object] | None) -> dict[str, Tensor]:
-    from safetensors import SafetensorError, safe_open
-
-    read_header(path)  # damage is found before anything is read
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if wanted is None or wanted(name)]  # noqa: SIM118
-            return {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise LoadError(f"{path} cannot be read ({error}); get it again") from error
 
 
 def _pickled(path: Path, what: str, wanted: Callable[[str], object] | None) -> dict[str, Tensor]:

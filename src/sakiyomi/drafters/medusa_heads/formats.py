@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sakiyomi.core.checkpoint import HEADS_FILE, read_checkpoint, read_json
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.trained import BASE, Trained, read_tensors, write_trained
+from sakiyomi.core.trained import BASE, Trained, read_config, read_tensors, write_trained
 from sakiyomi.drafters.medusa_heads.heads import HeadsShape, MedusaHeads
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def read_heads(folder: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise LoadError(f"there is no folder {str(folder)!r} with Medusa heads; check the path")
-    config = read_json(folder / "config.json")
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"there is no config.json in {folder}; give a folder with Medusa heads")
+    config = read_config(folder)
     kind: Format
     if config.get("model_type") == "medusa":
         kind, said = "vllm", config.get("num_heads")

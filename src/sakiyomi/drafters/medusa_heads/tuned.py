@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.digests import sealed, unsealed
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
 
@@ -47,11 +48,11 @@ def read_tuned(folder: Path) -> Tuned | None:
     if not path.is_file():
         return None
     try:
-        found = Tuned(**json.loads(path.read_text(encoding="utf-8")))
+        found = Tuned(**unsealed(json.loads(path.read_text(encoding="utf-8"))))
         sizes = (found.heads, found.top_k, found.nodes)
         if not all(type(size) is int and size > 0 for size in sizes) or not all(found.accuracies):
             raise ValueError(f"sizes {sizes}")
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise LoadError(
             f"{path} is damaged ({error}); delete it, or run sakiyomi tune medusa to make it anew"
         ) from None
@@ -61,4 +62,4 @@ def read_tuned(folder: Path) -> Tuned | None:
 def write_tuned(folder: Path, tuned: Tuned) -> None:
     """Write the file; if that fails, the old one stays."""
     with whole_file(folder / FILE, "give a folder that can be written") as fresh:
-        fresh.write_text(json.dumps(dataclasses.asdict(tuned), indent=1) + "\n", encoding="utf-8")
+        fresh.write_text(json.dumps(sealed(dataclasses.asdict(tuned)), indent=1) + "\n", encoding="utf-8")

@@ -9,9 +9,8 @@ from typing import Unpack
 
 from sakiyomi.cache.policies.merging.convolutions import Convolutions, MergingShape
 from sakiyomi.core.checkpoint import MERGING_FILE as FILE
-from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.trained import Origin, Trained, read_tensors, trained_config, write_trained
+from sakiyomi.core.trained import Origin, Trained, read_config, read_tensors, trained_config, write_trained
 
 __all__ = ["FILE", "MergingFile", "read_merging", "write_merging"]
 
@@ -65,7 +64,7 @@ def read_merging(name: str | Path) -> MergingFile:
             f"there are no merging convolutions in {str(path)!r} (config.json and {FILE}); give the folder that "
             "`sakiyomi train lococo` made"
         )
-    config, tensors = read_json(path / "config.json"), read_tensors([path / FILE], WHAT)
+    config, tensors = read_config(path), read_tensors([path / FILE], WHAT)
     if config.get("kind") != KIND:
         raise LoadError(
             f"{path} holds {config.get('kind')!r}, expected {KIND}; give a folder of `sakiyomi train lococo`"

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 from sakiyomi.cache.policies.retaining.heads import RetainingHeads, RetainingShape
 from sakiyomi.cache.policies.retaining.raw import out_features
 from sakiyomi.core.checkpoint import RETAINING_FILE as FILE
-from sakiyomi.core.checkpoint import read_checkpoint, read_json
+from sakiyomi.core.checkpoint import read_checkpoint
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.fingerprint import tokenizer_digest
-from sakiyomi.core.trained import PICKLES, Origin, Trained, read_tensors, trained_config, write_trained
+from sakiyomi.core.trained import PICKLES, Origin, Trained, read_config, read_tensors, trained_config, write_trained
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,13 +108,10 @@ def read_heads(name: str | Path, *, allow_pickle: bool = False) -> HeadsFile:
         InputError: an embedded name that is not known.
     """
     path = folder_of(name) if isinstance(name, str) else name.expanduser()
-    config: dict[str, Any] = {}
     if path.is_dir():
-        if (path / "config.json").is_file():
-            config = read_json(path / "config.json")
-        files = _files(path, allow_pickle)
+        config, files = read_config(path), _files(path, allow_pickle)
     elif path.is_file():
-        files = (path,)
+        config, files = {}, (path,)
     else:
         raise LoadError(f"there is no folder or file {str(path)!r} with retaining heads; check the path")
     tensors = read_tensors(files, WHAT, wanted=_TENSOR.search, allow_pickle=allow_pickle)
