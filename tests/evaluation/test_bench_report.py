@@ -288,7 +288,7 @@ def test_nothing_of_the_numbers_becomes_markup() -> None:
     row = Row(
         "x", "<title>", [{"name": "<b>", "figure": 0.123456, "none": None, "yes": True}], {"c": "<i>"}, ["<note>"]
     )
-    section = Section("<h>", "<t> `a < b`", lambda work, note: row, lambda row, theme: pytest.fail("drawn"), str)
+    section = Section("<h>", "<t> `a < b`", lambda work: row, lambda row, theme: pytest.fail("drawn"), str)
     text = page("<page>", [Shown("x", section, row, "<command>", {}, {})])
     assert not re.search(r"<(b|i|note|h|t|command|page)>", text)
     assert "<code>a &lt; b</code>" in text
