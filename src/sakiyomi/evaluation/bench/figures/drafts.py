@@ -13,9 +13,10 @@ from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
@@ -98,7 +99,7 @@ def _compared(
             step = plain.median("score_ms") + plain.median("overhead_ms")
             t = f"{temperature:g}"
             line |= {f"alpha, T={t}": own.median("alpha"), f"tau, T={t}": own.median("tau")}
-            line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": spread_of(standings)}
+            line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": Spread.shown(standings)}
             if not temperature:
                 line["c"] = own.median("draft_ms") / work.config.gamma / step
         lines.append(line)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, spread_of
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of
 from sakiyomi.evaluation.bench.report import Row, race_notes
+from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.theory import expected_tokens, speedup
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def operations(work: Work) -> Row:
         c = standing.median("draft_ms") / gamma / step
         found = line_of(standing, gamma=gamma, operations=(gamma * c_hat + gamma + 1) / tau)
         lines.append(found | {"c": c, "passes alike": speedup(alpha, gamma, c)})
-    conditions = work.conditions(c_hat=c_hat, **{"A/A": spread_of(standings)})
+    conditions = work.conditions(c_hat=c_hat, **{"A/A": Spread.shown(standings)})
     return Row("operations", "speed-up and operations a token, by gamma", lines, conditions, race_notes(standings))
 
 

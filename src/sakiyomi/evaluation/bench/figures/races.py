@@ -13,7 +13,7 @@ from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of
 from sakiyomi.evaluation.bench.frame import PairRow, peer_lap
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread
@@ -44,7 +44,7 @@ def _by_size(
         name = f"{parameters:.3g}M"
         found = row.race(contenders(row, heads), where=name)
         notes += notes_of(name, found)
-        spread = spread_of(found)
+        spread = Spread.shown(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
     return lines, notes
 
@@ -211,7 +211,7 @@ def temperature(work: Work) -> Row:
         work.llm.wait()
         found = work.row(f"temperature {degrees:g}").race(contenders)
         notes += notes_of(f"T={degrees:g}", found)
-        spread = spread_of(found)
+        spread = Spread.shown(found)
         lines += [line_of(standing, temperature=degrees) | {"A/A": spread} for standing in found]
         known, ours = Spread.of(found), found[1]
         ratios[degrees] = ours.ratio

@@ -19,9 +19,9 @@ from sakiyomi.evaluation.bench.frame import PairRow, generated
 from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
-from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
+from sakiyomi.evaluation.bench.runner import Lap, Standing
 
-__all__ = ["Work", "lap", "line_of", "notes_of", "spread_of"]
+__all__ = ["Work", "lap", "line_of", "notes_of"]
 
 
 class Work:
@@ -131,12 +131,6 @@ def line_of(standing: Standing, **more: Any) -> dict[str, Any]:
     names = ("tokens_per_second", "low", "high", "ratio", "tau", "alpha", "equal")
     found = {name: shown[name] for name in names if name in shown}
     return more | {"name": standing.name, "ms_per_token": 1000 / speed if speed else None} | found
-
-
-def spread_of(standings: Sequence[Standing]) -> str | None:
-    """A/A of a race, for its conditions."""
-    spread = Spread.of(standings)
-    return None if spread is None else str(spread)
 
 
 def notes_of(name: str, standings: Sequence[Standing]) -> list[str]:
