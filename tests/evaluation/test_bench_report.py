@@ -122,12 +122,12 @@ def test_ranks_of_a_draft_that_is_the_target_are_all_the_first(toys: ReportConfi
 def test_what_was_measured_is_kept(
     toys: ReportConfig, made: dict[str, Row], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def never(work: Any, note: Any) -> Row:
+    def never(work: Any) -> Row:
         raise AssertionError("measured again")
 
     measured: list[str] = []
 
-    def counted(work: Any, note: Any) -> Row:
+    def counted(work: Any) -> Row:
         measured.append("ranks")
         return made["ranks"]
 
