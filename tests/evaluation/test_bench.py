@@ -771,7 +771,7 @@ def test_exact_row(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_row_that_fails_leaves_the_others(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(config: BenchConfig, note: suites.Note) -> Row:
+    def fails(row: object) -> Row:
         raise LoadError("the model went away")
 
     monkeypatch.setitem(suites.ROWS, "batch", fails)

@@ -122,12 +122,12 @@ def test_ranks_of_a_draft_that_is_the_target_are_all_the_first(toys: ReportConfi
 def test_what_was_measured_is_kept(
     toys: ReportConfig, made: dict[str, Row], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def never(work: Any, note: Any) -> Row:
+    def never(work: Any) -> Row:
         raise AssertionError("measured again")
 
     measured: list[str] = []
 
-    def counted(work: Any, note: Any) -> Row:
+    def counted(work: Any) -> Row:
         measured.append("ranks")
         return made["ranks"]
 
@@ -288,7 +288,7 @@ def test_nothing_of_the_numbers_becomes_markup() -> None:
     row = Row(
         "x", "<title>", [{"name": "<b>", "figure": 0.123456, "none": None, "yes": True}], {"c": "<i>"}, ["<note>"]
     )
-    section = Section("<h>", "<t> `a < b`", lambda work, note: row, lambda row, theme: pytest.fail("drawn"), str)
+    section = Section("<h>", "<t> `a < b`", lambda work: row, lambda row, theme: pytest.fail("drawn"), str)
     text = page("<page>", [Shown("x", section, row, "<command>", {}, {})])
     assert not re.search(r"<(b|i|note|h|t|command|page)>", text)
     assert "<code>a &lt; b</code>" in text

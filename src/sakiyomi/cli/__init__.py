@@ -78,12 +78,14 @@ def _sakiyomi(
     """Faster text from the language model you already have, with the same output."""
 
 
-for _command in (demo.demo, generate.generate):
-    add_command(app, _command)
+add_command(app, demo.demo)
+add_command(app, generate.generate)
 add_command(app, transcribe.transcribe, defaults={"target": MISSING})  # no embedded model takes sound
 add_command(app, chat.chat, defaults={"max_new_tokens": chat.MAX_NEW_TOKENS})
-for _command in (tree.tree, audit.audit, info.info, plan.plan):
-    add_command(app, _command)
+add_command(app, tree.tree)
+add_command(app, audit.audit)
+add_command(app, info.info)
+add_command(app, plan.plan)
 add_command(app, serve.serve, defaults={"max_batch": serve.MAX_BATCH}, environment=ENVIRONMENT)
 _bench = add_group(app, "bench", bench.inflate, bench.long, bench.report, main=bench.bench)
 add_group(_bench, "spec", bench.compare, bench.merge, main=bench.spec)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from sakiyomi.cli.common import JsonOption
 from sakiyomi.cli.output import progress, quiet, say, table
 from sakiyomi.evaluation.bench.config import Note
-
-if TYPE_CHECKING:
-    from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.report import Row, condition_line
 
 __all__ = ["PlotOption", "Started", "measured", "show"]
 
-Draw = Callable[[Sequence["Row"], str, Mapping[str, Any]], object]
-Started = tuple[Iterable["Row"], Draw | None]
+Draw = Callable[[Sequence[Row], str, Mapping[str, Any]], object]
+Started = tuple[Iterable[Row], Draw | None]
 """Rows that are being measured, and what draws them into a place under these conditions."""
 
 
@@ -73,10 +71,8 @@ def measured(
 
 def show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> list[Row]:
     """Each row's table when it is done, with its notes and conditions; all of them come back."""
-    from sakiyomi.evaluation.bench import report
-
     status.stop()
-    say(report.condition_line(conditions))
+    say(condition_line(conditions))
     status.start()
     done = []
     for row in rows:
@@ -85,7 +81,7 @@ def show(rows: Iterable[Row], conditions: Mapping[str, Any], status: Any) -> lis
         status.stop()
         say("")
         table(row.table(), title=f"{row.name}: {row.title}")
-        below = [*([row.error] if row.error is not None else []), *row.notes, report.condition_line(row.conditions)]
+        below = [*([row.error] if row.error is not None else []), *row.notes, condition_line(row.conditions)]
         say(*(f"  {text}" for text in below))
         status.start()
     return done

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from sakiyomi.core.text import profile
 
 __all__ = ["TokenNames"]
-
-
-@lru_cache
-def _byte_of_letter() -> dict[str, int]:
-    """The letter by which byte-level vocabularies write each byte, after GPT-2's encoder.py: printable ones stand for
-    themselves, the others are numbered from 256 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [value for value in range(256) if value not in printable]
-    found = {chr(value): value for value in printable}
-    return found | {chr(256 + i): value for i, value in enumerate(others)}
 
 
 class TokenNames:
@@ -32,7 +22,9 @@ class TokenNames:
         self._tokenizer = tokenizer
         self._bytes = profile(tokenizer).byte_of
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        self._letters = _byte_of_letter() if "ByteLevel" in repr(decoder) else {}
+        # Letters by which byte-level vocabularies write each byte.
+        letters = bytes_to_unicode() if "ByteLevel" in repr(decoder) else {}
+        self._letters = {letter: value for value, letter in letters.items()}
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def __call__(self, token: int) -> tuple[str, bytes]:

@@ -85,5 +85,5 @@ def _line(row: PairRow, llm: Any, gamma: int) -> dict[str, Any]:
         "paired": expected["block"] / expected["ratio"],
         "rounds": both.rounds,
         "speed": standings[1].ratio,
-        "A/A": str(Spread.of(standings)),
+        "A/A": Spread.shown(standings),
     }

@@ -112,8 +112,7 @@ def oracle(row: PairRow) -> Row:
     plain, *drafted = row.race(runs, row.pair.judge(llm))
     texts = len(row.pair.prompts)
     lines = [_line(*point, standing, plain, texts) for point, standing in zip(points, drafted, strict=True)]
-    spread = Spread.of([plain, *drafted])
-    conditions = row.conditions(llm, laps=row.config.repeats, draft="oracle") | {"A/A": spread and str(spread)}
+    conditions = row.conditions(llm, laps=row.config.repeats, draft="oracle") | {"A/A": Spread.shown([plain, *drafted])}
     conditions["plain_tokens_per_second"] = statistics.median(plain.speeds)
     notes = dict.fromkeys(found.agreement.note for found in (plain, *drafted) if found.agreement.note)
     return Row("oracle", "a draft of known rate at no cost: tokens a pass and speed-up", lines, conditions, list(notes))

@@ -89,7 +89,7 @@ def _line(length: int, standings: Sequence[Standing]) -> dict[str, Any]:
         "speculative_tokens_per_second": fixed["tokens_per_second"],
         "ratio": fixed["ratio"],
         "auto": auto["ratio"],
-        "A/A": str(Spread.of(standings)),
+        "A/A": Spread.shown(standings),
         **{name: fixed[name] for name in figures},
         "equal": fixed["equal"] and auto["equal"],
     }

@@ -15,7 +15,7 @@ from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import Row, unclaimed
-from sakiyomi.evaluation.bench.runner import Spread, Standing
+from sakiyomi.evaluation.bench.runner import Standing
 
 __all__ = ["RandomTrees", "exact"]
 
@@ -69,7 +69,7 @@ def exact(pairs: PairRow) -> Row:
         row.note("comparing texts")
         equal, different = _word_kept(row.pair, bound, way)
         lines.append(_line(way, standings, bound.target.sizes, equal, different))
-        notes += [f"{way.name}, {way.dtype}: {text}" for text in unclaimed(standings, Spread.of(standings))]
+        notes += [f"{way.name}, {way.dtype}: {text}" for text in unclaimed(standings)]
         del free, bound
     conditions = {
         **row.pair.names,

@@ -224,7 +224,7 @@ class Inflatable(ABC):
 
     def _places(self, shape: Any) -> dict[str, str]:
         """Old layers and their places: spread over the new depth, the last one on top."""
-        found = {}
+        found: dict[str, str] = {}
         for stack, name in self.stacks.items():
             old, new = (getattr(config, name) for config in (self.model.config, shape))
             found |= {f"{stack}.{i}": f"{stack}.{(i + 1) * new // old - 1}" for i in range(old)}

@@ -28,7 +28,8 @@ from sakiyomi.evaluation.bench.models import Pair, rounding
 from sakiyomi.evaluation.bench.report import Row, joined
 from sakiyomi.evaluation.bench.runner import Contender, Judge, same_tokens
 
-__all__ = ["Given", "Task", "by_part", "given", "given_tasks", "lookup", "own_tasks", "task_conditions", "task_run"]
+__all__ = ["Given", "Task", "by_part", "given", "given_tasks", "lookup", "own_tasks", "sentences"]
+__all__ += ["task_conditions", "task_run"]
 
 DRAFTERS = ("prompt-lookup", "suffix", "ngram")
 EDITS = (
@@ -136,14 +137,14 @@ def given_tasks(row: PairRow, llm: LLM, kind: str) -> list[Task]:
     return tasks
 
 
+def sentences(start: int) -> list[str]:
+    """Of a passage of several stories, from this one on."""
+    return re.split(r"(?<=[.!?]) ", " ".join((STORIES[start:] + STORIES[:start])[:5]))
+
+
 def _summaries() -> list[tuple[str, str]]:
     """Passages of several stories, and every other sentence of each."""
-    found = []
-    for start in range(len(STORIES)):
-        passage = " ".join((STORIES[start:] + STORIES[:start])[:5])
-        sentences = re.split(r"(?<=[.!?]) ", passage)
-        found.append((passage, " ".join(sentences[::2])))
-    return found
+    return [(" ".join(passage), " ".join(passage[::2])) for passage in map(sentences, range(len(STORIES)))]
 
 
 def _edits() -> list[tuple[str, str]]:

@@ -7,20 +7,27 @@ and *revised*, with one such sentence behind three. Summaries and edits by a mod
 
 from __future__ import annotations
 
-import re
 import statistics
 from dataclasses import replace
 from typing import Any
 
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.core.prompts import STORIES
 from sakiyomi.drafters import Context
 from sakiyomi.drafters.merged import MergedDrafter
 from sakiyomi.drafters.model import ModelDrafter
 from sakiyomi.drafters.suffix import SuffixDrafter
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.frame import PairRow
-from sakiyomi.evaluation.bench.lookup import Task, by_part, given, given_tasks, own_tasks, task_conditions, task_run
+from sakiyomi.evaluation.bench.lookup import (
+    Task,
+    by_part,
+    given,
+    given_tasks,
+    own_tasks,
+    sentences,
+    task_conditions,
+    task_run,
+)
 from sakiyomi.evaluation.bench.report import Row, joined
 from sakiyomi.evaluation.bench.runner import Standing, same_tokens
 from sakiyomi.sampling.sampler import Sampler
@@ -74,12 +81,11 @@ def _mixed(row: PairRow, target: EngineView, taken: int) -> list[Task]:
     ends = SamplingParams(max_new_tokens=OWN, stop=[".", "!", "?"], ignore_eos=True)
     tasks = []
     for story in range(config.count):
-        passage = " ".join((STORIES[story:] + STORIES[:story])[:5])
-        sentences = re.split(r"(?<=[.!?]) ", passage)[:PASSAGE]
-        prompt = list(tokenizer(" ".join(sentences) + "\n\n", add_special_tokens=False)["input_ids"])
+        passage = sentences(story)[:PASSAGE]
+        prompt = list(tokenizer(" ".join(passage) + "\n\n", add_special_tokens=False)["input_ids"])
         prompt = prompt[: target.engine.max_context - config.max_new_tokens - OWN - 1]
         text: list[int] = []
-        for number, sentence in enumerate(sentences, start=1):
+        for number, sentence in enumerate(passage, start=1):
             if len(text) >= config.max_new_tokens:
                 break
             text += tokenizer((" " if text else "") + sentence, add_special_tokens=False)["input_ids"]

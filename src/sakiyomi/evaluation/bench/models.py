@@ -201,9 +201,8 @@ class NearTies:
         """See ``runner.Judge``."""
         if expected == got:
             return Agreement(True, True)
-        texts = list(
-            zip(self._prompts, expected, strict=False)
-        )  # of a smaller batch there are fewer texts than prompts
+        # Of a smaller batch there are fewer texts than prompts.
+        texts = list(zip(self._prompts, expected, strict=False))
         for prompt, text in texts[self._measured : MEASURED]:
             self._reference.measure(prompt, text)
         self._measured = max(self._measured, min(MEASURED, len(texts)))

@@ -119,15 +119,14 @@ def of_race(
     """
     if lines is None:
         lines = [{key: value for key, value in s.to_dict().items() if key != "note"} for s in standings]
-    spread = Spread.of(standings)
-    conditions |= {"laps": len(standings[0].laps), "A/A": spread and str(spread)}
+    conditions |= {"laps": len(standings[0].laps), "A/A": Spread.shown(standings)}
     return Row(name, title, lines, conditions, [*race_notes(standings), *notes])
 
 
 def race_notes(standings: Sequence[Standing]) -> list[str]:
     """Notes on a race: texts that differ, contenders with other weights, and ratios within the noise."""
     apart = [f"{standing.name}: {standing.agreement.note}" for standing in standings if standing.agreement.note]
-    return [*apart, *_of_other_weights(standings), *unclaimed(standings, Spread.of(standings))]
+    return [*apart, *_of_other_weights(standings), *unclaimed(standings)]
 
 
 def joined(name: str, title: str, parts: Mapping[str, Row], **conditions: Any) -> Row:
@@ -150,8 +149,9 @@ def _of_other_weights(standings: Sequence[Standing]) -> list[str]:
     ]
 
 
-def unclaimed(standings: Sequence[Standing], spread: Spread | None) -> list[str]:
+def unclaimed(standings: Sequence[Standing]) -> list[str]:
     """Contenders that are not known to be faster or slower than the baseline, in at most one sentence."""
+    spread = Spread.of(standings)
     if spread is None:
         return ["one lap: how far apart two equal things are here is not known"]
     names = [standing.name for standing in standings[1:] if standing.agreement.accepted and standing.ratio in spread]

@@ -156,6 +156,12 @@ class Spread:
         ratios = [max(a / b, b / a) for a, b in pairs if a and b]
         return cls(1 / max(ratios), max(ratios)) if ratios else None
 
+    @classmethod
+    def shown(cls, standings: Sequence[Standing]) -> str | None:
+        """Of one race, in words."""
+        spread = cls.of(standings)
+        return None if spread is None else str(spread)
+
     def __contains__(self, ratio: float) -> bool:
         return self.low <= ratio <= self.high
 

@@ -10,10 +10,10 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from sakiyomi.core.checks import at_least
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError, LoadError
-from sakiyomi.core.outputs import Stats
+from sakiyomi.core.outputs import Generation, Stats
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.drafters.draft_length import MOST_NODES
 from sakiyomi.drafters.medusa import MedusaDrafter
@@ -41,6 +41,7 @@ from sakiyomi.train.samples import prompt_of
 __all__ = ["ranks_of", "search", "tune"]
 
 PROMPT_TOKENS = 64
+Way = TypeVar("Way")
 WIDTHS = (1, 2, 3, 4, 6, 8)
 LAPS = 5
 ROUNDS = 48  # tokens of a lap that times rounds
@@ -182,15 +183,28 @@ def _rounds(
     """
     nodes = [rows - 1 for rows in llm.target.sizes if rows - 1 <= most]
     ways = {count: _way(llm, drafter, ranks.best(count)) for count in nodes}
-    found: dict[int, list[float]] = {count: [] for count in nodes}
-    for lap in range(LAPS + 1):
-        prompt = prompts[lap % len(prompts)]
-        for count, (engine, params) in ways.items():
-            params = replace(params, max_new_tokens=ROUNDS, ignore_eos=True)
-            stats = engine.generate([prompt], params)[0].stats
-            if lap:  # the first one warms up
-                found[count].append((stats.seconds - stats.prefill_seconds) / max(stats.rounds, 1))
-    return {count: statistics.median(spent) for count, spent in found.items()}
+    laps = [prompts[lap % len(prompts)] for lap in range(LAPS + 1)]
+    found = _by_turns(ways, laps, max_new_tokens=ROUNDS, ignore_eos=True)
+    return {
+        count: statistics.median((one.seconds - one.prefill_seconds) / max(one.rounds, 1) for one in _counted(texts))
+        for count, texts in found.items()
+    }
+
+
+def _by_turns(
+    ways: Mapping[Way, tuple[EngineView, SamplingParams]], prompts: Sequence[list[int]], **more: Any
+) -> dict[Way, list[Generation]]:
+    """What each way makes of each prompt, everyone by turns."""
+    found: dict[Way, list[Generation]] = {way: [] for way in ways}
+    for prompt in prompts:
+        for way, (engine, params) in ways.items():
+            found[way] += engine.generate([prompt], replace(params, **more))
+    return found
+
+
+def _counted(texts: Sequence[Generation]) -> list[Stats]:
+    """Figures of all but the first text, which warms up, unless it is the only one."""
+    return [text.stats for text in texts[1:] or texts]
 
 
 def _way(llm: LLM, drafter: MedusaDrafter, paths: Sequence[tuple[int, ...]]) -> tuple[EngineView, SamplingParams]:
@@ -216,22 +230,14 @@ def _measured(
     """Plain decoding, the best fixed tree and what is used by default, by turns on some of the prompts."""
     plain, fixed = _way(llm, drafter, []), _way(llm, drafter, paths)
     ways = {"plain": plain, "fixed": fixed, "default": (fixed[0], SamplingParams())}
-    found: dict[str, list[Stats]] = {name: [] for name in ways}
-    texts: dict[int, list[int]] = {}
-    different: set[int] = set()
-    for lap, prompt in enumerate(prompts[: LAPS + 1]):
-        for name, (engine, params) in ways.items():
-            params = replace(params, max_new_tokens=new_tokens)
-            (done,) = engine.generate([prompt], params)
-            if texts.setdefault(lap, done.token_ids) != done.token_ids:
-                different.add(lap)
-            if lap or len(prompts) == 1:  # the first lap warms up
-                found[name].append(done.stats)
+    done = _by_turns(ways, prompts[: LAPS + 1], max_new_tokens=new_tokens)
+    equal = [len({tuple(text.token_ids) for text in texts}) == 1 for texts in zip(*done.values(), strict=True)]
+    measured: dict[str, Any] = {"texts": len(equal), "equal": sum(equal)}
+    found = {name: _counted(texts) for name, texts in done.items()}
     rates = {
         name: [part.committed / max(part.seconds - part.prefill_seconds, 1e-9) for part in parts]
         for name, parts in found.items()
     }
-    measured: dict[str, Any] = {"texts": len(texts), "equal": len(texts) - len(different)}
     for name, parts in found.items():
         measured[name] = {
             "tokens_per_second": statistics.median(rates[name]),

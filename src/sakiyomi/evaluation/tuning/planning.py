@@ -178,7 +178,7 @@ def _line(
     }
     if machine is not None:
         steps = gamma if machine.read["draft_weights"] else 0
-        line["traffic_bytes"] = theory.traffic(tokens, steps, **machine.read, batch=config.batch).total  # type: ignore[arg-type]
+        line["traffic_bytes"] = theory.traffic(tokens, steps, **machine.read, batch=config.batch).total
     return line
 
 

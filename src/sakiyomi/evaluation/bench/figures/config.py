@@ -13,21 +13,6 @@ from sakiyomi.evaluation.bench.config import BenchConfig
 
 __all__ = ["ReportConfig"]
 
-COMMON = (
-    "target",
-    "draft",
-    "dtype",
-    "device",
-    "gamma",
-    "repeats",
-    "max_new_tokens",
-    "prompt_tokens",
-    "prompts",
-    "count",
-    "compile",
-)
-"""Settings that every section depends on; what else one reads, it says itself."""
-
 
 @dataclass(frozen=True)
 class ReportConfig:
@@ -122,3 +107,7 @@ class ReportConfig:
             else:
                 words += [flag, str(value)]
         return shlex.join(words)
+
+
+COMMON = tuple(f.name for f in dataclasses.fields(ReportConfig) if hasattr(BenchConfig, f.name) and f.name != "heads")
+"""Settings that every section depends on: those of rows of ``bench``; what else a section reads, it says itself."""

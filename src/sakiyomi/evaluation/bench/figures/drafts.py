@@ -12,11 +12,11 @@ from sakiyomi.drafters.ngram import NgramDrafter
 from sakiyomi.drafters.ngram_file import FileTables
 from sakiyomi.engine.llm import LLM
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of
 from sakiyomi.evaluation.bench.models import NearTies
 from sakiyomi.evaluation.bench.report import Row
+from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.evaluation.loading import load
 from sakiyomi.evaluation.tuning.candidates import made
 from sakiyomi.model_executor.loading import load_model
@@ -34,7 +34,7 @@ ORDERS = {"bigram": 2, "unigram": 1}
 EXITS = (4, 2)  # a target's first layers: a half, a quarter
 
 
-def drafts(work: Work, note: Note) -> Row:
+def drafts(work: Work) -> Row:
     """The configured target with its drafts, and a folder of models that share a tokenizer, if one is given."""
     config = work.config
     lines: list[dict[str, Any]] = []
@@ -45,17 +45,17 @@ def drafts(work: Work, note: Note) -> Row:
     }
     own |= {name: work.drafter(spec) for name, spec in exits.items()}
     notes: list[str] = []
-    lines += _compared(work, work.llm, work.pair.target, Path(config.target).name, own, note, notes)
+    lines += _compared(work, work.llm, work.pair.target, Path(config.target).name, own, notes)
     if config.models is None:
         notes.append("No folder of further checkpoints was given (--models): those lines are left out.")
     else:
         models = _family(config.models)
         target, others = models[0], models[1:]
         llm = load(config.bench(target=str(target)), "none", compile=config.compile)
-        found, why = made([f"model:{folder}" for folder in others], llm.drafter, (), note)
+        found, why = made([f"model:{folder}" for folder in others], llm.drafter, (), work.note)
         notes += [f"{Path(spec).name} is left out: {message}" for spec, message in why.items()]
         loaded = load_model(str(target), dtype=config.dtype, device=config.device)
-        lines += _compared(work, llm, loaded, target.name, {Path(k).name: d for k, d in found.items()}, note, notes)
+        lines += _compared(work, llm, loaded, target.name, {Path(k).name: d for k, d in found.items()}, notes)
     conditions = {"gamma": config.gamma, "acceptance": "ratio", "n-grams": f"of {COUNTED} sampled texts a prompt"}
     return Row("drafts", "alpha and speed-up by draft", lines, work.laps() | conditions, notes)
 
@@ -74,12 +74,12 @@ def _family(name: str) -> list[Path]:
 
 
 def _compared(
-    work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any], note: Note, notes: list[str]
+    work: Work, llm: LLM, loaded: Any, target: str, drafters: dict[str, Any], notes: list[str]
 ) -> list[dict[str, Any]]:
     """A line each drafter, n-grams of the target's own text among them; ``notes`` takes what has to be said of it."""
     prompts = [loaded.tokenizer(text).input_ids[: work.config.prompt_tokens] for text in work.config.bench().texts()]
     sizes = {name: drafter.model.weights.bytes for name, drafter in drafters.items()}
-    note(f"drafts: {target} writes texts to count")
+    work.note(f"drafts: {target} writes texts to count")
     drafters = drafters | _counted(work, llm, prompts)
     llm.wait()
     judge = NearTies(loaded.model, prompts)
@@ -89,7 +89,7 @@ def _compared(
         params = work.params(temperature=temperature, seed=7, acceptance="ratio", tree="chain")
         runs = {name: partial(lap, engine, prompts, params) for name, engine in engines.items()}
         what = f"drafts of {target}, T={temperature:g}"
-        found[temperature] = work.row(what, note).race(runs, None if temperature else judge)
+        found[temperature] = work.row(what).race(runs, None if temperature else judge)
         notes += notes_of(f"{target}, T={temperature:g}", found[temperature])
     lines = []
     for at, name in enumerate(drafters, start=1):
@@ -99,7 +99,7 @@ def _compared(
             step = plain.median("score_ms") + plain.median("overhead_ms")
             t = f"{temperature:g}"
             line |= {f"alpha, T={t}": own.median("alpha"), f"tau, T={t}": own.median("tau")}
-            line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": spread_of(standings)}
+            line |= {f"speed-up, T={t}": line_of(own)["ratio"], f"A/A, T={t}": Spread.shown(standings)}
             if not temperature:
                 line["c"] = own.median("draft_ms") / work.config.gamma / step
         lines.append(line)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, spread_of
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of
 from sakiyomi.evaluation.bench.report import Row, race_notes
+from sakiyomi.evaluation.bench.runner import Spread
 from sakiyomi.theory import expected_tokens, speedup
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ RATES = (0.5, 0.7, 0.8, 0.9, 0.95)
 LENGTHS = (1, 2, 3, 4, 6, 8)
 
 
-def expected(work: Work, note: Note) -> Row:
+def expected(work: Work) -> Row:
     """Tokens a pass of a draft of known rate, and of the pair's own at its alpha."""
     lines = []
     oracle = work.drafter("oracle")
@@ -32,7 +32,7 @@ def expected(work: Work, note: Note) -> Row:
         engine = work.engine(spec)
         for gamma in GAMMAS:
             for rate in rates:
-                note(f"expected: {spec}, gamma {gamma}, rate {rate}")
+                work.note(f"expected: {spec}, gamma {gamma}, rate {rate}")
                 if rate is not None:
                     oracle.rate = rate
                 figures = lap(engine, work.prompts, work.params(gamma=gamma, tree="chain")).figures
@@ -82,14 +82,14 @@ EXPECTED = Section(
 )
 
 
-def operations(work: Work, note: Note) -> Row:
+def operations(work: Work) -> Row:
     """Speed-up, and operations a token, of chains of several lengths; with gamma 0 as the baseline."""
     engine = work.engine(work.draft)
     judge = work.pair.judge(work.llm)
     params = work.params(tree="chain")
     runs = {"plain": partial(lap, work.engine(), work.prompts, params)}
     runs |= {f"gamma {n}": partial(lap, engine, work.prompts, replace(params, gamma=n)) for n in LENGTHS}
-    standings = work.row("operations", note).race(runs, judge)
+    standings = work.row("operations").race(runs, judge)
     sizes = [model.num_parameters() for model in (work.pair.target.model, work.pair.draft.model)]
     c_hat = sizes[1] / sizes[0]
     plain = standings[0]
@@ -100,7 +100,7 @@ def operations(work: Work, note: Note) -> Row:
         c = standing.median("draft_ms") / gamma / step
         found = line_of(standing, gamma=gamma, operations=(gamma * c_hat + gamma + 1) / tau)
         lines.append(found | {"c": c, "passes alike": speedup(alpha, gamma, c)})
-    conditions = work.conditions(c_hat=c_hat, **{"A/A": spread_of(standings)})
+    conditions = work.conditions(c_hat=c_hat, **{"A/A": Spread.shown(standings)})
     return Row("operations", "speed-up and operations a token, by gamma", lines, conditions, race_notes(standings))
 
 

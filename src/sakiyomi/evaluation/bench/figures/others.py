@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import InputError, LoadError, SakiyomiError
-from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
 from sakiyomi.evaluation.bench.figures.work import Work
@@ -28,7 +27,7 @@ MARKS = "osD^vPX"
 TEXTS = 4  # prompts for each of the others': half of them compare, and texts differ more than laps
 
 
-def memory(work: Work, note: Note) -> Row:
+def memory(work: Work) -> Row:
     """Right answers of some cache systems, by the bytes that they hold."""
     config = work.config
     asked = LongConfig(
@@ -44,7 +43,7 @@ def memory(work: Work, note: Note) -> Row:
         dtype=config.dtype,
         device=config.device,
     )
-    row = next(iter(run(asked, note)))
+    row = next(iter(run(asked, work.note)))
     if row.error is not None:
         raise SakiyomiError(row.error)
     return Row("memory", row.title, row.lines, dict(row.conditions), row.notes)
@@ -79,7 +78,7 @@ MEMORY = Section(
 )
 
 
-def predicted(work: Work, note: Note) -> Row:
+def predicted(work: Work) -> Row:
     """Every configuration of tune, predicted on one half of the prompts and measured on the other."""
     config = work.config
     if config.predictions is not None:
@@ -97,7 +96,7 @@ def predicted(work: Work, note: Note) -> Row:
             device=config.device,
             save=False,
         )
-        found = tune(asked, lambda text: note(f"predicted: {text}"))
+        found = tune(asked, lambda text: work.note(f"predicted: {text}"))
     names = ("draft", "gamma", "predicted_speedup", "measured_speedup", "error")
     lines = [
         {name: line[name] for name in names}

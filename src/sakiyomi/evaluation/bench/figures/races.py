@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from sakiyomi.core.errors import SakiyomiError
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.plain import EngineView
-from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.rivals import GreedyDraft
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, legend_below, stacked
-from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of, spread_of
+from sakiyomi.evaluation.bench.figures.work import Work, lap, line_of, notes_of
 from sakiyomi.evaluation.bench.frame import PairRow, peer_lap
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Lap, Spread
@@ -28,30 +27,29 @@ __all__ = ["MEDUSA", "SIZES", "TEMPERATURE"]
 
 
 def _by_size(
-    what: str, work: Work, note: Note, contenders: Callable[[PairRow, str | None], Sequence[Contender]]
+    what: str, work: Work, contenders: Callable[[PairRow, str | None], Sequence[Contender]]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Lines and notes of a race at each size: the target as it is, and inflated.
 
     Args:
         what: names the section.
         work: the report's.
-        note: is told what is going on.
         contenders: are made from the row of a size and the heads that go with it.
     """
     lines: list[dict[str, Any]] = []
     notes: list[str] = []
     for size in ("", *work.config.sizes):
-        row, heads = work.sized(what, size, note)
+        row, heads = work.sized(what, size)
         parameters = row.pair.target.model.num_parameters() / 1e6
         name = f"{parameters:.3g}M"
         found = row.race(contenders(row, heads), where=name)
         notes += notes_of(name, found)
-        spread = spread_of(found)
+        spread = Spread.shown(found)
         lines += [line_of(standing, size=name, parameters=parameters) | {"A/A": spread} for standing in found]
     return lines, notes
 
 
-def sizes(work: Work, note: Note) -> Row:
+def sizes(work: Work) -> Row:
     """Greedy; transformers and ours, plain and with the draft model, on the target as it is and inflated."""
 
     def contenders(row: PairRow, heads: str | None) -> list[Contender]:
@@ -59,7 +57,7 @@ def sizes(work: Work, note: Note) -> Row:
         llm.wait()
         return everybody(row, llm, peers=("plain", "assisted"))
 
-    lines, notes = _by_size("sizes", work, note, contenders)
+    lines, notes = _by_size("sizes", work, contenders)
     conditions = {**work.pair.names, **work.pair.dtypes, "gamma": work.config.gamma, **work.laps()}
     return Row("sizes", "milliseconds a token, greedy, by size of the target", lines, conditions, notes)
 
@@ -113,7 +111,7 @@ SIZES = Section(
 )
 
 
-def medusa(work: Work, note: Note) -> Row:
+def medusa(work: Work) -> Row:
     """Greedy; plain against heads, on the target as it is and inflated, with gamma auto."""
     work.medusa  # noqa: B018 - refuse before anything is inflated
     params = work.params(gamma="auto")
@@ -130,7 +128,7 @@ def medusa(work: Work, note: Note) -> Row:
         judge = row.pair.judge(llm)
         return [Contender(name, run, judge) for name, run in runs.items()]
 
-    lines, notes = _by_size("medusa", work, note, contenders)
+    lines, notes = _by_size("medusa", work, contenders)
     conditions = work.pair.names | {"draft": work.medusa, "gamma": "auto", **work.laps()}
     title = "tokens/s, greedy, plain and with Medusa heads, by size of the target"
     return Row("medusa", title, lines, conditions, notes)
@@ -178,7 +176,7 @@ MEDUSA = Section(
 )
 
 
-def temperature(work: Work, note: Note) -> Row:
+def temperature(work: Work) -> Row:
     """All ways of generating at each temperature; the draft alone shows how fast unverified text could be."""
     config = work.config
     engines: dict[str, Any] = {"plain": work.engine(), "sakiyomi": work.engine(work.draft)}
@@ -208,12 +206,12 @@ def temperature(work: Work, note: Note) -> Row:
             Contender(name, run, judge if not degrees and name != "draft alone" else None) for name, run in runs.items()
         ]
         for contender in contenders:
-            note(f"temperature {degrees:g}: warming up, {contender.name}")
+            work.note(f"temperature {degrees:g}: warming up, {contender.name}")
             contender.run()
         work.llm.wait()
-        found = work.row(f"temperature {degrees:g}", note).race(contenders)
+        found = work.row(f"temperature {degrees:g}").race(contenders)
         notes += notes_of(f"T={degrees:g}", found)
-        spread = spread_of(found)
+        spread = Spread.shown(found)
         lines += [line_of(standing, temperature=degrees) | {"A/A": spread} for standing in found]
         known, ours = Spread.of(found), found[1]
         ratios[degrees] = ours.ratio

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sakiyomi.drafters.medusa import MedusaDrafter
 from sakiyomi.drafters.medusa_heads.ranks import Ranks, rank_texts
-from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.draw import curve
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
 from sakiyomi.evaluation.bench.figures.work import Work
@@ -49,7 +48,7 @@ def draft_ranks(model: ModelRunner, prompts: Sequence[list[int]], texts: Sequenc
     return rank_texts(ahead, lambda rows: rows[None], prompts, texts)
 
 
-def ranks(work: Work, note: Note) -> Row:
+def ranks(work: Work) -> Row:
     """Of a text that the target writes greedily, and of one that it samples."""
     model = work.drafter(work.draft).model
     shares = {}
@@ -106,7 +105,7 @@ RANKS = Section(
 )
 
 
-def heads(work: Work, note: Note) -> Row:
+def heads(work: Work) -> Row:
     """Accuracy of each head, and tokens a pass of the best trees of some sizes, counted on the same text."""
     drafter: MedusaDrafter = work.drafter(work.medusa)
     found = ranks_of(work.llm, drafter, work.prompts, written(work, 0.0))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.outputs import RoundTrace
-from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.figures.section import Section, Theme, stacked
 from sakiyomi.evaluation.bench.figures.work import Work
 from sakiyomi.evaluation.bench.long.plot import drawable
@@ -23,7 +22,7 @@ BEND = 0.5  # of the way between two columns
 SERIES = 60  # rounds that are drawn one by one
 
 
-def rounds(work: Work, note: Note) -> Row:
+def rounds(work: Work) -> Row:
     """How many draft tokens each round kept; chains, greedy and sampled."""
     kept: dict[str, list[int]] = {}
     alphas = {}
@@ -103,7 +102,7 @@ ROUNDS = Section(
 )
 
 
-def tree(work: Work, note: Note) -> Row:
+def tree(work: Work) -> Row:
     """The round of a first text that shows most: several branches, and something accepted."""
     engine = work.engine(work.draft)
     params = work.params(gamma=DEPTH, tree="best-first", nodes=NODES)

@@ -69,10 +69,11 @@ def run(config: ReportConfig, note: Note = silent) -> Iterator[Row]:
             raise InputError(f"{config.out} holds no numbers of these sections; leave redraw out to measure them")
 
     def rows() -> Iterator[Row]:
-        work = Work(config)
+        work = Work(config, note)
         for place, name in enumerate(wanted, start=1):
             if not config.redraw and (config.again or not _same(kept.get(name), config, name)):
-                kept[name] = _measured(name, work, partial(_numbered, note, f"section {place} of {len(wanted)}"))
+                work.note = partial(_numbered, note, f"section {place} of {len(wanted)}")
+                kept[name] = _measured(name, work)
                 _write(folder / "data" / f"{name}.json", json.dumps(kept[name], indent=1).encode())
             row = _row(kept[name])
             _draw(folder, name, row)
@@ -87,12 +88,12 @@ def _numbered(note: Note, place: str, text: str) -> None:
     note(f"{place}, {text}")
 
 
-def _measured(name: str, work: Work, note: Note) -> dict[str, Any]:
+def _measured(name: str, work: Work) -> dict[str, Any]:
     """Everything that has to be known of a section later, as JSON values."""
     section, config = SECTIONS[name], work.config
-    note(f"{name}: {section.title}")
+    work.note(f"{name}: {section.title}")
     try:
-        row = section.measure(work, note)
+        row = section.measure(work)
     except SakiyomiError as error:
         row = Row(name, section.title, [], error=error.message)
     return {

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sakiyomi.evaluation.bench.config import Note
 from sakiyomi.evaluation.bench.draw import NARROW, panels
 from sakiyomi.evaluation.bench.report import Row
 
@@ -87,7 +86,7 @@ class Section:
 
     title: str
     text: str
-    measure: Callable[[Work, Note], Row]
+    measure: Callable[[Work], Row]
     paint: Callable[[Row, Theme], Figure]
     alt: Callable[[Row], str]
     reads: tuple[str, ...] = ()

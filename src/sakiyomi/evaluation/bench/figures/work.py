@@ -19,9 +19,9 @@ from sakiyomi.evaluation.bench.frame import PairRow, generated
 from sakiyomi.evaluation.bench.inflate import inflate
 from sakiyomi.evaluation.bench.models import Pair
 from sakiyomi.evaluation.bench.report import race_notes
-from sakiyomi.evaluation.bench.runner import Lap, Spread, Standing
+from sakiyomi.evaluation.bench.runner import Lap, Standing
 
-__all__ = ["Work", "lap", "line_of", "notes_of", "spread_of"]
+__all__ = ["Work", "lap", "line_of", "notes_of"]
 
 
 class Work:
@@ -29,10 +29,11 @@ class Work:
 
     Args:
         config: the settings.
+        note: is told what is going on.
     """
 
-    def __init__(self, config: ReportConfig) -> None:
-        self.config = config
+    def __init__(self, config: ReportConfig, note: Note) -> None:
+        self.config, self.note = config, note
         self._drafters: dict[str, Any] = {}
 
     @cached_property
@@ -79,9 +80,9 @@ class Work:
         usual = {"max_new_tokens": self.config.max_new_tokens, "gamma": self.config.gamma, "ignore_eos": True}
         return SamplingParams(**usual | more)
 
-    def row(self, what: str, note: Note, **changed: Any) -> PairRow:
+    def row(self, what: str, **changed: Any) -> PairRow:
         """A row about the pair, or with some settings changed about another one."""
-        return PairRow(what, self.config.bench(**changed), note, None if changed else self.pair)
+        return PairRow(what, self.config.bench(**changed), self.note, None if changed else self.pair)
 
     def conditions(self, **more: Any) -> dict[str, Any]:
         """What has to be known of a section about the pair, after its laps."""
@@ -93,7 +94,7 @@ class Work:
         config = self.config
         return {"prompts": len(self.prompts), "max_new_tokens": config.max_new_tokens, "laps": config.repeats}
 
-    def sized(self, what: str, size: str, note: Note) -> tuple[PairRow, str | None]:
+    def sized(self, what: str, size: str) -> tuple[PairRow, str | None]:
         """The pair with the target inflated to so many parameters, and the heads that go with it, if there are any.
 
         The model is written into the report's folder, and found there the next time.
@@ -101,13 +102,13 @@ class Work:
         config = self.config
         heads = config.heads or MEDUSA_HEADS.get(config.target)
         if not size:
-            return self.row(what, note), heads
+            return self.row(what), heads
         # Of another target, or with other heads, it is another model.
         own = zlib.crc32(repr((config.target, heads)).encode())
         folder = Path(config.out) / "models" / f"{size}-{own:08x}"
         if not (folder / "config.json").is_file():
-            inflate(InflateConfig(str(folder), size, config.target, heads), note)
-        row = self.row(what, note, target=str(folder), draft=self.draft)
+            inflate(InflateConfig(str(folder), size, config.target, heads), self.note)
+        row = self.row(what, target=str(folder), draft=self.draft)
         return row, str(folder / "medusa") if heads is not None else None
 
 
@@ -130,12 +131,6 @@ def line_of(standing: Standing, **more: Any) -> dict[str, Any]:
     names = ("tokens_per_second", "low", "high", "ratio", "tau", "alpha", "equal")
     found = {name: shown[name] for name in names if name in shown}
     return more | {"name": standing.name, "ms_per_token": 1000 / speed if speed else None} | found
-
-
-def spread_of(standings: Sequence[Standing]) -> str | None:
-    """A/A of a race, for its conditions."""
-    spread = Spread.of(standings)
-    return None if spread is None else str(spread)
 
 
 def notes_of(name: str, standings: Sequence[Standing]) -> list[str]:

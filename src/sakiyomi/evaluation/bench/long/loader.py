@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class Loader:
             alone.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, shared: bool) -> None:
+    def __init__(self, options: dict[str, Any], *, shared: bool) -> None:
         self._options, self._shared = options, shared
         self._loaded: Any = None
         self._key: tuple[str, int | None] | None = None

@@ -89,15 +89,14 @@ def rows(results: Results, notes: Sequence[str] = ()) -> list[Row]:
     told = ("target", "dtype", "quantize", "gamma", "exact", "graphs", "max_new_tokens", "template", "repeats")
     conditions = {name: _told(results.settings.get(name)) for name in told} | {"questions": counts}
     standings = [_standing(draft, records) for draft, records in groups.items()]
-    spread = Spread.of(standings)
-    conditions["A/A"] = spread and str(spread)
+    conditions["A/A"] = Spread.shown(standings)
     apart = [f"{r.draft}, question {r.question}: {r.note}" for group in groups.values() for r in group if r.note]
     found = Row(
         "spec",
         "speed-up over plain decoding by category, one request at a time, greedy",
         speeds,
         conditions,
-        [*notes, *apart, *_missing(groups), *unclaimed(standings, spread)],
+        [*notes, *apart, *_missing(groups), *unclaimed(standings)],
     )
     return [found, Row("accepted", "mean accepted tokens: committed a pass of the target", passes, conditions)]
 
