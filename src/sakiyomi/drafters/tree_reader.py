@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LevelDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
-DRAWN: dict[str, DraftKind] = {
-    "chain": "chain",
-    "static": "without_replacement",
-    "choices": "without_replacement",
-}
+DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
 """The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
 _FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
 # How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen (docs/log.md).

@@ -44,13 +44,7 @@ class SlotManager:
         exact: only what any request with the same prompt would compute in the same way is used again.
     """
 
-    def __init__(
-        self,
-        target: ModelRunner,
-        drafter: Drafter | None,
-        chunk_size: int,
-        exact: bool,
-    ) -> None:
+    def __init__(self, target: ModelRunner, drafter: Drafter | None, chunk_size: int, exact: bool) -> None:
         self._target, self._cache = target, target.cache
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._seated: dict[Request, Kin] = {}

@@ -36,10 +36,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_packed": ([_int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _int64], None),
     "sk_leveled": ([_int64, _int64, *[_pointer] * 8, _int64, _int64, _int64], None),
     "sk_packed_count": ([_int64, _pointer], None),
-    "sk_source": (
-        [_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer],
-        None,
-    ),
+    "sk_source": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer], None),
     "sk_distances": ([_int64, _pointer, _int64], None),
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
     "sk_keep": ([_int64, _int64, _int64, _int64, _pointer], None),
@@ -48,10 +45,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
     "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
     "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _int64, _pointer, _pointer, _pointer], None),
-    "sk_warp": (
-        [_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer],
-        _int64,
-    ),
+    "sk_warp": ([_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer], _int64),
     "sk_draw": ([_pointer, _int64, _double], _int64),
     "sk_residual": ([_pointer, _pointer, _int64, ctypes.c_float, _pointer], ctypes.c_float),
 }

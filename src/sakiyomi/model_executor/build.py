@@ -108,11 +108,7 @@ def build_runner(
 
 
 def _caches(
-    weights: ModelWeights,
-    max_slots: int,
-    capacity: Capacity,
-    offloaded: MappedFiles | None,
-    spare: int,
+    weights: ModelWeights, max_slots: int, capacity: Capacity, offloaded: MappedFiles | None, spare: int
 ) -> tuple[SlotCache, SourceCache | None]:
     """The cache of a session; and, where there is an encoder, that of what cross-attention reads."""
     encoder, shapes = weights.encoder, weights.shapes

@@ -23,12 +23,7 @@ from torch import Tensor
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.model_executor.attention.registry import (
-    BackendNeeds,
-    BeginPass,
-    PassForward,
-    PassResult,
-)
+from sakiyomi.model_executor.attention.registry import BackendNeeds, BeginPass, PassForward, PassResult
 from sakiyomi.model_executor.attention.torch import attend_all
 
 __all__ = ["CudaBackend", "CudaGraphs"]
