@@ -63,23 +63,26 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def _processor() -> str:
+def cpuinfo() -> list[str]:
+    """What Linux tells of the processor; no lines on other systems."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        return []
+
+
+def _processor() -> str:
+    return next((line for line in cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _command(cxx: str, target: Path) -> list[str]:
     root = Path(torch.__file__).parent
     include, lib = root / "include", root / "lib"
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return [
-        *(cxx, "-O3", native, "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w"),
-        *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
-        *(str(SOURCE), "-o", str(target), f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"),
-    ]
+    options = ["-O3", native, "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w"]
+    includes = [f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
+    libraries = [f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
+    return [cxx, *options, *includes, str(SOURCE), "-o", str(target), *libraries]
 
 
 def library_path() -> Path:

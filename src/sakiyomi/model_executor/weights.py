@@ -159,10 +159,6 @@ class ModelWeights:
             self.capture.wanted = wanted
             self.generation += 1
 
-    def listen(self) -> None:
-        """Capture what the head reads, and what the wanted layers give."""
-        self.capture.listen(self.head)
-
     @property
     def keeps_logits(self) -> bool:
         """Whether the model's forward can be asked for the logits of some rows alone."""
