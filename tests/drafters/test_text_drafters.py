@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft
-from sakiyomi.drafters import DRAFTERS, FORMS, DrafterContext, make_drafter, parse_drafters
+from sakiyomi.drafters import DrafterContext, make_drafter, parse_drafters
 from sakiyomi.drafters.guess_calibration import GuessCalibration
 from sakiyomi.drafters.guessed_tree import grow
 from sakiyomi.drafters.lookup import PromptLookup
@@ -276,7 +276,7 @@ def test_coupled_ngrams_choose_by_the_noise_of_the_position() -> None:
 
 def around() -> DrafterContext:
     loaded = type("Loaded", (), {"name": "toy", "tokenizer": None})()
-    return DrafterContext(loaded, V, lambda _: None, lambda _: None, None, lambda _: None, lambda _: None)
+    return DrafterContext(loaded, None, V)
 
 
 def test_specs() -> None:
@@ -284,7 +284,6 @@ def test_specs() -> None:
         drafter = make_drafter([spec], around())
         assert drafter is not None
         assert drafter.name == name
-    assert set(FORMS) <= set(DRAFTERS)
     for wrong in ("prompt-lookup:0", "prompt-lookup:x", "prompt-lookup:-1", "prompt-lookup:1.5", "prompt-lookup:999"):
         with pytest.raises(InputError, match="longest match"):
             make_drafter([wrong], around())

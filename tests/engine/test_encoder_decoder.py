@@ -281,7 +281,7 @@ def test_compiled_and_plain_attention_agree_on_trees(
             monkeypatch.setattr(PackedWeights, "create", lambda: None)
         model = build_runner(build(name).to(dtype), compile=False)
         assert isinstance(model.backend, TorchBackend if plain else CpuBackend)
-        intake = LLM((model_of(name), TOKENIZER), "none", compile=False).engine._requests.intake
+        intake = LLM((model_of(name), TOKENIZER), "none", compile=False).engine._requests.process
         slots = [model.cache.take() for _ in range(3)]
         for slot, source in zip(slots[:2], sources(name), strict=False):
             model.make_room(slot, 64, intake(source, SamplingParams()).source)

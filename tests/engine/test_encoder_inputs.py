@@ -275,7 +275,7 @@ def test_drafts_are_looked_up_in_the_source_only_where_it_has_the_decoders_token
     ):
         llm = llm_of(build(name, **config), "prompt-lookup")
         tokens = sources(name)[1]
-        source = llm.engine._requests.intake(tokens, params()).source
+        source = llm.engine._requests.process(tokens, params()).source
         assert source is not None
         assert list(source.tokens) == (tokens if shared else []), config
         texts = llm.generate([tokens], params(ignore_eos=True))[0].token_ids

@@ -503,11 +503,11 @@ def test_a_model_that_is_used_is_not_packed_again() -> None:
     state = ModelState(model)
     first = same(model, inputs, max_new_tokens=4)
     engines = OURS._engines
-    packed = [each.model for each in engines._packed[model].values()]
+    packed = [runner for runner, _ in engines._packed[model].values()]
     model.train().eval()
     same(model, inputs, tiny_llama(seed=1), max_new_tokens=4)
     same(model, inputs, max_new_tokens=4, prompt_lookup_num_tokens=2)
-    assert [each.model for each in engines._packed[model].values()] == packed  # all drafts share it
+    assert [runner for runner, _ in engines._packed[model].values()] == packed  # all drafts share it
     assert state.changed(model) is None
     OURS.forget(model)
     assert model not in engines._packed
@@ -517,7 +517,7 @@ def test_a_model_that_is_used_is_not_packed_again() -> None:
 def test_what_is_kept_goes_with_the_model() -> None:
     model = tiny_llama()
     same(model, {"input_ids": torch.tensor([[5, 6]])}, tiny_llama(seed=1), max_new_tokens=3)
-    (packed,) = (weakref.ref(each.model) for each in OURS._engines._packed[model].values())
+    (packed,) = (weakref.ref(runner) for runner, _ in OURS._engines._packed[model].values())
     del model
     gc.collect()
     assert packed() is None

@@ -315,7 +315,7 @@ def test_an_encoder_says_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     def texts(llm: LLM, together: bool) -> list[list[int]]:
         requests = []
         for i, source in enumerate(seq2seq_toys.sources("bart")):
-            asked = llm.engine._requests.intake(source, GREEDY)
+            asked = llm.engine._requests.process(source, GREEDY)
             asked = replace(asked, tokens=[*asked.tokens, *[3 + token % 50 for token in prompt(80, 1)]])
             requests.append(llm.engine.submit(asked, key=(i,)))
             if not together:

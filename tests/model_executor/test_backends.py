@@ -18,7 +18,7 @@ from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor import attention
-from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
+from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 from sakiyomi.model_executor.build import build_runner
 from toys import tiny_tokenizer
 
@@ -26,12 +26,10 @@ TOKENIZER = tiny_tokenizer(VOCAB)
 PROMPTS = [prompt(9), prompt(30, 1), prompt(4, 2)]
 
 
-class RowByRow:
+class RowByRow(AttentionBackend):
     """Attention with a loop over rows and heads."""
 
     operator: ClassVar[str] = "test_row_by_row"
-    runs_packed: ClassVar[bool] = False
-    spare: ClassVar[int] = 0
     running: ClassVar[RowByRow | None] = None
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
@@ -60,22 +58,6 @@ class RowByRow:
                     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
                     out[0, first + row, head] = scores.softmax(0) @ values[head // group, seen]
         return out
-
-    @staticmethod
-    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-        raise NotImplementedError
-
-    def inputs(self, rows: int) -> dict[str, Any]:
-        return {}
-
-    def recorder(self, forward: PassForward) -> None:
-        """None."""
-
-    def attach(self, cache: SlotCache) -> None:
-        """The tensors are looked up."""
-
-    def attach_sources(self, sources: SourceCache) -> None:
-        """There are none."""
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         RowByRow.running, self.plan, self.count = self, plan, 0

@@ -40,7 +40,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, model: Any) -> ModelRunner:
     monkeypatch.setattr(native, "native", lambda: None)
     made = build_runner(model, max_slots=4, compile=False)
     made.cache.sizing.spare = 1
-    register(CudaBackend)
+    register(CudaBackend.operator, CudaBackend.attend, CudaBackend.cross)
     made.backend = CudaBackend(made.weights.needs(exact=False, evicts=False), made.cache)
     made.module.set_attn_implementation(CudaBackend.operator)
     return made

@@ -64,9 +64,7 @@ class Audio:
         object.__setattr__(self, "samples", samples)
 
     def __repr__(self) -> str:
-        told = "".join(
-            f", {name}={value!r}" for name, value in (("language", self.language), ("task", self.task)) if value
-        )
+        told = "".join(f", {name}={value!r}" for name in ("language", "task") if (value := getattr(self, name)))
         return f"Audio({len(self.samples)} samples, sampling_rate={self.sampling_rate}{told})"
 
     @classmethod

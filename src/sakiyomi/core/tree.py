@@ -87,6 +87,13 @@ class TokenTree:
         """Tokens from the root down to ``node``, its own included: the history of the row that follows it."""
         return tuple(self.tokens[step] for step in self.path(node))
 
+    def products(self, chances: Sequence[float]) -> list[float]:
+        """(n) the chance of each node multiplied with those of all nodes above it."""
+        values: list[float] = []
+        for chance, parent in zip(chances, self.parents, strict=True):
+            values.append(chance * (1.0 if parent < 0 else values[parent]))
+        return values
+
     def keep(self, nodes: Sequence[int]) -> TokenTree:
         """The tree of these nodes alone, ascending; the parent of each is among them."""
         number = {node: i for i, node in enumerate(nodes)} | {-1: -1}
@@ -161,6 +168,11 @@ class Draw:
     row: int | None = None
     prob: float | None = None
     chance: float | None = None
+
+    def claim(self, unknown: float) -> float:
+        """The chance of acceptance that the drafter claims; ``unknown`` where it gives none."""
+        claimed = self.prob if self.chance is None else self.chance
+        return unknown if claimed is None else claimed
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from sakiyomi.core.embedded import DRAFTS
 from sakiyomi.core.errors import InputError
@@ -29,28 +29,33 @@ __all__ = [
 N = TypeVar("N", int, float)
 
 
+def _unavailable(_: Any) -> Any:
+    """Where drafters that need this have been refused before."""
+    raise AssertionError("refused before")
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """What a drafter may be built from.
 
     Attributes:
         target: the loaded target (``sakiyomi.model_executor.loading.Loaded``).
+        packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
         vocab_size: width of the target's logits.
         load: loads another model by name with the settings of this LLM.
         pack: makes a model that ``load`` returned ready to run beside the target.
-        packed: the target as it runs (``sakiyomi.model_executor.runner.ModelRunner``).
-        rounded: makes a second copy of the target with quantized weights, ready to run beside it.
+        quantized: makes a second copy of the target with quantized weights, ready to run beside it.
         answer: the target's own answer to a request (``drafters.oracle.Answer``).
         allow_pickle: weights may be stored as pickle.
     """
 
     target: Any
-    vocab_size: int
-    load: Callable[[str], Any]
-    pack: Callable[[Any], Any]
     packed: Any
-    rounded: Callable[[str], Any]
-    answer: Callable[[Context], Any]
+    vocab_size: int
+    load: Callable[[str], Any] = _unavailable
+    pack: Callable[[Any], Any] = _unavailable
+    quantized: Callable[[str], Any] = _unavailable
+    answer: Callable[[Context], Any] = _unavailable
     allow_pickle: bool = False
 
 
@@ -111,7 +116,7 @@ def _self_int8(argument: str, around: DrafterContext) -> Drafter:
             "draft self-int8: the target's own weights are quantized, and a quantized copy would not be faster; leave "
             "out quantize, or choose another draft"
         )
-    return ModelDrafter(around.rounded("int8"), around.vocab_size, name="self-int8")
+    return ModelDrafter(around.quantized("int8"), around.vocab_size, name="self-int8")
 
 
 def _lookup(argument: str, around: DrafterContext) -> Drafter:
@@ -149,29 +154,29 @@ def _medusa(argument: str, around: DrafterContext) -> Drafter:
     return MedusaDrafter.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
 
-DRAFTERS: dict[str, Callable[[str, DrafterContext], Drafter]] = {
-    "model": _model,
-    "medusa": _medusa,
-    "self-int8": _self_int8,
-    "self-evicted": _self_evicted,
-    "early-exit": _early_exit,
-    "oracle": _oracle,
-    "prompt-lookup": _lookup,
-    "suffix": _suffix,
-    "ngram": _ngram,
-}
+class DrafterKind(NamedTuple):
+    """How a spec becomes a drafter.
 
-FORMS = {
-    "model": "model:<path or id>",
-    "medusa": "medusa:<heads>",
-    "prompt-lookup": "prompt-lookup[:<longest match>]",
-    "suffix": "suffix[:<file>]",
-    "ngram": "ngram[:<file>]",
-    "self-evicted": "self-evicted[:<pairs of a head>]",
-    "early-exit": "early-exit:<layers>",
-    "oracle": "oracle[:<rate>]",
+    Attributes:
+        make: the drafter, from what is behind the colon of its spec.
+        form: of what is behind its name, for messages.
+    """
+
+    make: Callable[[str, DrafterContext], Drafter]
+    form: str = ""
+
+
+DRAFTERS = {
+    "model": DrafterKind(_model, ":<path or id>"),
+    "medusa": DrafterKind(_medusa, ":<heads>"),
+    "self-int8": DrafterKind(_self_int8),
+    "self-evicted": DrafterKind(_self_evicted, "[:<pairs of a head>]"),
+    "early-exit": DrafterKind(_early_exit, ":<layers>"),
+    "oracle": DrafterKind(_oracle, "[:<rate>]"),
+    "prompt-lookup": DrafterKind(_lookup, "[:<longest match>]"),
+    "suffix": DrafterKind(_suffix, "[:<file>]"),
+    "ngram": DrafterKind(_ngram, "[:<file>]"),
 }
-"""The form of each spec, for messages."""
 
 
 def parse_drafters(spec: Any) -> list[str | Drafter]:
@@ -194,7 +199,8 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
         parts = _JOINT.split(spec)
         for part in parts:
             if part not in ("none", "auto") and part.partition(":")[0] not in DRAFTERS:
-                known = ", ".join(f'"{FORMS.get(name, name)}"' for name in ("none", "auto", *DRAFTERS))
+                forms = ("none", "auto", *(name + kind.form for name, kind in DRAFTERS.items()))
+                known = ", ".join(f'"{form}"' for form in forms)
                 raise InputError(
                     f"unknown draft {part!r}; this version has {known}, several joined by +, or a Drafter object"
                 )
@@ -235,7 +241,7 @@ def _one(spec: str | Drafter, around: DrafterContext) -> Drafter | None:
         known = DRAFTS.get(around.target.name)
         spec = "none" if known is None else f"model:{known}"
     kind, _, argument = spec.partition(":")
-    return None if kind == "none" else DRAFTERS[kind](argument, around)
+    return None if kind == "none" else DRAFTERS[kind].make(argument, around)
 
 
 def _rename(drafter: Drafter, taken: set[str]) -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sakiyomi.core.params import SamplingParams
 
 __all__ = ["DrafterAdapter", "Proposer", "as_drafter"]
 
@@ -38,7 +33,7 @@ class Proposer(Protocol):
 class DrafterAdapter(Drafter):
     """Gives a ``Proposer`` the other members of a ``Drafter``: its own where it has them, else the defaults.
 
-    They are looked up at each use, since its clocks may be plain attributes that grow.
+    Its clocks are looked up at each use, since they may be plain attributes that grow.
 
     Args:
         proposer: what is adapted.
@@ -54,6 +49,9 @@ class DrafterAdapter(Drafter):
         model = getattr(proposer, "model", None)
         if isinstance(model, ModelRunner):  # any other model is the proposer's own matter
             self.model = model
+        for name in ("kind_for", "observe", "inherit", "end"):
+            if hasattr(proposer, name):
+                setattr(self, name, getattr(proposer, name))
 
     @property
     def name(self) -> str:
@@ -85,30 +83,10 @@ class DrafterAdapter(Drafter):
         """See ``Drafter.prefill_seconds``."""
         return float(getattr(self.proposer, "prefill_seconds", 0.0))
 
-    def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``Drafter.kind_for``."""
-        kind: DraftKind = self.proposer.kind_for(params) if hasattr(self.proposer, "kind_for") else self.kind
-        return kind
-
     def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
         """See ``Drafter.propose``."""
         drafts: list[Draft] = self.proposer.propose(contexts, gammas)
         return drafts
-
-    def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
-        """See ``Drafter.observe``."""
-        if hasattr(self.proposer, "observe"):
-            self.proposer.observe(context, first, states)
-
-    def inherit(self, context: Context, earlier: Context) -> None:
-        """See ``Drafter.inherit``."""
-        if hasattr(self.proposer, "inherit"):
-            self.proposer.inherit(context, earlier)
-
-    def end(self, context: Context) -> None:
-        """See ``Drafter.end``."""
-        if hasattr(self.proposer, "end"):
-            self.proposer.end(context)
 
 
 def as_drafter(given: Drafter | Proposer) -> Drafter:

@@ -33,23 +33,23 @@ class Context:
         id: of the request.
         tokens: all committed tokens, prompt and output. Not to be changed; it only grows.
         params: what the user asked for.
-        rule: how the target will judge: "greedy" (propose the most probable), "ratio" (draw, and tell the
-            distribution) or
-            "coupled" (propose the top of log q + the noise of the token's position).
+        rule: how the target will judge: "greedy" (propose the most probable), "ratio" (draw, and give the
+            distribution) or "coupled" (propose the top of log q + the noise of the token's position).
         noise: the request's randomness; position of the next token is ``len(tokens)``.
         stop_ids: tokens that end the text: nothing after one of them is worth proposing.
         nodes: most tokens wanted in this round's tree; set before each round. As many as the depth wanted: a chain.
-        worth: what a token is worth against the time that it takes, in rounds whose size is "auto"; who can weigh his
-            own proposals may then go less or more deep than he is asked to. None: the size is as asked for.
-        slot: the request's place in the target's cache, for a drafter that runs part of the target; it holds the keys
+        worth: what a token is worth against the time that it takes, in rounds whose size is "auto"; a drafter that can
+            weigh its own proposals may then draft less or more deeply than it is asked to. None: the size is as asked
+            for.
+        slot: the request's slot in the target's cache, for a drafter that runs part of the target; it holds the keys
             and values of all tokens but the last. Set before each round.
         states: by layer, (hidden,) each, where the drafter's ``hidden_states`` ask for the last row: that of the last
             token that the target has processed, the one before the last in ``tokens``; empty while the prompt is read.
-        shares: what was read of another request may be used for it, as far as its tokens are the same; not with
-            ``exact``, where the same numbers are wanted.
-        source: what the text is made from, where the target has an encoder; its ``tokens`` stand before the text for
-            whoever looks things up. None: there is nothing but the text.
-        memory: for the drafter's own use, one entry a drafter.
+        shares: keys and values of another request's prompt may be copied as far as its tokens are the same; not with
+            ``exact``, where a request's numbers must not depend on other requests.
+        source: the encoder's input, where the target has an encoder; drafters that look tokens up read its ``tokens``
+            before the text. None: there is nothing but the text.
+        memory: for the drafters' own use, by the name of the drafter.
     """
 
     id: int
@@ -95,6 +95,7 @@ class Drafter(ABC):
         hidden_states: what it reads of the target's passes; None: nothing.
         prefers_coupled: whether its trees follow the noise of each token's position where the rule is "coupled"; then
             that rule is what acceptance "auto" chooses for them.
+        members: drafters that it asks itself; what they count and measure is its own.
     """
 
     name: str
@@ -103,21 +104,22 @@ class Drafter(ABC):
     prefers_coupled = False
     hidden_states: HiddenStates | None = None
     model: ModelRunner | None = None
+    members: Sequence[Drafter] = ()
 
     @property
     def passes(self) -> int:
         """Draft passes so far, one for each level of a tree; 0: they are not counted."""
-        return 0
+        return sum(member.passes for member in self.members)
 
     @property
     def forward_seconds(self) -> float:
         """Seconds spent on proposals so far, those over prompts included."""
-        return 0.0
+        return sum(member.forward_seconds for member in self.members)
 
     @property
     def prefill_seconds(self) -> float:
         """Seconds of these that were spent on prompts."""
-        return 0.0
+        return sum(member.prefill_seconds for member in self.members)
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
         """How the drafts of a request with these parameters come about.

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.theory import marginal_gamma
 
-if TYPE_CHECKING:
-    from sakiyomi.core.params import SamplingParams
-
 __all__ = [
-    "NO_DRAFT",
     "AutoSize",
     "Costs",
     "DraftLengthPolicy",
@@ -35,6 +32,8 @@ PATIENCE = 6  # drafting rounds that have to be measured before a loss stops dra
 LOSS = 0.98  # measured gain below which it is a loss
 PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds of the first rest and of the longest: each probe in vain doubles it
 PROBE_AGAIN = 96  # least rounds of a rest that begins before enough was measured
+WEIGHT = 4.0  # rounds that the acceptance assumed at first counts for
+MEMORY = 0.97  # share of its weight that a measured acceptance keeps with every later round
 PROBE, PROBE_ROUNDS = 2, 3  # least depth of a probe, and its rounds
 
 
@@ -146,25 +145,11 @@ class Heuristic:
             self.number = self.number + 2 if accepted == drafted else max(1, self.number - 1)
 
 
-class NoDraft:
-    """Drafts nothing."""
-
-    def next(self, costs: Callable[[], Costs]) -> Size:
-        """See ``DraftLengthPolicy.next``."""
-        return Size(0, 0)
-
-    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
-        """See ``DraftLengthPolicy.observe``."""
-
-
-NO_DRAFT = NoDraft()
-
-
 class FixedSize:
     """Depth and nodes as the request says: a number, a schedule, or what pays.
 
     Args:
-        depth: levels; None: as many as pay.
+        depth: levels, 0 to draft nothing; None: as many as pay.
         nodes: of the tree; None: as many as pay.
         chain: the draft is one path, so that there are as many nodes as levels.
     """
@@ -248,22 +233,13 @@ class AutoSize:
         trees: whether the drafter may branch.
         depth: length of the chains, where it was tuned; None: the largest predicted speed-up decides.
         start: acceptance that is assumed before anything was measured.
-        weight: rounds that this assumption counts for.
-        memory: share of its weight that a round keeps with every later one.
 
     Attributes:
         phase: what was decided for the last round.
     """
 
-    def __init__(
-        self,
-        trees: bool = False,
-        depth: int | None = None,
-        start: float = 0.75,
-        weight: float = 4.0,
-        memory: float = 0.97,
-    ) -> None:
-        self._trees, self._fixed, self._start, self._memory, self._weight = trees, depth, start, memory, weight
+    def __init__(self, trees: bool = False, depth: int | None = None, start: float = 0.75) -> None:
+        self._trees, self._fixed, self._start = trees, depth, start
         self._kept: list[float] = []
         self._tried: list[float] = []
         self._gain = Throughput()
@@ -275,7 +251,7 @@ class AutoSize:
         """Estimated acceptance by place."""
         alphas, prior = [], self._start
         for kept, tried in zip(self._kept, self._tried, strict=True):
-            prior = (kept + prior * self._weight) / (tried + self._weight)
+            prior = (kept + prior * WEIGHT) / (tried + WEIGHT)
             alphas.append(prior)
         return alphas or [self._start]
 
@@ -322,12 +298,9 @@ class AutoSize:
         if self._fixed is not None:
             return self._fixed
         plain = now.score(now.batch)
+        alphas = self.alphas()
         depth, _ = marginal_gamma(
-            self.alphas(),
-            now.draft / plain,
-            lambda rows: now.score(now.batch * rows) / plain,
-            now.overhead / plain,
-            now.depth,
+            alphas, now.draft / plain, lambda rows: now.score(now.batch * rows) / plain, now.overhead / plain, now.depth
         )
         return max(depth, PROBE) if self._trees else depth
 
@@ -340,8 +313,8 @@ class AutoSize:
             self._kept.append(0.0)
             self._tried.append(0.0)
         for i in range(places):
-            self._kept[i] = self._kept[i] * self._memory + (i < accepted)
-            self._tried[i] = self._tried[i] * self._memory + 1.0
+            self._kept[i] = self._kept[i] * MEMORY + (i < accepted)
+            self._tried[i] = self._tried[i] * MEMORY + 1.0
 
 
 class Throughput:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.confidence import Confidence
+from sakiyomi.drafters.draft_length import TokenValue
 from sakiyomi.drafters.trees import Builder, CandidateTree
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.sampling.probs import best, best_token, leading
 from sakiyomi.sampling.rows import Row, draw_distinct, top_tokens
 from sakiyomi.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sakiyomi.drafters.draft_length import TokenValue
 
 __all__ = ["DraftTreeState", "RequestMemory"]
 
@@ -188,20 +185,16 @@ class DraftTreeState:
             chosen = chosen[: worth.size([candidates.values[candidate] for candidate in chosen])]
         chosen.sort()
         tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents)).keep(chosen)
-        draws = tuple(
-            Draw(
-                node,
-                self.name,
-                self._row_of.get(candidates.parents[candidate]),
-                self._probs[candidate],
-                candidates.chances[candidate],
-            )
-            for node, candidate in enumerate(chosen)
-        )
+        draws = []
+        for node, candidate in enumerate(chosen):
+            row = self._row_of.get(candidates.parents[candidate])
+            draws.append(Draw(node, self.name, row, self._probs[candidate], candidates.chances[candidate]))
         kind: DraftKind = "point_mass"
         if self.drawn:
             kind = "chain" if tree.is_chain else "without_replacement"
-        return Draft(tree, kind, draws, torch.from_numpy(np.stack(self._drawn_from)) if self._drawn_from else None)
+        return Draft(
+            tree, kind, tuple(draws), torch.from_numpy(np.stack(self._drawn_from)) if self._drawn_from else None
+        )
 
     def _path(self, candidate: int) -> list[int]:
         """Tokens from the root down to a candidate."""

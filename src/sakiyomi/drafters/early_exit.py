@@ -8,14 +8,10 @@ a draft depends on the model: few are trained to predict tokens from their first
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.tree_reader import LevelDrafter
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.early_exit import FirstLayers
+from sakiyomi.model_executor.early_exit import FirstLayers
 
 __all__ = ["EarlyExit"]
 

@@ -40,9 +40,7 @@ class GuessedTree:
 
     def best(self, nodes: int, worth: TokenValue | None) -> Self:
         """The nodes most likely to be reached: at most so many, and no more than pay for their rows of the pass."""
-        values: list[float] = []
-        for parent, chance in zip(self.parents, self.chances, strict=True):
-            values.append(chance * (1.0 if parent < 0 else values[parent]))
+        values = self.tree.products(self.chances)
         order = best_nodes(values, nodes)
         if worth is not None:
             order = order[: worth.size([values[node] for node in order])]

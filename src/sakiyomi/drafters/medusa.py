@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from sakiyomi.core.embedded import folder_of
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter, HiddenStates
 from sakiyomi.drafters.confidence import RANKS, Confidence
@@ -25,12 +26,7 @@ from sakiyomi.drafters.medusa_heads.runner import MedusaRunner
 from sakiyomi.drafters.medusa_heads.tuned import Tuned, read_tuned
 from sakiyomi.drafters.tree_reader import SHARPNESS, begin_tree, is_drawn, kind_of
 from sakiyomi.model_executor.features import HEAD
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sakiyomi.core.params import SamplingParams
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["MedusaDrafter"]
 
@@ -97,10 +93,8 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, guesser: MedusaRunner, vocab_size: int, tuned: Tuned | None = None) -> None:
         if tuned is not None and len(tuned.accuracies) != guesser.heads:
-            logger.warning(
-                "tuned.json is for %d heads, but there are %d: it is not used; run sakiyomi tune medusa again",
-                *(len(tuned.accuracies), guesser.heads),
-            )
+            said = "tuned.json is for %d heads, but there are %d: it is not used; run sakiyomi tune medusa again"
+            logger.warning(said, len(tuned.accuracies), guesser.heads)
             tuned = None
         self.guesser, self.tuned = guesser, tuned
         self._vocab_size = vocab_size
@@ -122,7 +116,7 @@ class MedusaDrafter(Drafter):
         return cls(guesser, target.vocab_size, read_tuned(folder))
 
     def kind_for(self, params: SamplingParams) -> DraftKind:
-        """See ``levels.kind_of``."""
+        """See ``tree_reader.kind_of``."""
         if (levels := max(map(len, params.choices), default=0)) > self.guesser.heads:
             raise InputError(f"tree has {levels} levels, and these heads guess {self.guesser.heads} tokens")
         return kind_of(params)

@@ -11,16 +11,16 @@ adds its documents to those that are there at that moment. Only its owner may re
 
 from __future__ import annotations
 
-import array
 import json
 import os
-import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
@@ -29,6 +29,7 @@ __all__ = ["LIMIT", "Document", "MemoryFile", "read_memory"]
 
 MAGIC = b"SAKIMEM\n"
 FORMAT = 1
+_INTEGERS = "<u4"
 LIMIT = 1 << 19  # bytes of tokens: 131072 of them, about half a second of reading
 
 
@@ -79,7 +80,7 @@ def read_memory(path: Path) -> Contents:
         raise LoadError(f"the memory file {path} is damaged: its checksum is another one; {remedy}")
     line, _, body = rest.partition(b"\n")
     header = json.loads(line)
-    tokens, documents, place = _integers(body), [], 0
+    tokens, documents, place = np.frombuffer(body, _INTEGERS).tolist(), [], 0
     for length, when in zip(header["lengths"], header["times"], strict=True):
         documents.append(Document(tuple(tokens[place : place + length]), when))
         place += length
@@ -165,10 +166,7 @@ class MemoryFile:
 
     def _write(self) -> None:
         documents = self.documents
-        tokens = array.array("I", [token for document in documents for token in document.tokens])
-        if sys.byteorder == "big":
-            tokens.byteswap()
-        body = tokens.tobytes()
+        body = np.array([token for document in documents for token in document.tokens], _INTEGERS).tobytes()
         header = {
             "format": FORMAT,
             "tokenizer": self._tokenizer,
@@ -178,14 +176,6 @@ class MemoryFile:
         rest = json.dumps(header).encode() + b"\n" + body
         with whole_file(self.path, "name another file", private=True) as fresh:
             fresh.write_bytes(MAGIC + f"{FORMAT} {zlib.crc32(rest):08x}\n".encode() + rest)
-
-
-def _integers(body: bytes) -> array.array[int]:
-    tokens = array.array("I")
-    tokens.frombytes(body)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens
 
 
 @contextmanager

@@ -89,21 +89,6 @@ class MergedDrafter(Drafter):
         self._expected: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
 
-    @property
-    def passes(self) -> int:
-        """Draft passes of all members."""
-        return sum(member.passes for member in self.members)
-
-    @property
-    def forward_seconds(self) -> float:
-        """Seconds inside the members' forwards."""
-        return sum(member.forward_seconds for member in self.members)
-
-    @property
-    def prefill_seconds(self) -> float:
-        """Seconds of these over prompts."""
-        return sum(member.prefill_seconds for member in self.members)
-
     def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
         """See ``Drafter``."""
         for member in self.members:
@@ -175,12 +160,9 @@ class MergedDrafter(Drafter):
         """A proposal with the values of its nodes. A wrong draft raises here, where the member is known."""
         draft.validate()
         calibration = self._calibrations[name]
-        claimed = {draw.node: _claim(draw) for draw in draft.draws}
-        values: list[float] = []
-        for node, parent in enumerate(draft.tree.parents):
-            above = 1.0 if parent < 0 else values[parent]
-            values.append(above * calibration.chance(claimed[node]))
-        return _Proposal(name, draft, [claimed[node] for node in range(len(draft))], values)
+        claims = {draw.node: draw.claim(_UNKNOWN) for draw in draft.draws}
+        claimed = [claims[node] for node in range(len(draft))]
+        return _Proposal(name, draft, claimed, draft.tree.products([calibration.chance(each) for each in claimed]))
 
     def _learn(self, context: Context) -> None:
         """Compare the last proposals with what the target accepted."""
@@ -244,18 +226,12 @@ class MergedDrafter(Drafter):
     def _leave_out(self, member: Drafter, contexts: Sequence[Context], error: Exception) -> None:
         """Go on with these requests without a member; the first time, a warning is logged."""
         if member.name not in self._faulty:
-            logger.warning(
-                "drafter %s failed: %s: %s; it is left out wherever it fails, and this is not said again",
-                *(member.name, type(error).__name__, error),
-            )
+            why = f"{type(error).__name__}: {error}"
+            said = "drafter %s failed: %s; it is left out wherever it fails, and this is not said again"
+            logger.warning(said, member.name, why)
         self._faulty.add(member.name)
         for context in contexts:
             self._without.setdefault(context.id, set()).add(member.name)
-
-
-def _claim(draw: Draw) -> float:
-    claimed = draw.prob if draw.chance is None else draw.chance
-    return _UNKNOWN if claimed is None else claimed
 
 
 def _draft(nodes: Sequence[_Node], kept: Sequence[int], sources: Sequence[Draft]) -> Draft:

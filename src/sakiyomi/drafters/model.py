@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from sakiyomi.cache.cross_attention import Source
 from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.tree import Draft
@@ -14,11 +14,8 @@ from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.tree_reader import LevelDrafter
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from sakiyomi.cache.cross_attention import Source
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["ModelDrafter"]
 

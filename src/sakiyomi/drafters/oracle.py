@@ -91,12 +91,8 @@ class Oracle(Drafter):
                 "an oracle does not know text that is drawn without a seed; give a seed, acceptance='coupled', or "
                 "temperature 0"
             )
-        key = (
-            context.source,
-            tuple(context.tokens),
-            repr(context.params),
-            context.rule == "coupled" and context.noise.state,
-        )
+        noise = context.rule == "coupled" and context.noise.state
+        key = context.source, tuple(context.tokens), repr(context.params), noise
         if key not in self._known:
             found = self._answer(context)
             if found is None:

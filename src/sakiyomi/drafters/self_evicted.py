@@ -11,7 +11,6 @@ would not find the single key that matters.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ from sakiyomi.core.errors import InputError, MemoryLimitError, UnsupportedError
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.draft_tree_state import DraftTreeState, RequestMemory
 from sakiyomi.drafters.tree_reader import LevelDrafter
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.sparse_view import Excerpt
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["SelfEvicted"]
 

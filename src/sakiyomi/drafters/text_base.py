@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from sakiyomi.cache.prefix import alike
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.guessed_tree import GuessedTree
@@ -72,11 +73,7 @@ class TextDrafter(Drafter):
         text: _ReadText | None = earlier.memory.pop(self.name, None)
         if text is None:
             return
-        shared = 0
-        for old, new in zip(earlier.tokens[: text.read], context.tokens, strict=False):
-            if old != new:
-                break
-            shared += 1
+        shared = alike(earlier.tokens[: text.read], context.tokens)
         if shared < text.read:
             text.reader.branch(context.tokens[:shared])
             text.read = shared

@@ -8,33 +8,25 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from sakiyomi.core.errors import MemoryLimitError
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sakiyomi.core.params import SamplingParams
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["LevelDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
-DRAWN: dict[str, DraftKind] = {
-    "chain": "chain",
-    "static": "without_replacement",
-    "choices": "without_replacement",
-}
+DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
 """The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
 _FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
 # How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen (docs/log.md).

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import DraftError, LoadError, MemoryLimitError
 from sakiyomi.core.memory import no_memory
 from sakiyomi.core.outputs import Step
@@ -15,10 +15,7 @@ from sakiyomi.core.tree import Draft
 from sakiyomi.engine.request import Request
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import PassOutput
-
-if TYPE_CHECKING:
-    from sakiyomi.cache.slots import SlotCache
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Batch", "make_room", "score_alone"]
 

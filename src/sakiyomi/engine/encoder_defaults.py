@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,42 +23,31 @@ def default_processors(
         source: (1, n) the encoder's tokens; None: it has none.
         no_end: end tokens do not end the text, so that none is forced or suppressed.
     """
+    t: Any = transformers
     ends = settings.eos_token_id
     end = torch.tensor(ends if isinstance(ends, list) else [ends]) if ends is not None else None
-
-    def given(name: str, neutral: Any = None) -> Any:
-        value = getattr(settings, name, None)
-        return None if value == neutral else value
-
-    made: list[Any] = []
-    if (bias := given("sequence_bias")) is not None:
-        made.append(transformers.SequenceBiasLogitsProcessor(sequence_bias=bias))
-    if (penalty := given("encoder_repetition_penalty", 1.0)) is not None and source is not None:
-        made.append(transformers.EncoderRepetitionPenaltyLogitsProcessor(penalty, source))
-    if (penalty := given("repetition_penalty", 1.0)) is not None:
-        made.append(transformers.RepetitionPenaltyLogitsProcessor(penalty))
-    if (size := given("no_repeat_ngram_size", 0)) is not None:
-        made.append(transformers.NoRepeatNGramLogitsProcessor(size))
-    if (size := given("encoder_no_repeat_ngram_size", 0)) is not None and source is not None:
-        made.append(transformers.EncoderNoRepeatNGramLogitsProcessor(size, source))
-    if (words := given("bad_words_ids")) is not None:
-        made.append(transformers.NoBadWordsLogitsProcessor(words, end))
-    if end is not None and not no_end:
-        if (least := given("min_length", 0)) is not None:
-            made.append(transformers.MinLengthLogitsProcessor(least, end))
-        if (least := given("min_new_tokens", 0)) is not None:
-            made.append(transformers.MinNewTokensLengthLogitsProcessor(begin, least, end))
-    if (token := given("forced_bos_token_id")) is not None:
-        made.append(transformers.ForcedBOSTokenLogitsProcessor(token))
-    if (token := given("forced_eos_token_id")) is not None and not no_end:
-        made.append(transformers.ForcedEOSTokenLogitsProcessor(last, token))
-    if given("remove_invalid_values", False) is not None:
-        made.append(transformers.InfNanRemoveLogitsProcessor())
-    if (decay := given("exponential_decay_length_penalty")) is not None and end is not None:
-        made.append(transformers.ExponentialDecayLengthPenalty(decay, end, begin))
-    if (tokens := given("suppress_tokens")) is not None:
-        made.append(transformers.SuppressTokensLogitsProcessor(tokens))
-    if (tokens := given("begin_suppress_tokens")) is not None:
-        after = begin if begin > 1 or given("forced_bos_token_id") is None else begin + 1
-        made.append(transformers.SuppressTokensAtBeginLogitsProcessor(tokens, after))
-    return made
+    reads, ended, stops = source is not None, end is not None, end is not None and not no_end
+    after = begin if begin > 1 or getattr(settings, "forced_bos_token_id", None) is None else begin + 1
+    # By the name of a setting: its value that changes nothing beside None, whether it applies here, and the processor.
+    table: list[tuple[str, Any, bool, Callable[[Any], Any]]] = [
+        ("sequence_bias", None, True, lambda bias: t.SequenceBiasLogitsProcessor(sequence_bias=bias)),
+        ("encoder_repetition_penalty", 1.0, reads, lambda p: t.EncoderRepetitionPenaltyLogitsProcessor(p, source)),
+        ("repetition_penalty", 1.0, True, t.RepetitionPenaltyLogitsProcessor),
+        ("no_repeat_ngram_size", 0, True, t.NoRepeatNGramLogitsProcessor),
+        ("encoder_no_repeat_ngram_size", 0, reads, lambda n: t.EncoderNoRepeatNGramLogitsProcessor(n, source)),
+        ("bad_words_ids", None, True, lambda words: t.NoBadWordsLogitsProcessor(words, end)),
+        ("min_length", 0, stops, lambda least: t.MinLengthLogitsProcessor(least, end)),
+        ("min_new_tokens", 0, stops, lambda least: t.MinNewTokensLengthLogitsProcessor(begin, least, end)),
+        ("forced_bos_token_id", None, True, t.ForcedBOSTokenLogitsProcessor),
+        ("forced_eos_token_id", None, not no_end, lambda token: t.ForcedEOSTokenLogitsProcessor(last, token)),
+        ("remove_invalid_values", False, True, lambda _: t.InfNanRemoveLogitsProcessor()),
+        ("exponential_decay_length_penalty", None, ended, lambda p: t.ExponentialDecayLengthPenalty(p, end, begin)),
+        ("suppress_tokens", None, True, t.SuppressTokensLogitsProcessor),
+        ("begin_suppress_tokens", None, True, lambda ids: t.SuppressTokensAtBeginLogitsProcessor(ids, after)),
+    ]
+    values = [getattr(settings, name, None) for name, *_ in table]
+    return [
+        make(value)
+        for value, (_, neutral, applies, make) in zip(values, table, strict=True)
+        if applies and value is not None and value != neutral
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.engine.encoder_defaults import default_processors
 from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens, with_ids
 from sakiyomi.model_executor.encoder_decoder.families import Family, family_of
+from sakiyomi.model_executor.loading import Loaded
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["SourceInputProcessor", "token_source"]
 
@@ -28,28 +30,18 @@ class SourceInputProcessor:
     processors for its logits, which come before those of the user.
 
     Args:
-        model: the user's model, for its settings.
-        tokenizer: of the model.
-        extractor: of a speech model: makes features of samples; None: only features can be given.
-        vocab_size: width of the logits.
+        loaded: the model with its settings, its tokenizer and, of a speech model, its feature extractor; without one,
+            only features can be given.
+        target: the model as it runs; it detects the language.
         max_context: most tokens of the decoder.
-        first: gives the next token's logits (V,) for a source and the decoder's first tokens; it detects the language.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        extractor: Any,
-        vocab_size: int,
-        max_context: int,
-        first: Callable[[Source, list[int]], Tensor],
-    ) -> None:
-        self._config, self._settings = model.config, copy.deepcopy(model.generation_config)
-        self._family: Family = family_of(model.config)
-        self._limit = self._family.source_positions(model.config)
-        self._tokenizer, self._extractor = tokenizer, extractor
-        self._vocab_size, self._max_context, self._first = vocab_size, max_context, first
+    def __init__(self, loaded: Loaded, target: ModelRunner, max_context: int) -> None:
+        self._config, self._settings = loaded.model.config, copy.deepcopy(loaded.model.generation_config)
+        self._family: Family = family_of(self._config)
+        self._limit = self._family.source_positions(self._config)
+        self._tokenizer, self._extractor = loaded.tokenizer, loaded.extractor
+        self._target, self._max_context = target, max_context
         self._last: tuple[Any, Source] | None = None
         self._begin = self._start_token()
 
@@ -78,7 +70,7 @@ class SourceInputProcessor:
             known, source = self._last
             if known is key or (isinstance(key, str | tuple) and type(known) is type(key) and known == key):
                 return source
-        source = self._sound(prompt) if self._family.hears else self._text(prompt)
+        source = self._sound(prompt) if self._family.takes_audio else self._text(prompt)
         self._last = (key, source)
         return source
 
@@ -94,7 +86,7 @@ class SourceInputProcessor:
                 f"the source has {len(tokens)} tokens, and the model's encoder takes {self._limit} at most; "
                 "shorten it, or give its parts one by one"
             )
-        return token_source(tokens, self._config, self._vocab_size)
+        return token_source(tokens, self._config, self._target.vocab_size)
 
     def _sound(self, prompt: Any) -> Source:
         assert self._limit is not None
@@ -147,7 +139,7 @@ class SourceInputProcessor:
         )
 
     def _prompt(self, prompt: Any, source: Source) -> list[int]:
-        if not self._family.hears:
+        if not self._family.takes_audio:
             return [self._begin]
         if isinstance(prompt, Audio):
             return self._whisper(source, prompt.language, prompt.task)
@@ -179,7 +171,7 @@ class SourceInputProcessor:
         if language is not None:
             code = _language(language, languages)
         elif languages and (len(tokens) < 2 or tokens[1] is None):
-            logits = self._first(source, [self._begin])
+            logits = self._target.first_logits(source, [self._begin])
             known = sorted(languages.values())
             code = known[int(logits[known].argmax())]
         if code is not None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import torch
 
@@ -26,14 +26,12 @@ from sakiyomi.engine.batch import Batch, make_room, score_alone
 from sakiyomi.engine.inputs import InputProcessor, TextInputProcessor
 from sakiyomi.engine.prefill import Prefill
 from sakiyomi.engine.request import Request, RetainedSlot
-from sakiyomi.engine.request_factory import RequestFactory
+from sakiyomi.engine.request_factory import RequestFactory, SubmitOptions
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.engine.speculation import RoundClock, SpeculationController
 from sakiyomi.model_executor.features import PassOutput
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers import Rows
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Engine"]
 
@@ -46,9 +44,9 @@ class Engine:
 
     Args:
         target: the packed target.
-        drafter: reads ahead; None: every round is a plain step.
+        drafter: proposes draft tokens; None: every round is a plain step.
         tokenizer: of the target.
-        intake: makes of a prompt what the target goes on from; None: prompts are texts of its tokenizer, or token ids.
+        inputs: makes token ids of a prompt; None: prompts are texts of the tokenizer, or token ids.
         stop_ids: the model's end tokens.
         max_context: most tokens of prompt and output together.
         chunk_size: prompt tokens in one pass; long prompts are taken in chunks between rounds.
@@ -65,7 +63,7 @@ class Engine:
         drafter: Drafter | Proposer | None,
         tokenizer: Any,
         *,
-        intake: InputProcessor | None = None,
+        inputs: InputProcessor | None = None,
         stop_ids: Sequence[int] = (),
         max_context: int,
         chunk_size: int = CHUNK,
@@ -85,7 +83,7 @@ class Engine:
         self._lock = threading.RLock()
         self._speculation = SpeculationController(target, drafter, exact=exact, strict=strict)
         self._requests = RequestFactory(
-            intake or TextInputProcessor(tokenizer, target.vocab_size, max_context),
+            inputs or TextInputProcessor(tokenizer, target.vocab_size, max_context),
             self._speculation.verifier,
             tokenizer,
             vocab_size=target.vocab_size,
@@ -94,9 +92,7 @@ class Engine:
             exact=exact,
             depth=depth,
         )
-        self._prefill = Prefill(
-            target, self._slots, chunk_size, self._evict, self._speculation.give_prompt_states, exact=exact
-        )
+        self._prefill = Prefill(target, self._slots, chunk_size, self._evict, self._speculation.give_all_states, exact)
 
     @property
     def busy(self) -> bool:
@@ -106,9 +102,8 @@ class Engine:
     @property
     def cache_usage(self) -> float:
         """Share of the target's cache that running requests and retained slots hold; 1 if all slots were full."""
-        return min(
-            1.0, self._slots.held_bytes / self.target.cache.capacity(self.target.cache.max_slots, self.max_context)
-        )
+        cache = self.target.cache
+        return min(1.0, self._slots.held_bytes / cache.capacity(cache.max_slots, self.max_context))
 
     def add(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> int:
         """Queue a request; the work is done by ``step``. Takes and raises what ``submit`` does.
@@ -120,55 +115,24 @@ class Engine:
             raise InputError(f"n={n} samples are {n} requests; add each of them, with a key of its own")
         return self.submit(prompt, params, **options).id
 
-    def submit(
-        self,
-        prompt: Any,
-        params: SamplingParams | None = None,
-        *,
-        key: tuple[int, ...] = (0,),
-        rounds_trace: bool = False,
-        live: bool = True,
-        outbox: deque[Step] | None = None,
-        place: RetainedSlot | None = None,
-        shares: bool = True,
-        drafted: bool = True,
-        keep_logits: bool = False,
-    ) -> Request:
+    def submit(self, prompt: Any, params: SamplingParams | None = None, **options: Unpack[SubmitOptions]) -> Request:
         """Queue a request and give its state, which stays readable when it is over.
 
         Args:
-            prompt: text, or token ids, which are used as they are; what else the intake takes; or what it would make
-                of it, which is not checked.
+            prompt: text, or token ids, which are used as they are; what else the input processor takes; or what it
+                would make of it, which is not checked.
             params: None for the defaults, or where the prompt has its own.
-            key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
-            rounds_trace: keep every round's tree.
-            live: text is wanted with every step, not only with the last one.
-            outbox: gets the request's steps too.
-            place: of the conversation that it belongs to: what an earlier request left there is not computed again.
-            shares: what other requests read of the same beginning is copied, and not computed again.
-            drafted: False: nothing is read ahead for it, whatever the others do.
-            keep_logits: keep the target's raw logits of every new token.
+            **options: see ``SubmitOptions``.
 
         Raises:
             InputError: the prompt is empty, has unknown tokens or is too long, an option cannot be met, or the
                 conversation has a request under way.
             MemoryLimitError: its keys and values would not fit.
         """
-        request = self._requests.make(
-            prompt,
-            params,
-            key=key,
-            rounds_trace=rounds_trace,
-            live=live,
-            outbox=outbox,
-            place=place,
-            shares=shares,
-            drafted=drafted,
-            keep_logits=keep_logits,
-        )
+        request = self._requests.make(prompt, params, **options)
         with self._lock:
             others = [*self._running, *self._waiting]
-            if place is not None and any(other.place is place for other in others):
+            if request.place is not None and any(other.place is request.place for other in others):
                 raise InputError("the conversation has a request under way; wait for its end, or leave its stream")
             self._slots.check_memory([*others, request])
             self._waiting.append(request)
@@ -237,16 +201,14 @@ class Engine:
     def remove(self, request: int) -> Request | None:
         """End a request, whatever its state, and free its place at once; None if it is not known (any more)."""
         with self._lock:
-            for queue in (self._waiting, self._running):
-                for candidate in list(queue):
-                    if candidate.id == request:
-                        queue.remove(candidate)
-                        self._speculation.forget(request)
-                        self._slots.free(candidate)
-                        if not candidate.over:
-                            candidate.fail(RemovedError(f"request {request} was removed before its end"))
-                        return candidate
-            return None
+            found = self.find(request)
+            if found is not None:
+                (self._running if found in self._running else self._waiting).remove(found)
+                self._speculation.forget(request)
+                self._slots.free(found)
+                if not found.over:
+                    found.fail(RemovedError(f"request {request} was removed before its end"))
+            return found
 
     def release(self, place: RetainedSlot) -> None:
         """Free what a conversation keeps; a request of it that is under way ends."""
@@ -284,7 +246,7 @@ class Engine:
         steps = []
         for request, draft, here in batch.parts():
             try:
-                rows = request.verify_rows(output.logits[here], draft)
+                rows = Rows(output.logits[here], request.sampler, len(request.tokens), draft.tree, request.tokens)
                 verdict = request.verifier.verify(draft, rows, request.context.noise)
                 self._speculation.give_states(request, output, here, verdict.path)
                 self._keep(request, draft, verdict, rows)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError
 from sakiyomi.core.params import SamplingParams
-
-if TYPE_CHECKING:
-    from sakiyomi.cache.cross_attention import Source
 
 __all__ = ["InputProcessor", "TextInputProcessor", "TokenizedPrompt", "prompt_tokens", "with_ids"]
 
@@ -32,16 +30,8 @@ class TokenizedPrompt:
     source: Source | None = None
 
 
-class InputProcessor(Protocol):
-    """Turns what a user gives into a checked prompt."""
-
-    def __call__(self, prompt: Any, params: SamplingParams) -> TokenizedPrompt:
-        """Check both.
-
-        Raises:
-            InputError: with what is wrong.
-        """
-        ...
+InputProcessor = Callable[[Any, SamplingParams], TokenizedPrompt]
+"""Turns what a user gives into a checked prompt; raises InputError with what is wrong."""
 
 
 class TextInputProcessor:

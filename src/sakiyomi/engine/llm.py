@@ -142,7 +142,7 @@ class LLM:
             self.target,
             self.draft,
             self.tokenizer,
-            intake=self._pool.input_processor(self.max_context),
+            inputs=self._pool.input_processor(self.max_context),
             stop_ids=stop_tokens(loaded.model, loaded.tokenizer),
             max_context=self.max_context,
             chunk_size=chunk_size or CHUNK,
@@ -187,19 +187,12 @@ class LLM:
             raise InputError("prompts is a list of numbers; one prompt of token ids goes into a list: [[1, 2, 3]]")
         if prefix is not None:
             given = self._prefixes.prepend(prefix, given)
-        samples = [(i, j) for i in range(len(given)) for j in range(params.n)]
-        places = [RetainedSlot(prefix=prefix) if prefix is not None else None for _ in samples]
+        keys = [(i, j) if params.n > 1 else (i,) for i in range(len(given)) for j in range(params.n)]
+        places = [RetainedSlot(prefix=prefix) if prefix is not None else None for _ in keys]
         try:
             done = self.engine.complete(
-                self.engine.submit(
-                    given[i],
-                    params,
-                    key=(i, j) if params.n > 1 else (i,),
-                    rounds_trace=rounds_trace,
-                    live=False,
-                    place=place,
-                )
-                for (i, j), place in zip(samples, places, strict=True)
+                self.engine.submit(given[key[0]], params, key=key, rounds_trace=rounds_trace, live=False, place=place)
+                for key, place in zip(keys, places, strict=True)
             )
         finally:
             for place in places:

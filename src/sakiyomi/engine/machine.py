@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.version import __version__
+from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import SequenceRows
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def describe() -> dict[str, Any]:
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
         "processor_features": [flag for flag in _FLAGS if flag in _flags()],
@@ -57,7 +58,7 @@ def conditions(**more: Any) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": load,
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        "transformers": version("transformers"),
         "sakiyomi": __version__,
         "commit": _commit(),
     }
@@ -74,14 +75,12 @@ _SPEED = {
 
 def lacks() -> list[str]:
     """What would make this machine faster and is not there; one sentence each, with the remedy."""
-    from sakiyomi.kernels.build import compiler, native
-
     found = []
-    if compiler() is None:
+    if build.compiler() is None:
         found.append(
             "no C++ compiler: plain torch runs in the place of our kernels, slower; install g++ or clang++, or set CXX"
         )
-    if native() is None:
+    if build.native() is None:
         why = "SAKIYOMI_NATIVE=0 is set" if os.environ.get("SAKIYOMI_NATIVE") == "0" else "they cannot be built here"
         found.append(f"no compiled CPU kernels ({why}): plain torch runs instead, with the same tokens")
     if not torch.cuda.is_available():
@@ -163,13 +162,6 @@ def _timed(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _commit() -> str | None:
     """The commit of a checkout that this package runs from, + where files differ from it; None for an installed one."""
     folder = Path(__file__).resolve().parent
@@ -186,21 +178,14 @@ def _commit() -> str | None:
 def processor() -> str:
     """Its name, as the system tells it."""
     for key in ("model name", "Model"):
-        for line in _cpuinfo():
+        for line in build.cpuinfo():
             if line.startswith(key):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
 def _flags() -> set[str]:
-    return {flag for line in _cpuinfo() if line.startswith(("flags", "Features")) for flag in line.split()}
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
+    return {flag for line in build.cpuinfo() if line.startswith(("flags", "Features")) for flag in line.split()}
 
 
 def _cores() -> int:

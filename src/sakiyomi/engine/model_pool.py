@@ -66,11 +66,11 @@ class ModelPool:
         """
         return DrafterContext(
             target=self.loaded,
+            packed=self.target,
             vocab_size=self.target.vocab_size,
             load=self.load,
             pack=self.pack,
-            packed=self.target,
-            rounded=self.quantized,
+            quantized=self.quantized,
             answer=answer,
             allow_pickle=allow_pickle,
         )
@@ -100,14 +100,11 @@ class ModelPool:
 
     def input_processor(self, max_context: int) -> InputProcessor | None:
         """What makes sources for the target's encoder; None where it has none."""
-        loaded, target = self.loaded, self.target
-        if not has_encoder(loaded.model.config):
+        if not has_encoder(self.loaded.model.config):
             return None
         from sakiyomi.engine.encoder_inputs import SourceInputProcessor
 
-        return SourceInputProcessor(
-            loaded.model, loaded.tokenizer, loaded.extractor, target.vocab_size, max_context, target.first_logits
-        )
+        return SourceInputProcessor(self.loaded, self.target, max_context)
 
     def _pack(
         self, loaded: Loaded, quantize: str | None, *, eviction: EvictionPlan | None = None, **options: Any

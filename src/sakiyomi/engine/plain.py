@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.outputs import Generation
 from sakiyomi.core.params import SamplingParams
+from sakiyomi.drafters import Drafter, Proposer
 from sakiyomi.engine.engine import Engine
-
-if TYPE_CHECKING:
-    from sakiyomi.drafters import Drafter, Proposer
-    from sakiyomi.engine.llm import LLM
-    from sakiyomi.engine.request import Request
+from sakiyomi.engine.llm import LLM
+from sakiyomi.engine.request import Request
 
 __all__ = ["EngineView"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
@@ -16,13 +16,12 @@ from sakiyomi.engine.request import Request
 from sakiyomi.engine.slots import SlotManager
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import HEAD, PassOutput
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Prefill"]
 
 
+@dataclass(frozen=True, eq=False)
 class Prefill:
     """Takes prompts through the target in chunks, between the rounds of other requests.
 
@@ -35,19 +34,12 @@ class Prefill:
         exact: one prompt a pass.
     """
 
-    def __init__(
-        self,
-        target: ModelRunner,
-        slots: SlotManager,
-        chunk_size: int,
-        evict: Callable[[Request], None],
-        give_states: Callable[[Request, PassOutput, int, slice], None],
-        *,
-        exact: bool,
-    ) -> None:
-        self._target, self._slots, self._evict = target, slots, evict
-        self._give_states = give_states
-        self._chunk_size, self._exact = chunk_size, exact
+    target: ModelRunner
+    slots: SlotManager
+    chunk_size: int
+    evict: Callable[[Request], None]
+    give_states: Callable[[Request, PassOutput, int, slice], None]
+    exact: bool
 
     def next_chunk(self, running: Sequence[Request], steps: list[Step]) -> Batch:
         """The next chunks of prompts that share a pass.
@@ -56,17 +48,17 @@ class Prefill:
             running: requests with a slot, in the order of their turns.
             steps: get the last steps of requests for which there is no memory.
         """
-        batch, budget = Batch(), self._chunk_size
+        batch, budget = Batch(), self.chunk_size
         for request in running:
-            if request.prefilled or request.over or self._slots.waits(request):
+            if request.prefilled or request.over or self.slots.waits(request):
                 continue
             unread = min(request.prompt_tokens, request.boundary) - request.cached
-            count = min(self._chunk_size, unread)
-            if batch.requests and (count > budget or self._exact):
+            count = min(self.chunk_size, unread)
+            if batch.requests and (count > budget or self.exact):
                 break
             assert request.slot is not None
             try:
-                self._target.make_room(request.slot, request.cached + count, request.context.source)
+                self.target.make_room(request.slot, request.cached + count, request.context.source)
             except MemoryLimitError as error:
                 steps.append(request.fail(error))
                 continue
@@ -87,10 +79,10 @@ class Prefill:
             steps: get the last steps of requests for which there is no memory.
             began: seconds that the target had spent before.
         """
-        spent = self._target.forward_seconds - began
+        spent = self.target.forward_seconds - began
         for request in running:  # the others stand still meanwhile
             request.stats.prefill_seconds += spent
-        eviction = self._target.eviction
+        eviction = self.target.eviction
         if eviction.needs_log_probs:
             output = self._learn(batch, output, steps)
         complete, ends, last, row = Batch(), [], [], 0
@@ -99,7 +91,7 @@ class Prefill:
             row = at.stop
             if request.over:
                 continue
-            self._give_states(request, output, rows.length, at)
+            self.give_states(request, output, rows.length, at)
             assert request.slot is not None
             request.cached += len(rows.tokens)
             if request.place is None or not request.place.beginning:
@@ -109,10 +101,10 @@ class Prefill:
                 ends.append(i)
                 last.append(at.stop - 1)
                 continue
-            self._evict(request)
+            self.evict(request)
             running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
             running.append(request)
-        self._slots.share()
+        self.slots.share()
         features = {layer: states[ends if layer == HEAD else last] for layer, states in output.features.items()}
         return complete, PassOutput(output.logits[ends], features)
 
@@ -124,7 +116,7 @@ class Prefill:
             count, at = len(rows.tokens), rows.length
             logits = output.logits[first : first + count]
             try:
-                self._target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
+                self.target.eviction.add_prompt_log_probs(request.slot, logits, request.tokens, at, at + count)
             except Exception as error:
                 reason = no_memory(error)
                 if reason is None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from sakiyomi.sampling.rows import as_row
 from sakiyomi.sampling.sampler import Sampler
 from sakiyomi.sampling.verifiers import Rows, Verifier
 
-__all__ = ["Request", "RetainedSlot"]
+__all__ = ["Request", "RequestOptions", "RetainedSlot"]
 
 _LEAST = 1e-45  # float32 has no smaller probability; a logarithm of 0 would be no JSON
 
@@ -56,6 +57,15 @@ class RetainedSlot:
         return alike(self.held, tokens)
 
 
+class RequestOptions(TypedDict, total=False):
+    """Fields of a ``Request`` that its caller may choose, see there."""
+
+    rounds_trace: bool
+    keep_logits: bool
+    outbox: deque[Step] | None
+    place: RetainedSlot | None
+
+
 @dataclass(eq=False)
 class Request:
     """The state of one sample of one prompt.
@@ -66,7 +76,7 @@ class Request:
         sampler, verifier, policy: made from the parameters once.
         text: turns tokens into text as they come.
         last: most tokens that prompt and output may have together.
-        keep_rounds: keep every round's tree.
+        rounds_trace: keep every round's tree.
         keep_logits: keep the raw logits of every new token, in ``logits``, (V,) float32 each.
         live: text is wanted as it comes, not only at the end.
         outbox: also gets every step; whoever runs the rounds, the one who waits finds them here.
@@ -86,7 +96,7 @@ class Request:
     policy: DraftLengthPolicy
     text: TextStream
     last: int
-    keep_rounds: bool = False
+    rounds_trace: bool = False
     keep_logits: bool = False
     live: bool = True
     outbox: deque[Step] | None = None
@@ -134,10 +144,6 @@ class Request:
         """Whether the prompt is in the cache, so that decoding rounds may begin."""
         return self.cached >= self.prompt_tokens
 
-    def verify_rows(self, logits: Tensor, draft: Draft) -> Rows:
-        """The target's rows for a draft that hangs from the last committed token."""
-        return Rows(logits, self.sampler, len(self.tokens), draft.tree, self.tokens)
-
     def commit(self, draft: Draft, verdict: Verdict, rows: Rows) -> Step:
         """Take what the target decided: tokens up to a stop or the length limit, their trace, their text."""
         tokens = [draft.tree.tokens[node] for node in verdict.path] + [verdict.token]
@@ -148,14 +154,15 @@ class Request:
             if stopped is not None:
                 used, reason = stopped, "stop"
         tokens = tokens[:used]
-        entries = self._entries(draft, verdict, rows, used)
+        # Row i + 1 follows node i: token i of the path was judged in its parent's row.
+        places = [0, *(node + 1 for node in verdict.path)][:used]
+        entries = self._entries(draft, verdict, rows, places, tokens)
         self._count(draft, verdict, used)
         if self.keep_logits:  # copies: the next pass may write to the same place
-            places = [0, *(node + 1 for node in verdict.path)][:used]
             self.logits.extend(rows.raw[place].to(torch.float32, copy=True) for place in places)
         self.tokens.extend(tokens)
         self.trace.extend(entries)
-        if self.keep_rounds and self.stats.rounds:
+        if self.rounds_trace and self.stats.rounds:
             self.rounds.append(self._round(draft, verdict, rows))
         if reason is not None:
             if not self.live:
@@ -200,11 +207,11 @@ class Request:
         stats.rejected += len(verdict.refused) if used > len(verdict.path) else 0  # behind the end nothing was judged
         stats.hit_rounds += bool(verdict.path)
 
-    def _entries(self, draft: Draft, verdict: Verdict, rows: Rows, used: int) -> list[TokenTrace]:
+    def _entries(
+        self, draft: Draft, verdict: Verdict, rows: Rows, places: Sequence[int], tokens: Sequence[int]
+    ) -> list[TokenTrace]:
         number = self.stats.rounds + 1 if self.trace else 0
-        # Row i + 1 follows node i: token i of the path was judged in its parent's row.
-        places = [0, *(node + 1 for node in verdict.path)][:used]
-        tokens = [*(draft.tree.tokens[node] for node in verdict.path), verdict.token][:used]
+        lossy = not self.verifier.lossless
         chances = self._chances(rows, places, tokens)
         entries = []
         most = self.context.params.logprobs
@@ -213,19 +220,10 @@ class Request:
             accepted = i < len(verdict.path)
             draw = next(draw for draw in draft.draws if draw.node == verdict.path[i]) if accepted else None
             status: Status = "accepted" if accepted else verdict.kind
-            entries.append(
-                TokenTrace(
-                    token,
-                    draw.drafter if draw else "target",
-                    status,
-                    number,
-                    chances[i],
-                    draw.prob if draw else None,
-                    _top_logprobs(rows, row, most) if most else (),
-                    not self.verifier.lossless,
-                    math.log(max(plain[i], _LEAST)) if plain else None,
-                )
-            )
+            source, prob = (draw.drafter, draw.prob) if draw else ("target", None)
+            top = _top_logprobs(rows, row, most) if most else ()
+            logprob = math.log(max(plain[i], _LEAST)) if plain else None
+            entries.append(TokenTrace(token, source, status, number, chances[i], prob, top, lossy, logprob))
         return entries
 
     def _chances(self, rows: Rows, places: Sequence[int], tokens: Sequence[int]) -> list[float]:
@@ -247,17 +245,13 @@ class Request:
         tree = draft.tree
         end = verdict.path[-1] if verdict.path else -1
         refused = [node for node in verdict.refused if tree.parents[node] == end]
-        chances = {draw.node: draw.prob for draw in draft.draws}
+        rejected = tree.tokens[refused[0]] if refused else None
+        targets = self._chances(rows, [parent + 1 for parent in tree.parents], tree.tokens) if len(tree) else ()
+        known = {draw.node: draw.prob for draw in draft.draws}
+        drafts = tuple(known.get(node) for node in range(len(tree)))
+        number, path, token = self.stats.rounds, verdict.path, verdict.token
         return RoundTrace(
-            self.stats.rounds,
-            tree.tokens,
-            tree.parents,
-            tuple(self._chances(rows, [parent + 1 for parent in tree.parents], tree.tokens) if len(tree) else ()),
-            tuple(chances.get(node) for node in range(len(tree))),
-            verdict.path,
-            tree.tokens[refused[0]] if refused else None,
-            verdict.token,
-            verdict.kind,
+            number, tree.tokens, tree.parents, tuple(targets), drafts, path, rejected, token, verdict.kind
         )
 
     def generation(self) -> Generation:
@@ -265,16 +259,9 @@ class Request:
         if self.error is not None:
             raise self.error
         assert self.finish_reason is not None
-        source = self.context.source
-        return Generation(
-            self.text.text,
-            self.output,
-            self.prompt_tokens if source is None else source.length,
-            self.finish_reason,
-            self.trace,
-            self.stats,
-            self.rounds if self.keep_rounds else None,
-        )
+        source, rounds = self.context.source, self.rounds if self.rounds_trace else None
+        length = self.prompt_tokens if source is None else source.length
+        return Generation(self.text.text, self.output, length, self.finish_reason, self.trace, self.stats, rounds)
 
 
 def _top_logprobs(rows: Rows, row: int, most: int) -> tuple[tuple[int, float], ...]:

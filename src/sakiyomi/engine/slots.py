@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from sakiyomi.cache.eviction import ManagedCache
 from sakiyomi.cache.prefix import LEAST, alike
 from sakiyomi.core.errors import MemoryLimitError, RemovedError
 from sakiyomi.drafters.base import Drafter, tell_end, tell_inherit
 from sakiyomi.engine.request import Request, RetainedSlot
-
-if TYPE_CHECKING:
-    from sakiyomi.cache.eviction import ManagedCache
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["SlotManager"]
 
@@ -39,18 +36,12 @@ class SlotManager:
 
     Args:
         target: whose cache has the slots.
-        drafter: hears of the end of every request, or of the next one of its conversation.
+        drafter: told when a request ends, or when the next one of its conversation begins.
         chunk_size: prompt tokens in one pass.
         exact: only what any request with the same prompt would compute in the same way is used again.
     """
 
-    def __init__(
-        self,
-        target: ModelRunner,
-        drafter: Drafter | None,
-        chunk_size: int,
-        exact: bool,
-    ) -> None:
+    def __init__(self, target: ModelRunner, drafter: Drafter | None, chunk_size: int, exact: bool) -> None:
         self._target, self._cache = target, target.cache
         self._drafter, self._chunk_size, self._exact = drafter, chunk_size, exact
         self._seated: dict[Request, Kin] = {}

@@ -1,4 +1,4 @@
-"""Asking a drafter: how far to read ahead, what it proposes, whether that is a draft, and what it all costs.
+"""Asking a drafter: how far to draft, what it proposes, whether that is a draft, and what it all costs.
 
 A drafter may be anybody's code, and the text does not depend on it: whatever it does wrong, a request goes on
 without it.
@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sakiyomi.core.errors import DraftError, InputError
 from sakiyomi.core.params import SamplingParams
@@ -23,15 +22,13 @@ from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Cos
 from sakiyomi.engine.batch import Batch
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.features import HEAD, PassOutput
+from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["DraftBatch", "RoundClock", "SpeculationController"]
 
 logger = logging.getLogger("sakiyomi")
-SETTLED = 16  # rounds that read ahead, after which other requests may take their speed for granted
+SETTLED = 16  # rounds with drafts, after which new requests expect their speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ class RoundClock:
 
 
 class SpeculationController:
-    """The drafter of an engine, with the costs of reading ahead and the requests that do without.
+    """The drafter of an engine, with the costs of speculation and the requests that do without.
 
     Args:
         target: scores the drafts; its passes are what they cost.
@@ -93,14 +90,14 @@ class SpeculationController:
     """
 
     def __init__(self, target: ModelRunner, drafter: Drafter | None, *, exact: bool, strict: bool) -> None:
-        wanted = drafter.hidden_states if drafter is not None else None
-        if drafter is not None and wanted is not None:
-            if wanted.rows == "all" and HEAD in wanted.layers:
+        self._wanted = drafter.hidden_states if drafter is not None else None
+        if drafter is not None and self._wanted is not None:
+            if self._wanted.rows == "all" and HEAD in self._wanted.layers:
                 raise InputError(
                     f"drafter {drafter.name} asks for all rows of what the head reads; ask for the outputs of decoder "
                     "layers, or for the last row"
                 )
-            target.capture(wanted.layers)
+            target.capture(self._wanted.layers)
         self.target, self.drafter = target, drafter
         self.broken = 0
         self._exact, self._strict = exact, strict
@@ -152,27 +149,20 @@ class SpeculationController:
             here: the request's rows; row i + 1 is node i's.
             path: accepted nodes.
         """
-        wanted = self.drafter.hidden_states if self.drafter is not None else None
+        wanted = self._wanted
         if wanted is None or not output.features:
             return
-        rows = [0, *(node + 1 for node in path)]
+        rows = [here.start, *(here.start + node + 1 for node in path)]
         if wanted.rows == "last":
-            request.context.states = {layer: output.features[layer][here][rows[-1]] for layer in wanted.layers}
+            request.context.states = {layer: output.features[layer][rows[-1]] for layer in wanted.layers}
         elif request.decoding:  # those of the prompt were given as it was read
-            tell_states(
-                self.drafter,
-                request.context,
-                request.cached,
-                {layer: output.features[layer][here][rows] for layer in wanted.layers},
-            )
+            self.give_all_states(request, output, request.cached, rows)
 
-    def give_prompt_states(self, request: Request, output: PassOutput, first: int, at: slice) -> None:
-        """Give a drafter that wants all hidden states those of a chunk of a prompt: tokens from `first` on."""
-        wanted = self.drafter.hidden_states if self.drafter is not None else None
-        if wanted is not None and wanted.rows == "all":
-            tell_states(
-                self.drafter, request.context, first, {layer: output.features[layer][at] for layer in wanted.layers}
-            )
+    def give_all_states(self, request: Request, output: PassOutput, first: int, rows: slice | list[int]) -> None:
+        """Give a drafter that wants all hidden states those in these rows of a pass: of the tokens from `first` on."""
+        if self._wanted is not None and self._wanted.rows == "all":
+            states = {layer: output.features[layer][rows] for layer in self._wanted.layers}
+            tell_states(self.drafter, request.context, first, states)
 
     def forget(self, request: int) -> None:
         """A request is over."""
@@ -193,7 +183,7 @@ class SpeculationController:
         seconds = clock.seconds(drafted)
         overhead = max(0.0, seconds - drafted.seconds - clock.scoring)
         known = self.target.known_seconds(sum(len(draft) + 1 for draft in batch.drafts))
-        if known is not None:  # the first pass of its size, or other work, is no cost of reading ahead
+        if known is not None:  # the first pass of its size, or other work, is no cost of speculation
             seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
         for (request, draft), accepted in zip(batch.pairs(), kept, strict=True):
             request.policy.observe(draft.tree.depth, accepted, seconds)

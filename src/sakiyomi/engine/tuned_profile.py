@@ -9,7 +9,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,9 +21,7 @@ from sakiyomi.core.files import whole_file
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
 from sakiyomi.kernels.build import cache_folder
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Profile", "find_profile", "lasting", "profile_path", "read_profile", "write_profile"]
 

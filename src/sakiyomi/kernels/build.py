@@ -39,10 +39,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_packed": ([_int64, _int64, _pointer, _pointer, _pointer, _pointer, _int64, _int64], None),
     "sk_leveled": ([_int64, _int64, *[_pointer] * 8, _int64, _int64, _int64], None),
     "sk_packed_count": ([_int64, _pointer], None),
-    "sk_source": (
-        [_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer],
-        None,
-    ),
+    "sk_source": ([_int64, _int64, _pointer, _pointer, _int64, _pointer, _int64, _int64, ctypes.c_int, _pointer], None),
     "sk_distances": ([_int64, _pointer, _int64], None),
     "sk_begin": ([_int64, _int64, _int64, ctypes.c_char_p], None),
     "sk_keep": ([_int64, _int64, _int64, _int64, _pointer], None),
@@ -51,10 +48,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_best": ([_pointer, ctypes.c_int, _int64], _int64),
     "sk_chance": ([_pointer, ctypes.c_int, _int64, _int64], _double),
     "sk_leading": ([_pointer, ctypes.c_int, _int64, _int64, _int64, _pointer, _pointer, _pointer], None),
-    "sk_warp": (
-        [_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer],
-        _int64,
-    ),
+    "sk_warp": ([_pointer, ctypes.c_int, _int64, _double, _int64, _double, _double, _pointer, _pointer], _int64),
     "sk_draw": ([_pointer, _int64, _double], _int64),
     "sk_residual": ([_pointer, _pointer, _int64, ctypes.c_float, _pointer], ctypes.c_float),
 }
@@ -72,12 +66,16 @@ def compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def _processor() -> str:
+def cpuinfo() -> list[str]:
+    """What Linux tells of the processor; no lines on other systems."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        return []
+
+
+def _processor() -> str:
+    return next((line for line in cpuinfo() if line.startswith(("flags", "Features"))), platform.processor())
 
 
 _KEEP = """
@@ -94,11 +92,10 @@ def _command(cxx: str, target: Path) -> list[str]:
     root = Path(torch.__file__).parent
     include, lib = root / "include", root / "lib"
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return [
-        *(cxx, "-O3", native, "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w"),
-        *(f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"),
-        *(str(SOURCE), "-o", str(target), f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"),
-    ]
+    options = ["-O3", native, "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-DAT_PARALLEL_OPENMP=1", "-w"]
+    includes = [f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
+    libraries = [f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
+    return [cxx, *options, *includes, str(SOURCE), "-o", str(target), *libraries]
 
 
 def built() -> Path | None:

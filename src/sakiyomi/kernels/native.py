@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,21 +19,21 @@ GROUP = 32  # weights of 4 bits that share a scale
 PARTS = ("data", "bias", "scale", "sum", "scales")  # in the order of sk_weight
 
 
+def attend_shape(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+    """What an operator of attention gives, without numbers."""
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+
+
+def cross_shape(q: Tensor, layer: int, scaling: float) -> Tensor:
+    """The same of cross-attention."""
+    return q.new_empty(1, q.shape[2], q.shape[1], q.shape[3])
+
+
+@functools.cache
 def _register_shapes() -> None:
-    @torch.library.register_fake("sakiyomi_cpu::linear")  # type: ignore[untyped-decorator]
-    def _(x: Tensor, index: int, out: int) -> Tensor:
-        return x.new_empty(*x.shape[:-1], out)
-
-    @torch.library.register_fake("sakiyomi_cpu::attend")  # type: ignore[untyped-decorator]
-    def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-        return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
-
-    @torch.library.register_fake("sakiyomi_cpu::cross")  # type: ignore[untyped-decorator]
-    def _(q: Tensor, layer: int, scaling: float) -> Tensor:
-        return q.new_empty(1, q.shape[2], q.shape[1], q.shape[3])
-
-
-_registered = False
+    torch.library.register_fake("sakiyomi_cpu::linear", lambda x, index, out: x.new_empty(*x.shape[:-1], out))
+    torch.library.register_fake("sakiyomi_cpu::attend", attend_shape)
+    torch.library.register_fake("sakiyomi_cpu::cross", cross_shape)
 
 
 def pack_weight(weight: Tensor) -> dict[str, Tensor]:
@@ -139,10 +140,7 @@ class PackedWeights:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        global _registered
-        if not _registered:
-            _register_shapes()
-            _registered = True
+        _register_shapes()
         self.library = library
         self.number: int = library.sk_weights()
         self._session: int = library.sk_session(self.number)
@@ -181,11 +179,9 @@ class PackedWeights:
     ) -> PackedLinear:
         """A layer from tensors that are packed already, named as in `PARTS`, as far as they belong to these bits."""
         self._held.extend(tensors.values())
-        index = self.library.sk_weight(
-            self.number,
-            *(tensors[name].data_ptr() if name in tensors else None for name in PARTS),
-            *(in_features, out_features, int(dtype == torch.bfloat16)),
-        )
+        parts = [pointer(tensors.get(name)) for name in PARTS]
+        half = int(dtype == torch.bfloat16)
+        index = self.library.sk_weight(self.number, *parts, in_features, out_features, half)
         return PackedLinear(index, in_features, out_features, dtype, bits, tensors)
 
     def join(self, layers: Sequence[PackedLinear]) -> None:

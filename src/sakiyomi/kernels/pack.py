@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -37,7 +36,7 @@ class Watch:
         self._hooks = [layer.register_forward_pre_hook(note) for layer in layers]
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 

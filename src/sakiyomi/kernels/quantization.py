@@ -8,10 +8,9 @@ rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -167,19 +166,12 @@ def layer_errors(
                     error = float(wrong / own.square().sum().clamp_min(1e-24)) ** 0.5
                     found[kind] = max(error, found.get(kind, 0.0))
 
-    with _hooked([layer for layer in model.modules() if type(layer) in PACKED], measure), torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
+        for layer in model.modules():
+            if type(layer) in PACKED:
+                hooks.enter_context(layer.register_forward_hook(measure))
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return errors, logits
-
-
-@contextmanager
-def _hooked(layers: list[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
-    handles = [layer.register_forward_hook(hook) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def choose_bits(kind: str, errors: dict[int, dict[str, float]], head: nn.Module) -> dict[int, int]:

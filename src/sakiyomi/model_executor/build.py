@@ -78,13 +78,11 @@ def build_runner(
         sizes = (*SIZES, 128, 256)
     elif max_slots * ROWS_EACH > SIZES[-1] and not exact:  # what many requests draft has no place in the common sizes
         sizes = (*SIZES, 128)
-    observed = eviction.observer if eviction is not None else None
     runner = ModelRunner(
         weights,
         cache,
         sources=sources,
-        note=observed.observe if observed is not None else None,
-        noted=observed,
+        observer=eviction.observer if eviction is not None else None,
         compile=compile,
         exact=exact,
         sizes=sizes,
@@ -108,11 +106,7 @@ def build_runner(
 
 
 def _caches(
-    weights: ModelWeights,
-    max_slots: int,
-    capacity: Capacity,
-    offloaded: MappedFiles | None,
-    spare: int,
+    weights: ModelWeights, max_slots: int, capacity: Capacity, offloaded: MappedFiles | None, spare: int
 ) -> tuple[SlotCache, SourceCache | None]:
     """The cache of a session; and, where there is an encoder, that of what cross-attention reads."""
     encoder, shapes = weights.encoder, weights.shapes

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["TRIAL", "invariant_sizes"]
 
@@ -27,7 +25,6 @@ TRIED = (1, 4, 8, 16, 32, 64)
 def _listening(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
     """By name of a module, what it gave last, (rows, width); recorded passes call no modules, and leave nothing."""
     made: dict[str, Tensor] = {}
-    hooks: list[Any] = []
 
     def listen(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -37,13 +34,10 @@ def _listening(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
 
         return hook
 
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
-            hooks.append(module.register_forward_hook(listen(name)))
+            hooks.enter_context(module.register_forward_hook(listen(name)))
         yield made
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def invariant_sizes(runner: ModelRunner) -> tuple[int, ...]:
@@ -58,11 +52,11 @@ def invariant_sizes(runner: ModelRunner) -> tuple[int, ...]:
     ids = torch.randint(0, runner.vocab_size, (TRIAL,), generator=generator).tolist()
     # A small model's rows are narrow, and show less each; its passes cost next to nothing.
     least, each = (24, 64) if (runner.weights.bytes or LARGE) < LARGE else (8, 4)
-    # Hooks are for eager passes; compiled graphs that heard of some might be compiled anew.
+    # Hooks are for eager passes; compiled graphs might be compiled anew for them.
     compiled = runner.recorded(1)
-    heard: AbstractContextManager[dict[str, Tensor]] = nullcontext({}) if compiled else _listening(runner.module)
+    outputs: AbstractContextManager[dict[str, Tensor]] = nullcontext({}) if compiled else _listening(runner.module)
     way = nullcontext() if compiled else runner.eagerly()
-    with runner.cache.lent(TRIAL) as slot, heard as made, way:
+    with runner.cache.lent(TRIAL) as slot, outputs as made, way:
         _pretend_source(runner, slot)
         runner.score([SequenceRows(slot, 0, ids[:16], prompt=True)])
 

@@ -104,7 +104,9 @@ class ModelRunner(Session):
             self.begin(plan, size)
             self.cache.begin(plan)
             prompts = self._prompts if plan.prompts else None
-            take_over(prompts, plan, size)
+            take_over(prompts)
+            if prompts is not None:
+                prompts.begin(plan, size)
             observe.listen(self.eviction.observations, plan)
             began = time.perf_counter()
             found = None

@@ -48,8 +48,8 @@ class Session:
         module: in the place of the weights' own, with the same layers: an early exit.
         sources: what cross-attention reads; None: there is no encoder.
         eviction: what stays of the cache; None: all of it.
-        note: of each layer's queries, what a pass leaves for `eviction`; None: nothing.
-        noted: a policy that listens to the model's modules; None: none does.
+        observer: a policy that listens to the model's modules, and notes something of each layer's queries; None: none
+            does.
         compile: "auto": passes that come often are traced; True: they are compiled before the first one; False: all
             are eager.
         exact: every pass has a row count at which a self-test found each row independent of the others.
@@ -76,8 +76,7 @@ class Session:
         module: Any = None,
         sources: SourceCache | None = None,
         eviction: ManagedCache | None = None,
-        note: op.Note | None = None,
-        noted: Policy | None = None,
+        observer: Policy | None = None,
         compile: bool | str = "auto",
         exact: bool = False,
         sizes: Sequence[int] = SIZES,
@@ -92,10 +91,10 @@ class Session:
         self.max_context = weights.max_context
         self.forward_seconds = 0.0
         self.watchers: list[Callable[[BatchPlan, float], None]] = []
-        self._note, self._evicts = note, evicts
+        self._observer, self._evicts = observer, evicts
+        self._note: op.Note | None = None if observer is None else observer.observe
         self.compile = compile
         self._depth = depth or len(cache.shapes)
-        self._noted = noted
         self._buffers: dict[int, tuple[NDArray[np.int64], Tensor, Tensor]] = {}
         self._prompts: TorchBackend | None = None  # reads prompts where only some columns are looked at
         self._proven = False
@@ -161,8 +160,8 @@ class Session:
             weights.unsettled = False
             with weights.lock:
                 weights.capture.leave()  # a layer with hooks is not packed
-                if self._noted is not None:
-                    self._noted.leave()
+                if self._observer is not None:
+                    self._observer.leave()
                 weights.pack()
         if self._generation != weights.generation:
             self.take_backend()
@@ -187,9 +186,9 @@ class Session:
     def _listen(self) -> None:
         """Have the model's modules note what the session wants of a pass: hidden states, queries, raw rows."""
         if self.weights.encoder is None:
-            self.weights.listen()
-        if self._noted is not None:
-            self._noted.listen(self)
+            self.weights.capture.listen(self.weights.head)
+        if self._observer is not None:
+            self._observer.listen(self)
         if self._note is not None:
             for module in self.module.modules():
                 if hasattr(module, "layer_idx"):
@@ -215,7 +214,7 @@ class Session:
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
-        """Passes within run on the modules themselves, whose hooks then hear of them."""
+        """Passes within run on the modules themselves, so that their hooks are called."""
         recorder, self.recorder = self.recorder, None
         try:
             yield

@@ -23,12 +23,8 @@ class Excerpt(ModelRunner):
     def __init__(self, whole: ModelRunner, pairs: int) -> None:
         self._whole = whole
         shapes = whole.cache.shapes
-        cache = SlotCache(
-            shapes,
-            dtype=whole.dtype,
-            max_slots=whole.cache.max_slots,
-            limits=[[pairs] * shape.heads for shape in shapes],
-        )
+        limits = [[pairs] * shape.heads for shape in shapes]
+        cache = SlotCache(shapes, dtype=whole.dtype, max_slots=whole.cache.max_slots, limits=limits)
         super().__init__(whole.weights, cache, first_sizes=DRAFT_SIZES, evicts=True)
         cache.on_move = self.moved
         self.take_backend()

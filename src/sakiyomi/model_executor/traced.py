@@ -62,10 +62,22 @@ class TracedPasses:
 
     def record(self, begin: BeginPass, rows: int) -> None:
         """Trace a pass of so many rows now."""
-        if rows in self._sizes and rows not in self._traces and not self.failed:
-            ids = torch.zeros(1, rows, dtype=torch.int64)
-            begin(BatchPlan([]), rows)
-            self._trace(rows, ids, ids.clone())
+        if self.failed or rows in self._traces or rows not in self._sizes:
+            return
+        ids = torch.zeros(1, rows, dtype=torch.int64)
+        begin(BatchPlan([]), rows)
+        try:
+            with warnings.catch_warnings(record=True) as told, _detached(self._module):
+                warnings.simplefilter("always")
+                trace = torch.jit.trace(self._forward, (ids, ids.clone()), check_trace=False)
+            # What Python has decided from a tensor's values is right for these rows alone.
+            doubts = [w for w in told if issubclass(w.category, TracerWarning) and not w.filename.startswith(_BY_SIZE)]
+            if doubts:
+                self._fail(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
+            else:
+                self._traces[rows] = trace
+        except Exception as error:  # whatever it is, the eager path is there
+            self._fail(f"{type(error).__name__}: {error}")
 
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
         """The pass that `begin` described; None: it is not traced (yet)."""
@@ -79,24 +91,10 @@ class TracedPasses:
             return self._prove(begin, plan, size, ids, positions)
         self._passes[size] += bool(plan.rows)
         if self._passes[size] > WORTH_IT and size not in self._traces:
-            self._trace(size, ids, positions)
+            self.record(begin, size)
             begin(plan, size)
             self.fresh = True
         return None
-
-    def _trace(self, size: int, ids: Tensor, positions: Tensor) -> None:
-        try:
-            with warnings.catch_warnings(record=True) as told, _detached(self._module):
-                warnings.simplefilter("always")
-                trace = torch.jit.trace(self._forward, (ids, positions), check_trace=False)
-            # What Python has decided from a tensor's values is right for these rows alone.
-            doubts = [w for w in told if issubclass(w.category, TracerWarning) and not w.filename.startswith(_BY_SIZE)]
-            if doubts:
-                self._fail(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
-                return
-            self._traces[size] = trace
-        except Exception as error:  # whatever it is, the eager path is there
-            self._fail(f"{type(error).__name__}: {error}")
 
     def _prove(self, begin: BeginPass, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor) -> PassResult:
         """Run a pass both ways; its rows are written twice, with the same numbers."""

@@ -20,13 +20,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import PACKED, pack_linears
-from sakiyomi.kernels.quantization import (
-    QuantizationReport,
-    check_quantization,
-    choose_bits,
-    compare,
-    layer_errors,
-)
+from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import BackendNeeds
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.features import HiddenStateCapture
@@ -164,10 +158,6 @@ class ModelWeights:
         if wanted.keys() != self.capture.wanted.keys():
             self.capture.wanted = wanted
             self.generation += 1
-
-    def listen(self) -> None:
-        """Capture what the head reads, and what the wanted layers give."""
-        self.capture.listen(self.head)
 
     @property
     def keeps_logits(self) -> bool:

@@ -57,17 +57,9 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
         require_number(float(out[0]))
         return None
     support = np.empty(_FEW, np.intp)
-    count: int = kernels.sk_warp(
-        *(logits.data_ptr(), logits.dtype is torch.bfloat16, out.size),
-        *(
-            params.temperature,
-            min(params.top_k, out.size),
-            params.top_p,
-            params.min_p,
-            out.ctypes.data,
-            support.ctypes.data,
-        ),
-    )
+    row = logits.data_ptr(), logits.dtype is torch.bfloat16, out.size
+    warp = params.temperature, min(params.top_k, out.size), params.top_p, params.min_p
+    count: int = kernels.sk_warp(*row, *warp, out.ctypes.data, support.ctypes.data)
     if count == _NO_NUMBER:
         raise InputError(_NOTHING_LEFT)
     return support[:count] if count >= 0 else None
@@ -144,9 +136,8 @@ def leading(logits: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
         return [_leading(as_row(row), count) for row in logits]
     tokens, found = (ctypes.c_int64 * (rows * count))(), (ctypes.c_float * (rows * count))()
     totals = (ctypes.c_double * rows)()
-    kernels.sk_leading(
-        *(logits.data_ptr(), logits.dtype is torch.bfloat16, vocab, rows, count), *(tokens, found, totals)
-    )
+    read = logits.data_ptr(), logits.dtype is torch.bfloat16, vocab, rows
+    kernels.sk_leading(*read, count, tokens, found, totals)
     answer = []
     for row, total in enumerate(totals):
         first, last = row * count, (row + 1) * count

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from sakiyomi.sampling.rows import Row, Tokens, largest
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["RequestNoise", "Uniforms"]
 
@@ -70,9 +67,12 @@ class RequestNoise(Uniforms):
     Args:
         seed: what the user gave, or a fresh number.
         key: request index in its list, and sample index if there are several.
+
+    Attributes:
+        state: 64 bits that determine all keyed noise: equal for equal (seed, key).
     """
 
-    __slots__ = ("_forks", "_held", "_scratch", "_spare", "_state")
+    __slots__ = ("_forks", "_held", "_scratch", "_spare", "state")
 
     def __init__(self, seed: int, *key: int) -> None:
         state = _mix(seed & _MASK)
@@ -80,22 +80,17 @@ class RequestNoise(Uniforms):
             # Mixed into a mixed state, step by step: (1, 2), (2, 1), (1, 1) and (2, 2) are different requests.
             state = _mix(state ^ (part & _MASK))
         super().__init__(_mix(state ^ 0x5EED))
-        self._state = state
+        self.state = state
         self._forks: dict[str, Uniforms] = {}
         self._held: dict[int, Row] = {}
         self._spare: list[Row] = []
         self._scratch = (_NO_HASHES, _NO_HASHES, _NO_NOISE)
 
-    @property
-    def state(self) -> int:
-        """64 bits that determine all keyed noise: equal for equal (seed, key)."""
-        return self._state
-
     def fork(self, name: str) -> Uniforms:
         """The stream called ``name``, for instance a drafter's; every call returns the same one."""
         stream = self._forks.get(name)
         if stream is None:
-            state = self._state
+            state = self.state
             for byte in name.encode():
                 state = _mix(state ^ (byte + 1))
             stream = self._forks[name] = Uniforms(state)
@@ -152,8 +147,6 @@ class RequestNoise(Uniforms):
 
         For drafters that stay on an accelerator, and as the clear form of ``top``.
         """
-        import torch
-
         first, second = self._keys(position)
         hashed = torch.arange(vocab_size, dtype=torch.int64, device=device)
         hashed = _stir_wide(_stir_wide(hashed, 0, 0), first, second) | 1
@@ -161,7 +154,7 @@ class RequestNoise(Uniforms):
         return -exponential.log().to(torch.float32)
 
     def _keys(self, position: int) -> tuple[int, int]:
-        key = _mix(self._state ^ (position & _MASK))
+        key = _mix(self.state ^ (position & _MASK))
         return key & _MASK32, key >> 32
 
     def _noise(self, position: int, tokens: Tokens) -> Row:

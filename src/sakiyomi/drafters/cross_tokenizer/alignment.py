@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from sakiyomi.cache.prefix import alike
 from sakiyomi.core.text import profile
 from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
 
@@ -152,6 +154,7 @@ class Lexicon:
         anchor = self._anchor()
         texts = self._decode([[anchor, i] for i in range(size)])
         before = self._decode([[anchor]])[0]
+        table = {character: value for value, character in bytes_to_unicode().items()}
         pieces: list[bytes] = []
         for i, text in enumerate(texts):
             if i in self.special or not text.startswith(before):
@@ -159,7 +162,7 @@ class Lexicon:
             elif i in self._byte_of:
                 pieces.append(bytes([self._byte_of[i]]))
             elif _UNKNOWN in text:
-                pieces.append(_byte_level(self._tokenizer.convert_ids_to_tokens(i)))
+                pieces.append(_byte_level(self._tokenizer.convert_ids_to_tokens(i), table))
             else:
                 pieces.append(text[len(before) :].encode())
         return pieces
@@ -293,11 +296,7 @@ class Mirror:
 
     def _replace(self, first: int, fresh: int, encoded: tuple[list[int], list[int]]) -> int:
         tokens, ends = encoded[0][fresh:], encoded[1][fresh:]
-        same = first
-        for old, new in zip(self.tokens[first:], tokens, strict=False):
-            if old != new:
-                break
-            same += 1
+        same = first + alike(self.tokens[first:], tokens)
         self.tokens[first:] = tokens
         self.ends[first:] = ends
         return same
@@ -366,18 +365,8 @@ def whole_characters(data: bytes) -> str:
         return data[: error.start].decode()
 
 
-@lru_cache
-def _byte_table() -> dict[str, int]:
-    """Byte of each character that byte-level BPE writes for it (GPT-2): printable ones for themselves, others above."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(value): value for value in plain}
-    table |= {chr(256 + i): value for i, value in enumerate(v for v in range(256) if v not in set(plain))}
-    return table
-
-
-def _byte_level(piece: Any) -> bytes:
-    """Bytes of a byte-level piece that is no whole text; none if it is something else."""
-    table = _byte_table()
+def _byte_level(piece: Any, table: Mapping[str, int]) -> bytes:
+    """Bytes of a byte-level piece (GPT-2's BPE) that is no whole text; none if it is something else."""
     if not isinstance(piece, str) or any(character not in table for character in piece):
         return b""
     return bytes(table[character] for character in piece)

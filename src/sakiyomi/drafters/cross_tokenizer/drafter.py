@@ -11,19 +11,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import Draft, DraftKind, TokenTree
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.cross_tokenizer.alignment import Lexicon, Mirror, continuation
 from sakiyomi.drafters.cross_tokenizer.translation import Translation, Translator
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from sakiyomi.drafters.model import ModelDrafter
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["CrossDrafter"]
 
@@ -63,21 +61,6 @@ class _DraftSide:
     tail: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """Where the draft model starts to write.
-
-    Attributes:
-        inner: its context there.
-        owed: committed bytes with which its text has to begin.
-        first: its first token, where that is in the context already.
-    """
-
-    inner: Context
-    owed: bytes
-    first: Draft | None = None
-
-
 @dataclass(eq=False, slots=True)
 class _Round:
     """One request in a round.
@@ -88,7 +71,9 @@ class _Round:
         nodes: nodes wanted; if there are not more than ``depth``, a chain.
         side: the request on the side of the draft model.
         steps: levels of the draft model's own tree.
-        start: where the draft model starts to write.
+        inner: the draft model's context where it starts to write.
+        owed: committed bytes with which its text has to begin.
+        first: its first token, where that is in the context already.
         draft: the draft model's own proposal.
     """
 
@@ -97,7 +82,9 @@ class _Round:
     nodes: int
     side: _DraftSide
     steps: int
-    start: _Start
+    inner: Context
+    owed: bytes
+    first: Draft | None
     draft: Draft = field(default_factory=Draft.empty)
 
 
@@ -149,27 +136,12 @@ class CrossDrafter(Drafter):
         self.name, self._asked = name, 0.0
         self.alignment_seconds = 0.0
         """Seconds spent on translating between the two tokenizers, without those of the draft model."""
-        self._inner, self.model = inner, inner.model
+        self._inner, self.members, self.model = inner, (inner,), inner.model
         self._own, self._target = Lexicon.of(tokenizer), Lexicon.of(target_tokenizer)
         self._prefix = tuple(i for i in tokenizer("")["input_ids"] if i not in stop_ids or i == tokenizer.bos_token_id)
         self._stop_ids = frozenset(stop_ids)
         self._end: int | None = target_tokenizer.eos_token_id
         self._translator = Translator(self._own, self._target, self._stop_ids, self._end)
-
-    @property
-    def passes(self) -> int:
-        """See ``Drafter.passes``."""
-        return self._inner.passes
-
-    @property
-    def forward_seconds(self) -> float:
-        """See ``Drafter.forward_seconds``."""
-        return self._inner.forward_seconds
-
-    @property
-    def prefill_seconds(self) -> float:
-        """See ``Drafter.prefill_seconds``."""
-        return self._inner.prefill_seconds
 
     def inherit(self, context: Context, earlier: Context) -> None:
         """See ``Drafter.inherit``: the draft model's slot is taken over."""
@@ -188,14 +160,13 @@ class CrossDrafter(Drafter):
         began, asked = time.perf_counter(), self._asked
         rounds = [self._begin(context, gamma) for context, gamma in zip(contexts, gammas, strict=True)]
         # Without a begin token and before any text the draft model has nothing to continue.
-        ready = [each for each in rounds if each.start.inner.tokens]
-        drafts = self._ask([each.start.inner for each in ready], [each.steps for each in ready])
+        ready = [each for each in rounds if each.inner.tokens]
+        drafts = self._ask([each.inner for each in ready], [each.steps for each in ready])
         for each, draft in zip(ready, drafts, strict=True):
             each.draft = draft
-            if each.start.first is not None:
-                inner = each.start.inner
-                self._inner.move(inner, each.side.inner, len(inner.tokens) - 1)
-                each.draft = _joined(each.start.first, draft)
+            if each.first is not None:
+                self._inner.move(each.inner, each.side.inner, len(each.inner.tokens) - 1)
+                each.draft = _joined(each.first, draft)
         found = [self._translated(each).draft(self.name) for each in rounds]
         self.alignment_seconds += time.perf_counter() - began - (self._asked - asked)
         return found
@@ -209,28 +180,20 @@ class CrossDrafter(Drafter):
         ratio = self._ratio(side)
         steps = max(1, math.ceil((gamma + SETTLING) * ratio))
         inner.nodes = steps if nodes <= gamma else max(steps, math.ceil(BROADER * nodes * ratio))
-        return _Round(context, gamma, nodes, side, steps, self._start(side))
+        return _Round(context, gamma, nodes, side, steps, *self._start(side))
 
     def _translated(self, each: _Round) -> Translation:
         """The draft in the target's tokens; another text's, if the target's tokens contradict the first."""
-        said = self._translate(each, each.start.owed, each.draft)
-        if not said.natural and each.start.first is None:
-            said = self._alternative(each) or said
-        return said
+        said = self._translate(each, each.owed, each.draft)
+        return said if said.natural or each.first is not None else self._alternative(each) or said
 
     def _side(self, context: Context) -> _DraftSide:
         found: _DraftSide | None = context.memory.get(self.name)
         if found is None:
             mirror = Mirror(self._own, self._prefix)
-            inner = Context(
-                context.id,
-                mirror.tokens,
-                SamplingParams(temperature=0.0, tree=context.params.builder),
-                "greedy",
-                context.noise,
-                self._stop_ids,
-                shares=context.shares,
-            )
+            params = SamplingParams(temperature=0.0, tree=context.params.builder)
+            inner = Context(context.id, mirror.tokens, params, "greedy", context.noise, self._stop_ids)
+            inner.shares = context.shares
             found = context.memory[self.name] = _DraftSide(inner, mirror)
         return found
 
@@ -259,8 +222,10 @@ class CrossDrafter(Drafter):
         own = self._own.bytes_of(mirror.tokens[-count:]) if count else b""
         return side.size * count / len(own) if own and side.size else 1.0
 
-    def _start(self, side: _DraftSide) -> _Start:
+    def _start(self, side: _DraftSide) -> tuple[Context, bytes, Draft | None]:
         """Where the draft model starts: before its last tokens, where a longer text would be tokenised otherwise.
+
+        Gives ``inner``, ``owed`` and ``first`` of ``_Round``.
 
         The committed text may end inside a word or a character, where no token of the draft model ends. Then it chooses
         among the tokens that begin with its last ones and are longer: after "the lit" it reads "the" and chooses
@@ -282,8 +247,8 @@ class CrossDrafter(Drafter):
                 break
             other = replace(inner, tokens=[*shorter.tokens, token], memory={})
             self._inner.move(inner, other, len(shorter.tokens))
-            return _Start(other, said, first)
-        return _Start(inner, owed)
+            return other, said, first
+        return inner, owed, None
 
     def _last(self, side: _DraftSide) -> list[tuple[int, bytes]]:
         """(count, text) of the draft's last tokens, as long as some token may begin with that text and be longer."""

@@ -107,7 +107,7 @@ class Translator:
             nodes: most nodes.
             worth: if given, no more nodes than pay.
         """
-        values = _values(draft)
+        values = draft.tree.products([draw.claim(1.0) for draw in draft.draws])
         leaves = [node for node in range(len(draft)) if not draft.tree.children(node)]
         found, natural = Translation(), False
         places: dict[tuple[int, int], int] = {}
@@ -172,12 +172,3 @@ class Translator:
         if path.ended and ends and self._end is not None and (places[-1] if places else 0) == size:
             return [*tokens, self._end], [*places, size + 1]
         return tokens, places
-
-
-def _values(draft: Draft) -> list[float]:
-    """For each node the chance that it is right with all above it."""
-    values: list[float] = []
-    for draw, parent in zip(draft.draws, draft.tree.parents, strict=True):
-        chance = draw.prob if draw.chance is None else draw.chance
-        values.append((1.0 if chance is None else chance) * (1.0 if parent < 0 else values[parent]))
-    return values

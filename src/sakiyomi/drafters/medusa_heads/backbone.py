@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,9 +38,9 @@ class Backbone:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.head: nn.Module | None = model.get_output_embeddings()
+        self.head: nn.Module = model.get_output_embeddings()
         weight = getattr(self.head, "weight", None)
-        if self.head is None or not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor):
             raise UnsupportedError(
                 f"{type(model).__name__} has no head over the vocabulary; heads cannot read beside it"
             )
@@ -58,14 +59,8 @@ class Backbone:
             taken.append(inputs[0])
             raise _Reached
 
-        assert self.head is not None
-        hook = self.head.register_forward_pre_hook(stop)
-        try:
+        with self.head.register_forward_pre_hook(stop), suppress(_Reached):
             self.model(input_ids=ids, use_cache=False, **more)
-        except _Reached:
-            pass
-        finally:
-            hook.remove()
         return taken[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from sakiyomi.drafters.medusa_heads.backbone import check_heads
 from sakiyomi.drafters.medusa_heads.heads import MedusaHeads
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.pack import linear_beside
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["MedusaRunner"]
 

@@ -5,13 +5,17 @@ A builder sees chances only: it knows no model, no tokens and no acceptance rule
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 from sakiyomi.core.tree import best_nodes
 
-__all__ = ["Builder", "CandidateTree"]
+__all__ = ["LISTED", "Builder", "CandidateTree", "PickingBuilder"]
+
+LISTED = 8
+"""Candidates listed at a place: those behind them are accepted less than once in a hundred times."""
 
 
 @dataclass(slots=True)
@@ -86,26 +90,43 @@ class CandidateTree:
         return best_nodes(self.values, count)
 
 
-class Builder(Protocol):
+class Builder(ABC):
     """Decides the shape of a tree that a draft model reads level by level, one pass for each.
 
     Attributes:
         picks: nodes are picked from what was read, by value: what is worth too little may be left out at any time.
     """
 
-    @property
-    def picks(self) -> bool:
-        """See above."""
-        ...
+    picks: ClassVar[bool] = False
 
+    @abstractmethod
     def candidate_count(self, tree: CandidateTree, place: int) -> int:
         """How many candidates the draft should list for a place, ``tree.nodes`` at most; 0: none."""
-        ...
 
     def expand(self, tree: CandidateTree) -> list[int]:
-        """Candidates of the last level that the draft reads next, ascending; empty: the tree is as deep as it gets."""
-        ...
+        """Candidates of the last level that the draft reads next, ascending; empty: the tree is as deep as it gets.
+
+        By default all that have candidates of their own.
+        """
+        return [candidate for candidate in tree.level if self.candidate_count(tree, candidate)]
 
     def chosen(self, tree: CandidateTree) -> list[int]:
-        """Candidates that become nodes, the most valuable first, none without its parent; ``tree.nodes`` at most."""
-        ...
+        """Candidates that become nodes, the most valuable first, none without its parent; ``tree.nodes`` at most.
+
+        By default all of them, in the order in which they came.
+        """
+        return list(range(len(tree.tokens)))
+
+
+class PickingBuilder(Builder):
+    """Picks the candidates of largest value of all that were read."""
+
+    picks = True
+
+    def candidate_count(self, tree: CandidateTree, place: int) -> int:
+        """See ``Builder.candidate_count``."""
+        return min(LISTED, tree.nodes)
+
+    def chosen(self, tree: CandidateTree) -> list[int]:
+        """See ``Builder.chosen``."""
+        return tree.best(tree.nodes)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import CandidateTree
+from sakiyomi.drafters.trees.base import CandidateTree, PickingBuilder
 
-__all__ = ["LISTED", "BestFirst"]
-
-LISTED = 8
-"""Candidates listed at a place: those behind them are accepted less than once in a hundred times."""
+__all__ = ["BestFirst"]
 
 
-class BestFirst:
+class BestFirst(PickingBuilder):
     """Of all trees with so many nodes and levels the one with the most expected accepted tokens.
 
     That are the nodes of largest value: values fall along a path, so that the best ones are a tree. A node of the final
@@ -19,12 +16,6 @@ class BestFirst:
     The idea of ranking by the draft's own confidence is that of EAGLE-2 (arXiv 2406.16858, section 4).
     """
 
-    picks = True
-
-    def candidate_count(self, tree: CandidateTree, place: int) -> int:
-        """See ``Builder.candidate_count``."""
-        return min(LISTED, tree.nodes)
-
     def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
         best = tree.best(tree.nodes)
@@ -32,7 +23,3 @@ class BestFirst:
             tree.floor = max(tree.floor, tree.values[best[-1]])
         found = set(best)
         return [candidate for candidate in tree.level if candidate in found]
-
-    def chosen(self, tree: CandidateTree) -> list[int]:
-        """See ``Builder.chosen``."""
-        return tree.best(tree.nodes)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import CandidateTree
+from sakiyomi.drafters.trees.base import Builder, CandidateTree
 
 __all__ = ["Chain"]
 
 
-class Chain:
+class Chain(Builder):
     """The classic draft of Leviathan et al. 2023 (arXiv 2211.17192): as many passes as tokens."""
-
-    picks = False
 
     def candidate_count(self, tree: CandidateTree, place: int) -> int:
         """See ``Builder.candidate_count``."""

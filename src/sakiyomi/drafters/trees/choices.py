@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from sakiyomi.drafters.trees.base import CandidateTree
+from sakiyomi.drafters.trees.base import Builder, CandidateTree
 
 __all__ = ["Choices"]
 
 
-class Choices:
+class Choices(Builder):
     """The tree of these nodes.
 
     Args:
         paths: ranks on the way to each node; siblings have the ranks from 0 on (``SamplingParams.choices``).
     """
-
-    picks = False
 
     def __init__(self, paths: Sequence[tuple[int, ...]]) -> None:
         self._children = Counter(path[:-1] for path in paths)
@@ -25,11 +23,3 @@ class Choices:
     def candidate_count(self, tree: CandidateTree, place: int) -> int:
         """See ``Builder.candidate_count``."""
         return self._children[tree.rank_path(place)]
-
-    def expand(self, tree: CandidateTree) -> list[int]:
-        """See ``Builder.expand``."""
-        return [candidate for candidate in tree.level if self.candidate_count(tree, candidate)]
-
-    def chosen(self, tree: CandidateTree) -> list[int]:
-        """See ``Builder.chosen``: all of them, in the order in which they came."""
-        return list(range(len(tree.tokens)))

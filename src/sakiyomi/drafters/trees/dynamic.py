@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from sakiyomi.drafters.trees.base import CandidateTree
-from sakiyomi.drafters.trees.best_first import LISTED
+from sakiyomi.drafters.trees.base import CandidateTree, PickingBuilder
 
 __all__ = ["Dynamic"]
 
 
-class Dynamic:
+class Dynamic(PickingBuilder):
     """The two steps of EAGLE-2 (arXiv 2406.16858, section 4.1): expand the best k of a level, then rank all.
 
     Args:
         width: k, the places read at each level: a draft pass never has more rows than this for a request.
     """
 
-    picks = True
-
     def __init__(self, width: int = 4) -> None:
         self.width = width
-
-    def candidate_count(self, tree: CandidateTree, place: int) -> int:
-        """See ``Builder.candidate_count``."""
-        return min(LISTED, tree.nodes)
 
     def expand(self, tree: CandidateTree) -> list[int]:
         """See ``Builder.expand``."""
         best = sorted(tree.level, key=tree.values.__getitem__, reverse=True)
         return sorted(best[: self.width])
-
-    def chosen(self, tree: CandidateTree) -> list[int]:
-        """See ``Builder.chosen``."""
-        return tree.best(tree.nodes)

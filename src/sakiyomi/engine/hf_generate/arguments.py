@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -19,9 +19,7 @@ from sakiyomi.engine.hf_generate.engines import NO_TEXT
 from sakiyomi.engine.inputs import TokenizedPrompt, prompt_tokens
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.loading import has_encoder
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["check_settings", "end_tokens", "length_limit", "prompts", "sampling"]
 
@@ -269,7 +267,7 @@ def _sources(config: Any, given: Tensor, mask: Tensor | None, rows: int, vocab_s
     family, each = family_of(config), rows // given.shape[0]
     made: list[Source] = []
     for i, row in enumerate(given):
-        if family.hears:
+        if family.takes_audio:
             made.append(Source({"input_features": row[None]}, int(family.source_positions(config) or 0)))
             continue
         if row.is_floating_point() or bool((row < 0).any()):

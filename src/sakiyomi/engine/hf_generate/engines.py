@@ -70,14 +70,6 @@ class Assistance:
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """A model as it was when it was packed."""
-
-    model: ModelRunner
-    state: ModelState
-
-
-@dataclass(frozen=True)
 class Ready:
     """An engine and the packed models that it runs: the target, and a draft model if there is one."""
 
@@ -101,7 +93,9 @@ class Engines:
 
     def __init__(self) -> None:
         self.turn = threading.RLock()
-        self._packed: WeakKeyDictionary[Any, dict[tuple[Any, ...], _Packed]] = WeakKeyDictionary()
+        # Packed models, and what the model was like when each was packed.
+        self._packed: WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[ModelRunner, ModelState]]]
+        self._packed = WeakKeyDictionary()
         self._ready: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Assistance, Ready]]] = WeakKeyDictionary()
 
     def find(self, model: Any, assistant: Any, assistance: Assistance) -> Ready:
@@ -136,17 +130,17 @@ class Engines:
     def _pack(self, model: Any, compile: str | bool, exact: bool = False, *, draft: bool = False) -> ModelRunner:
         kept = self._packed.setdefault(model, {})
         key = (draft, compile, exact)
-        found = kept.get(key)
-        if found is not None:
-            changed = found.state.changed(model)
+        if key in kept:
+            packed, state = kept[key]
+            changed = state.changed(model)
             if changed is None:
-                return found.model
+                return packed
             logger.warning("%s: %s changed since it was packed; it is packed anew", type(model).__name__, changed)
             kept.clear()
         loaded = _loaded(model)
         sizes = DRAFT_SIZES if draft else TARGET_SIZES
         packed = build_runner(loaded.model, max_slots=SLOTS, compile=compile, exact=exact, first_sizes=sizes)
-        kept[key] = _Packed(packed, ModelState(model))
+        kept[key] = packed, ModelState(model)
         return packed
 
 
@@ -157,23 +151,15 @@ def _loaded(model: Any, tokenizer: Any = None) -> Loaded:
 def _make(model: Any, assistant: Any, assistance: Assistance, models: Sequence[ModelRunner]) -> Engine:
     loaded, target = _loaded(model, assistance.tokenizers[0]), models[0]
     parts: list[str | Drafter] = []
-    for draft in models[1:]:
-        parts.append(_model_drafter(loaded, assistant, assistance.tokenizers, target, draft))
+    if assistant is not None:
+        parts.append(_model_drafter(loaded, assistant, assistance.tokenizers, target, models[1]))
     if assistance.lookup is not None:
         parts.append(PromptLookup(assistance.lookup or MOST))
     if assistance.early_exit is not None:
         parts.append(f"early-exit:{assistance.early_exit}")
     parts += parse_drafters(assistance.draft)
     _check(parts, assistance)
-    context = DrafterContext(
-        target=loaded,
-        vocab_size=target.vocab_size,
-        load=_refuse,
-        pack=_refuse,
-        packed=target,
-        rounded=_refuse,
-        answer=_refuse,
-    )
+    context = DrafterContext(target=loaded, packed=target, vocab_size=target.vocab_size)
     drafter = make_drafter([part for part in parts if part != "auto"], context)
 
     def settle() -> None:
@@ -211,7 +197,3 @@ def _check(parts: Sequence[str | Drafter], assistance: Assistance) -> None:
             )
         if kind in ("suffix", "ngram") and argument and assistance.tokenizers[0] is None:
             raise InputError(f"draft={part!r} reads a file that belongs to a tokenizer; pass the target's tokenizer=")
-
-
-def _refuse(*_: Any) -> Any:
-    raise AssertionError("refused before")

@@ -128,14 +128,8 @@ class CustomGenerate:
         arguments.check_settings(config, model_kwargs, synced_gpus, encoder=encoder)
         params, processors = arguments.sampling(logits_processor, bool(config.do_sample))
         lookup = None if config.prompt_lookup_num_tokens is None else int(config.max_matching_ngram_size or 0)
-        ready = self._ready(
-            model,
-            assistant_model,
-            tokenizer,
-            assistant_tokenizer,
-            lookup=lookup,
-            early_exit=config.assistant_early_exit,
-        )
+        layers = config.assistant_early_exit
+        ready = self._ready(model, assistant_model, tokenizer, assistant_tokenizer, lookup=lookup, early_exit=layers)
         limit = arguments.length_limit(stopping_criteria, config)
         params = replace(
             params,

@@ -21,5 +21,5 @@ BACKENDS: list[type[AttentionBackend]] = [HFCacheBackend, CudaBackend, CpuBacken
 def choose_backend(needs: BackendNeeds) -> type[AttentionBackend]:
     """The first backend that serves such a model, its operator made known to transformers."""
     kind = next(kind for kind in BACKENDS if kind.serves(needs))
-    register(kind)
+    register(kind.operator, kind.attend, kind.cross)
     return kind

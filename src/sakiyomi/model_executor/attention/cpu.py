@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import numbers, pointer
-from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
+from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 __all__ = ["CpuBackend"]
 
 
-class CpuBackend:
+class CpuBackend(AttentionBackend):
     """Attention by `sakiyomi_cpu::attend`, which reads plan and cache from a session set before the pass.
 
     Args:
@@ -27,7 +27,6 @@ class CpuBackend:
 
     operator: ClassVar[str] = "sakiyomi_cpu"
     runs_packed: ClassVar[bool] = True
-    spare: ClassVar[int] = 0
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         assert needs.packed is not None
@@ -60,13 +59,6 @@ class CpuBackend:
         """The operator of cross-attention."""
         out: Tensor = torch.ops.sakiyomi_cpu.cross(q, layer, scaling)
         return out
-
-    def inputs(self, rows: int) -> dict[str, Any]:
-        """Nothing: the operator reads its session."""
-        return {}
-
-    def recorder(self, forward: PassForward) -> None:
-        """None: passes are recorded by tracing or compiling, which need nothing of the backend."""
 
     def attach(self, cache: SlotCache) -> None:
         """Point the kernels at the cache's present tensors."""

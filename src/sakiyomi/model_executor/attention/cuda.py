@@ -24,6 +24,7 @@ from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import (
+    AttentionBackend,
     BackendNeeds,
     BeginPass,
     PassForward,
@@ -104,11 +105,10 @@ def _added(seen: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf).repeat(1, 1, group, 1)
 
 
-class CudaBackend:
+class CudaBackend(AttentionBackend):
     """The cache and the static plan that attention works on in this thread: see ``AttentionBackend``."""
 
     operator: ClassVar[str] = "sakiyomi_device"
-    runs_packed: ClassVar[bool] = False
     spare: ClassVar[int] = 1
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
@@ -125,28 +125,18 @@ class CudaBackend:
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-        """What the model's layers call; see ``attend_rows``."""
-        assert _active.backend is not None, "attention called outside a pass"
-        return _active.backend.attend_rows(q, k, v, layer, scaling, softcap, window)
-
-    @staticmethod
-    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-        """Never called: encoder-decoder models do not come here."""
-        raise NotImplementedError
-
-    def inputs(self, rows: int) -> dict[str, Any]:
-        """Nothing: the plan lies in static tensors."""
-        return {}
+        """Cache write and attention of one layer; see ``AttentionBackend.attend``."""
+        backend = _active.backend
+        assert backend is not None, "attention called outside a pass"
+        backend.count += 1
+        if not backend.cache.room:
+            return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
+        way = backend._apart if backend.plan.prompts else backend._together
+        return way(q, k, v, layer, scaling, softcap, window)
 
     def recorder(self, forward: PassForward) -> CudaGraphs:
         """CUDA graphs of this session's passes."""
         return CudaGraphs(forward, self)
-
-    def attach(self, cache: SlotCache) -> None:
-        """Nothing: the cache's tensors are looked up in every pass that is not captured (see ``CudaGraphs.clear``)."""
-
-    def attach_sources(self, sources: SourceCache) -> None:
-        """Nothing: there are none."""
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too. Without requests all rows are fillers."""
@@ -170,16 +160,6 @@ class CudaBackend:
     def calls(self) -> int:
         """Attention calls since `begin`."""
         return self.count
-
-    def attend_rows(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
-    ) -> Tensor:
-        """Cache write and attention of one layer, (1, H, N, D) -> (1, N, H, D_v)."""
-        self.count += 1
-        if not self.cache.room:
-            return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
-        way = self._apart if self.plan.prompts else self._together
-        return way(q, k, v, layer, scaling, softcap, window)
 
     def _together(
         self, q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int
@@ -259,7 +239,7 @@ class CudaGraphs:
         """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""
 
     def clear(self) -> None:
-        """Forget all captures: the cache's tensors have moved."""
+        """Forget all captures: the cache's tensors have moved. Passes that are not captured look them up."""
         self._backend.frames.clear()
 
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:

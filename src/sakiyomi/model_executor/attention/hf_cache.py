@@ -15,18 +15,19 @@ from transformers import Cache
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
+from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 
-class HFCacheBackend(Cache):
-    """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests."""
+class HFCacheBackend(Cache, AttentionBackend):
+    """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests.
+
+    Masks of every length are other inputs, so that these passes stay eager.
+    """
 
     operator: ClassVar[str] = "eager"
-    runs_packed: ClassVar[bool] = False
-    spare: ClassVar[int] = 0
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])
         self.cache = cache
         self.count = 0
 
@@ -35,33 +36,10 @@ class HFCacheBackend(Cache):
         """Models whose class keeps its own attention, and no others."""
         return needs.own_attention
 
-    @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-        """Never called: such models call their own attention."""
-        raise NotImplementedError
-
-    @staticmethod
-    def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-        """Never called: encoder-decoder models do not come here."""
-        raise NotImplementedError
-
-    def recorder(self, forward: PassForward) -> None:
-        """None: masks of every length are other inputs, so these passes stay eager."""
-
-    def attach(self, cache: SlotCache) -> None:
-        """Nothing: the cache's tensors are looked up in every pass."""
-
-    def attach_sources(self, sources: SourceCache) -> None:
-        """Nothing: there are none."""
-
     def inputs(self, rows: int) -> dict[str, Any]:
         """The mask of the pass, and this object in the place of transformers' cache."""
-        shape = self.cache.shapes[0]
-        return {
-            "attention_mask": self.mask(self.cache.dtype, rows, shape.device),
-            "past_key_values": self,
-            "use_cache": True,
-        }
+        mask = self.mask(self.cache.dtype, rows, self.cache.shapes[0].device)
+        return {"attention_mask": mask, "past_key_values": self, "use_cache": True}
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too."""

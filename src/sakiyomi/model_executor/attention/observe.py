@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from sakiyomi.cache.observations import RowObservations
 from sakiyomi.kernels.batch import BatchPlan
-
-if TYPE_CHECKING:
-    from sakiyomi.cache.observations import RowObservations
 
 __all__ = ["listen"]
 
@@ -40,8 +37,4 @@ def _observe(out: Tensor, note: Tensor, layer: int) -> Tensor:
 _library = torch.library.Library("sakiyomi", "FRAGMENT")
 _library.define("observe(Tensor out, Tensor note, int layer) -> Tensor")
 _library.impl("observe", _observe, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("sakiyomi::observe", lib=_library)  # type: ignore[untyped-decorator]
-def _(out: Tensor, note: Tensor, layer: int) -> Tensor:
-    return torch.empty_like(out)
+torch.library.register_fake("sakiyomi::observe", lambda out, note, layer: torch.empty_like(out), lib=_library)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.attention import observe  # noqa: F401  (their operators are registered)
 from sakiyomi.model_executor.attention import torch as dense
-from sakiyomi.model_executor.attention.registry import AttentionBackend
 
 # Arguments that change the result and that our operators do not know; a layer that passes one cannot run here.
 UNKNOWN = ("s_aux", "position_bias", "alibi", "head_mask", "relative_position_bias")
@@ -31,15 +29,13 @@ Note = Callable[[int, Tensor, float], Tensor]
 """What is noted of a pass's rows for the cache's policy: from layer, queries (1, heads, rows, dim) after their rotation
 and the factor of scores to (rows, width)."""
 NOTE = "sakiyomi_note"
+PROBE = "sakiyomi_probe"
+Attend = Callable[[Tensor, Tensor, Tensor, int, float, float, int], Tensor]
+"""See ``AttentionBackend.attend``."""
 
 
-@dataclass(slots=True)
-class _Probe:
-    shapes: dict[int, LayerShape]
-    calls: int = 0
-
-
-_probe: _Probe | None = None
+_probed: list[tuple[int, LayerShape]] = []
+"""What the layers of a model that is probed have asked for, in the order of their calls."""
 
 
 def call_arguments(
@@ -50,17 +46,13 @@ def call_arguments(
     Raises:
         UnsupportedError: it has a mask of its own, or an argument that changes the result and is not known here.
     """
-    if mask is not None:  # the mask functions give None, so this one is the layer's own
+    # The mask functions give None, so a mask is the layer's own.
+    asked = "makes its own mask" if mask is not None else ""
+    asked = asked or next((f"uses {name}" for name in UNKNOWN if kwargs.get(name) is not None), "")
+    if asked:
         raise UnsupportedError(
-            f"attention of {type(module).__name__} makes its own mask, which is not supported; "
-            "use transformers for this model"
+            f"attention of {type(module).__name__} {asked}, which is not supported; use transformers for this model"
         )
-    for name in UNKNOWN:
-        if kwargs.get(name) is not None:
-            raise UnsupportedError(
-                f"attention of {type(module).__name__} uses {name}, which is not supported; "
-                "use transformers for this model"
-            )
     return (
         int(module.layer_idx),  # type: ignore[arg-type]
         float(scaling if scaling is not None else query.shape[-1] ** -0.5),
@@ -69,8 +61,8 @@ def call_arguments(
     )
 
 
-def _attention_of(backend: type[AttentionBackend]) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function, as transformers calls it, on a backend's operator."""
+def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """The attention function, as transformers calls it, on an operator."""
 
     def attention(
         module: nn.Module,
@@ -84,7 +76,7 @@ def _attention_of(backend: type[AttentionBackend]) -> Callable[..., tuple[Tensor
         layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
         # What is recorded are decoding passes, which nothing takes over.
         apart = not torch.compiler.is_compiling() and dense.taken_over()
-        attend = dense.TorchBackend.attend if apart else backend.attend
+        attend = dense.TorchBackend.attend if apart else own
         out = attend(query, key, value, layer, scale, softcap, window)
         note: Note | None = getattr(module, NOTE, None)
         if note is not None:
@@ -94,45 +86,27 @@ def _attention_of(backend: type[AttentionBackend]) -> Callable[..., tuple[Tensor
     return attention
 
 
-def _probing(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    layer, scale, _, window = call_arguments(module, query, attention_mask, scaling, kwargs)
-    assert _probe is not None
-    _probe.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], key.device, window)
-    _probe.calls += 1
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).contiguous(), None
+def _probe(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
+    _probed.append((layer, LayerShape(k.shape[1], k.shape[3], v.shape[3], k.device, window)))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
 
 
-CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {
-    "sakiyomi_probe": lambda q, layer, scaling: q.transpose(1, 2)
-}
+def _probe_cross(q: Tensor, layer: int, scaling: float) -> Tensor:
+    return q.transpose(1, 2)
+
+
+CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
 """Cross-attention by the names of operators: (1, heads, rows, dim) to (1, rows, heads, dim)."""
 
 
 @functools.cache
-def register(backend: type[AttentionBackend]) -> None:
-    """Make a backend's operator known to transformers, once a process."""
-    _announce(backend.operator, _attention_of(backend))
-    CROSS[backend.operator] = backend.cross
-
-
-@functools.cache
-def _register_probe() -> None:
-    _announce("sakiyomi_probe", _probing)
-
-
-def _announce(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:
+def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
+    """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
     if name != "eager":  # a model's own
-        AttentionInterface.register(name, function)
+        AttentionInterface.register(name, _attention_of(attend))
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    CROSS[name] = cross
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int) -> list[LayerShape] | None:
@@ -146,17 +120,14 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int) -
         forward: runs the model on two tokens.
         layers: attention layers that the config announces.
     """
-    global _probe
-    _register_probe()
-    _probe = _Probe({})
+    register(PROBE, _probe, _probe_cross)
+    dense.take_over(None)  # as the pass before may have been
+    _probed.clear()
     try:
-        try:
-            model.set_attn_implementation("sakiyomi_probe")  # type: ignore[operator]
-        except ValueError:  # the class says itself that it has only its own attention
-            return None
-        forward()
-        if _probe.calls != layers or sorted(_probe.shapes) != list(range(layers)):
-            return None
-        return [_probe.shapes[i] for i in range(layers)]
-    finally:
-        _probe = None
+        model.set_attn_implementation(PROBE)  # type: ignore[operator]
+    except ValueError:  # the class says itself that it has only its own attention
+        return None
+    forward()
+    shapes = dict(_probed)
+    complete = len(_probed) == layers and sorted(shapes) == list(range(layers))
+    return [shapes[layer] for layer in range(layers)] if complete else None

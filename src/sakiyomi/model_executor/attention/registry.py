@@ -1,14 +1,15 @@
 """Attention backends: what they are, and which one serves a model.
 
-A backend computes attention of a pass's packed rows over the slots of a cache. A new one is a file with a class of the
-members of ``AttentionBackend``, and a line in ``BACKENDS``; the first in that list that serves a model gets it.
+A backend computes attention of a pass's packed rows over the slots of a cache. A new one is a file with a subclass
+of ``AttentionBackend``, and a line in ``BACKENDS``; the first in that list that serves a model gets it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -17,9 +18,7 @@ from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.policies.sparse import Sparse
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
-
-if TYPE_CHECKING:
-    from sakiyomi.kernels.native import PackedWeights
+from sakiyomi.kernels.native import PackedWeights
 
 __all__ = ["AttentionBackend", "BackendNeeds", "BeginPass", "PassForward", "PassRecorder", "PassResult"]
 
@@ -88,8 +87,8 @@ class PassRecorder(Protocol):
         ...
 
 
-class AttentionBackend(Protocol):
-    """Attention of one session: a model's passes on one cache.
+class AttentionBackend(ABC):
+    """Attention of one session: a model's passes on one cache. What a subclass leaves out has a default here.
 
     Args:
         needs: of the model.
@@ -103,49 +102,49 @@ class AttentionBackend(Protocol):
     """
 
     operator: ClassVar[str]
-    runs_packed: ClassVar[bool]
-    spare: ClassVar[int]
+    runs_packed: ClassVar[bool] = False
+    spare: ClassVar[int] = 0
 
+    @abstractmethod
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None: ...
 
     @classmethod
+    @abstractmethod
     def serves(cls, needs: BackendNeeds) -> bool:
         """Whether this backend can serve such a model."""
-        ...
 
     @staticmethod
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
         """What a layer calls: queries (1, H, N, D), keys and values (1, H_kv, N, D) of the pass's rows to (1, N, H, D).
 
-        Writes keys and values into the cache, as the plan of the pass says.
+        Writes keys and values into the cache, as the plan of the pass says. Never called where the model's class keeps
+        its own attention.
         """
-        ...
+        raise NotImplementedError
 
     @staticmethod
     def cross(q: Tensor, layer: int, scaling: float) -> Tensor:
-        """Cross-attention over the requests' sources: (1, H, N, D) to (1, N, H, D)."""
-        ...
+        """Cross-attention over the requests' sources: (1, H, N, D) to (1, N, H, D). Never called without an encoder."""
+        raise NotImplementedError
 
     def inputs(self, rows: int) -> dict[str, Any]:
-        """Further arguments of the model's forward, for the pass that `begin` described."""
-        ...
+        """Further arguments of the model's forward, for the pass that `begin` described; none by default."""
+        return {}
 
     def recorder(self, forward: PassForward) -> PassRecorder | None:
-        """What captures this backend's passes on its device; None: tracing or compiling does."""
-        ...
+        """What captures this backend's passes on its device; None: tracing or compiling does, if they are recorded."""
+        return None
 
-    def attach(self, cache: SlotCache) -> None:
-        """The cache's tensors are new ones."""
-        ...
+    def attach(self, cache: SlotCache) -> None:  # noqa: B027
+        """The cache's tensors are new ones. By default nothing is done: a backend may look them up in every pass."""
 
-    def attach_sources(self, sources: SourceCache) -> None:
-        """The tensors that cross-attention reads are new ones."""
-        ...
+    def attach_sources(self, sources: SourceCache) -> None:  # noqa: B027
+        """The tensors that cross-attention reads are new ones; likewise."""
 
+    @abstractmethod
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Describe this thread's next pass; `size` counts filler rows too."""
-        ...
 
+    @abstractmethod
     def calls(self) -> int:
         """Layers that have called attention since `begin`."""
-        ...

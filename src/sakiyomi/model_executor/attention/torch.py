@@ -11,7 +11,7 @@ has the others (`take_over`).
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,8 @@ from sakiyomi.cache.layout import Part
 from sakiyomi.cache.policies.sparse import Chunk, attend_some
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.model_executor.attention.registry import BackendNeeds, PassForward
+from sakiyomi.kernels.native import attend_shape, cross_shape
+from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 
 class _Pass(threading.local):
@@ -57,12 +58,10 @@ class _Pass(threading.local):
 _pass = _Pass()
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """Attention of one session in plain torch: see ``AttentionBackend``."""
 
     operator: ClassVar[str] = "sakiyomi_torch"
-    runs_packed: ClassVar[bool] = False
-    spare: ClassVar[int] = 0
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
         self.cache, self.sources = cache, sources
@@ -85,19 +84,6 @@ class TorchBackend:
         out: Tensor = torch.ops.sakiyomi.cross(q, layer, scaling)
         return out
 
-    def inputs(self, rows: int) -> dict[str, Any]:
-        """Nothing: the operator reads the pass from its thread."""
-        return {}
-
-    def recorder(self, forward: PassForward) -> None:
-        """None: passes are recorded by tracing or compiling, which need nothing of the backend."""
-
-    def attach(self, cache: SlotCache) -> None:
-        """Nothing: the cache's tensors are looked up in every pass."""
-
-    def attach_sources(self, sources: SourceCache) -> None:
-        """Nothing, likewise."""
-
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what this thread's next pass looks like; `size` counts filler rows too."""
         _pass.dense, _pass.plan, _pass.calls = self, plan, 0
@@ -109,11 +95,9 @@ class TorchBackend:
         return _pass.calls
 
 
-def take_over(dense: TorchBackend | None, plan: BatchPlan, size: int) -> None:
-    """Have this thread's next pass computed by this attention instead of the model's own; None: by its own."""
+def take_over(dense: TorchBackend | None) -> None:
+    """Have this thread's next pass computed by this attention, which has begun it, or by the model's own (None)."""
     _pass.over = dense is not None
-    if dense is not None:
-        dense.begin(plan, size)
 
 
 def taken_over() -> bool:
@@ -234,13 +218,5 @@ _library.define("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, 
 _library.define("cross(Tensor q, int layer, float scaling) -> Tensor")
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 _library.impl("cross", _cross, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("sakiyomi::attend", lib=_library)  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
-
-
-@torch.library.register_fake("sakiyomi::cross", lib=_library)  # type: ignore[untyped-decorator]
-def _(q: Tensor, layer: int, scaling: float) -> Tensor:
-    return q.new_empty(1, q.shape[2], q.shape[1], q.shape[3])
+torch.library.register_fake("sakiyomi::attend", attend_shape, lib=_library)
+torch.library.register_fake("sakiyomi::cross", cross_shape, lib=_library)

@@ -28,7 +28,7 @@ class Family:
         count, limit: names in the configuration of the decoder's layers and of its positions (None: no limit).
         source_limit: the same of the encoder's positions.
         vocabulary: name in the configuration of the width of the logits, where that is not ``vocab_size``.
-        hears: the encoder takes features of a sound, not tokens.
+        takes_audio: the encoder takes features of a sound, not tokens.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Family:
     limit: str | None = "max_position_embeddings"
     source_limit: str | None = "max_position_embeddings"
     vocabulary: str = "vocab_size"
-    hears: bool = False
+    takes_audio: bool = False
 
     def source_positions(self, config: Any) -> int | None:
         """Most tokens of a source, or most of the places that a sound is made into; None: any number."""
@@ -72,7 +72,7 @@ FAMILIES: dict[str, Family] = {
     "marian": Family("marian", scales=True, vocabulary="decoder_vocab_size"),
     "t5": _T5,
     "mt5": _T5,
-    "whisper": Family("whisper", limit="max_target_positions", source_limit="max_source_positions", hears=True),
+    "whisper": Family("whisper", limit="max_target_positions", source_limit="max_source_positions", takes_audio=True),
 }
 """By ``model_type``."""
 

@@ -7,7 +7,7 @@ whole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.prompts import judging_text
 from sakiyomi.kernels.pack import PACKED
 from sakiyomi.kernels.quantization import QuantizationReport, compare
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.loading.reader import Reader
 
 __all__ = ["read_quantized", "torchao"]
 

@@ -132,7 +132,7 @@ def auto_class(config: Any) -> str:
     """Name of transformers' class that reads a model of this configuration."""
     if not has_encoder(config):
         return "AutoModelForCausalLM"
-    return "AutoModelForSpeechSeq2Seq" if family_of(config).hears else "AutoModelForSeq2SeqLM"
+    return "AutoModelForSpeechSeq2Seq" if family_of(config).takes_audio else "AutoModelForSeq2SeqLM"
 
 
 def has_experts(config: Any) -> bool:

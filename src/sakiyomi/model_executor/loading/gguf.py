@@ -42,14 +42,11 @@ def read_gguf(path: Path) -> tuple[Any, Any, Checkpoint]:
         known = _TOKENS in reader.fields
         del reader
         with quiet():
+            place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
             what = "its configuration"
-            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+            config = AutoConfig.from_pretrained(path.parent, **place)
             what = "its tokenizer"
-            tokenizer = (
-                AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-                if known
-                else None
-            )
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, **place) if known else None
     except Exception as error:  # transformers and gguf raise their own kinds
         if "not supported" in str(error):
             raise UnsupportedError(

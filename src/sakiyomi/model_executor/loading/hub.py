@@ -30,11 +30,7 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def fetch(
-    name: str,
-    check: Callable[[Path], object],
-    *,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
+    name: str, check: Callable[[Path], object], *, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> Path:
     """Folder of a hub model, from the cache or downloaded. Only the files that are needed come.
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
@@ -45,8 +47,6 @@ from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.stream import is_offloaded
 
 if TYPE_CHECKING:
-    import torch
-
     from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Loaded", "load_model", "parse_device", "parse_dtype", "stop_tokens"]
@@ -315,8 +315,6 @@ def _from_pair(
 
 
 def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    import torch
-
     for value in (getattr(text_config(config), "dtype", None), getattr(config, "dtype", None), checkpoint.dtype):
         found = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
         if isinstance(found, torch.dtype) and found.is_floating_point:
@@ -325,8 +323,6 @@ def _stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _to_device(model: Any, device: torch.device, name: str) -> Any:
-    import torch
-
     try:
         return model.to(device) if device.type != "cpu" else model
     except torch.OutOfMemoryError as error:

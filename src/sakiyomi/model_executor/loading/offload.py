@@ -8,16 +8,15 @@ import tempfile
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
 from sakiyomi.model_executor.loading.fit import by_layer, without_weights
 from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.loading.stream import hooks
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["OFFLOADS", "Offload", "parse_offload", "read_offloaded"]
 
@@ -161,8 +160,6 @@ def _map(reader: Reader, offload: Offload) -> dict[str, Any]:
 
 def _layers_apart(reader: Reader, where: str) -> dict[str, Any]:
     """A device map that puts the layers at ``where`` and everything else on the device that computes."""
-    import torch
-
     model, device = without_weights(reader), reader.device
     layers = [
         name

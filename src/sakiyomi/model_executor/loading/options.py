@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import InputError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["DTYPES", "parse_device", "parse_dtype"]
 
@@ -21,8 +18,6 @@ def parse_dtype(value: str | torch.dtype) -> torch.dtype | None:
     Raises:
         InputError: there is no such dtype.
     """
-    import torch
-
     name = dtype_name(value)
     if name == "auto":
         return None
@@ -38,8 +33,6 @@ def parse_device(value: str | torch.device) -> torch.device:
     Raises:
         InputError: there is no such device, here or in this version.
     """
-    import torch
-
     if str(value) == "auto":
         # mps exists but is untested: the CPU is the safe choice there.
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

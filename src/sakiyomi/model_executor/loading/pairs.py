@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.encoder_decoder.families import family_of
 from sakiyomi.model_executor.loading.families import has_encoder
-
-if TYPE_CHECKING:
-    from sakiyomi.model_executor.loading.model import Loaded
+from sakiyomi.model_executor.loading.model import Loaded
 
 __all__ = ["check_cross_pair", "check_family", "check_pair", "same_tokenizer"]
 
@@ -98,7 +96,7 @@ def check_family(target: Any, draft: Any, name: str) -> None:
             f"the draft {name!r} is of the family {second.name}, the target of {first.name}: a draft reads what the "
             f"target's encoder reads; {remedy}"
         )
-    for what in ("num_mel_bins", "max_source_positions") if first.hears else ():
+    for what in ("num_mel_bins", "max_source_positions") if first.takes_audio else ():
         if getattr(target, what) != getattr(draft, what):
             raise UnsupportedError(
                 f"the draft {name!r} has {what} {getattr(draft, what)}, the target {getattr(target, what)}: it cannot "

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from sakiyomi.core.checkpoint import LAYER, Checkpoint
 from sakiyomi.core.errors import LoadError, MemoryLimitError
@@ -18,9 +20,6 @@ from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
 from sakiyomi.kernels.pack import PACKED
 from sakiyomi.model_executor.loading.families import auto_class
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Reader", "quiet"]
 
@@ -73,9 +72,8 @@ class Reader:
             options |= {"gguf_file": self.gguf.name, **_as_numbers()}
         else:
             options["use_safetensors"] = None if self.allow_pickle else True
-        reader: Any = getattr(
-            transformers, auto_class(self.config)
-        )  # its signature knows nothing of output_loading_info
+        # Any: its signature knows nothing of output_loading_info.
+        reader: Any = getattr(transformers, auto_class(self.config))
         size = self.checkpoint.stored_bytes
         try:
             with (

@@ -28,14 +28,8 @@ __all__ = [
     "residual",
 ]
 
-VERIFIERS: dict[str, Verifier] = {
-    "greedy": GreedyVerifier(),
-    "ratio": RatioVerifier(),
-    "coupled": CoupledVerifier(),
-    "block": BlockVerifier(),
-    "traversal": TraversalVerifier(),
-    "typical": TypicalVerifier(),
-}
+_RULES = GreedyVerifier(), RatioVerifier(), CoupledVerifier(), BlockVerifier(), TraversalVerifier(), TypicalVerifier()
+VERIFIERS: dict[str, Verifier] = {rule.name: rule for rule in _RULES}
 
 AUTOMATIC: dict[DraftKind | None, str] = {"chain": "block", "point_mass": "ratio", None: "ratio"}
 """What "auto" means without a seed, by the kind of draft; for other kinds it is the coupled rule."""

@@ -35,21 +35,10 @@ class Rows:
         position: absolute position of the token that row 0 predicts; row i + 1 predicts ``position + depth(i) + 1``.
         tree: the tree that was scored; only read where ``sampler.needs_history``.
         committed: all tokens before, prompt included, list or (length,) int64; only read with ``needs_history``.
-    """
 
-    __slots__ = (
-        "_all",
-        "_best",
-        "_bests",
-        "_committed",
-        "_logits",
-        "_probs",
-        "_processed",
-        "_supports",
-        "_tree",
-        "position",
-        "sampler",
-    )
+    Attributes:
+        raw: (n + 1, V) logits as the target gave them.
+    """
 
     def __init__(
         self,
@@ -60,7 +49,7 @@ class Rows:
         committed: Sequence[int] | Tensor = (),
     ) -> None:
         self.sampler, self.position = sampler, position
-        self._logits, self._tree, self._committed = logits, tree, committed
+        self.raw, self._tree, self._committed = logits, tree, committed
         self._processed: dict[int, Tensor] = {}
         self._probs: dict[int, Row] = {}
         self._supports: dict[int, Tokens | None] = {}
@@ -77,7 +66,7 @@ class Rows:
         return rows
 
     def __len__(self) -> int:
-        return int(self._logits.shape[0])
+        return int(self.raw.shape[0])
 
     @property
     def params(self) -> SamplingParams:
@@ -87,37 +76,32 @@ class Rows:
     @property
     def on_cpu(self) -> bool:
         """Whether rows are in main memory, so that they can be read one by one."""
-        return self._logits.device.type == "cpu"
+        return self.raw.device.type == "cpu"
 
     @property
     def width(self) -> int:
         """V."""
-        return int(self._logits.shape[1])
+        return int(self.raw.shape[1])
 
     def processed(self, index: int) -> Tensor:
         """Logits of one row after bias, penalties and bans, (V,); raw ones where no such option is set."""
         if self.sampler is None or not self.sampler.edits:
-            return self._logits[index]
+            return self.raw[index]
         row = self._processed.get(index)
         if row is None:
             if self.sampler.needs_history and not isinstance(self._committed, Tensor):
                 # Converted once, not for each row.
                 self._committed = torch.tensor(list(self._committed), dtype=torch.int64)
             paths = (self._tree.path_tokens(index - 1),)
-            row = self.sampler.process(self._logits[index : index + 1], paths, self._committed)[0]
+            row = self.sampler.process(self.raw[index : index + 1], paths, self._committed)[0]
             self._processed[index] = row
         return row
-
-    @property
-    def raw(self) -> Tensor:
-        """(n + 1, V) logits as the target gave them."""
-        return self._logits
 
     @property
     def logits(self) -> Tensor:
         """(n + 1, V) processed logits of all rows."""
         if self.sampler is None or not self.sampler.edits:
-            return self._logits
+            return self.raw
         return torch.stack([self.processed(index) for index in range(len(self))])
 
     def probs(self) -> Tensor:
