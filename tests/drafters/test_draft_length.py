@@ -270,3 +270,25 @@ def test_a_request_that_begins_when_others_lose_rests_longer() -> None:
         policy.observe(4, 4, 1.0)
     assert seen[:PROBE_AGAIN] == [Phase.RESTING] * PROBE_AGAIN
     assert seen[PROBE_AGAIN:] == [Phase.PROBING] * PROBE_ROUNDS + [Phase.TRYING]
+
+
+def test_fixed_lengths_are_bounded_by_what_others_can_bear() -> None:
+    """A row costs 1 here, a draft step .5; rounds of four requests without drafts take 4, and may take 6."""
+    policy = make_policy(SamplingParams(gamma=256, nodes=1024, tree="best-first"), bounded=True)
+    alone = Costs(lambda rows: 1.0 * rows, 0.5, 0.0, batch=1)
+    assert policy.next(lambda: alone).depth == alone.depth < 256  # never beyond what "auto" would consider
+    crowded = Costs(lambda rows: 3.0 + 0.25 * rows, 0.5, 0.0, batch=4)
+    assert crowded.bearable() == 1  # 5 + .5 are within 6, 6 + 1 are not
+    assert (policy.next(lambda: crowded).depth, policy.next(lambda: crowded).nodes) == (1, 1)
+    dear = Costs(lambda rows: 1.0 * rows, 0.5, 0.0, batch=4)
+    assert policy.next(lambda: dear) == Size(0, 0)
+    free = Costs(lambda rows: 4.0, 0.0, 0.0, batch=4)
+    assert policy.next(lambda: free).depth == free.depth
+    small = make_policy(SamplingParams(gamma=2), bounded=True)
+    assert small.next(lambda: free) == Size(2, 2)  # bounds make nothing longer
+    unbounded = make_policy(SamplingParams(gamma=40))
+    assert unbounded.next(lambda: dear).depth == 40
+
+
+def test_what_weighs_costs_itself_is_not_bounded() -> None:
+    assert isinstance(make_policy(SamplingParams(), bounded=True), AutoSize)

@@ -12,6 +12,7 @@ from sakiyomi.theory import marginal_gamma
 
 __all__ = [
     "AutoSize",
+    "BoundedSize",
     "Costs",
     "DraftLengthPolicy",
     "FixedSize",
@@ -28,6 +29,7 @@ MOST = 16  # deepest draft that "auto" considers
 MOST_NODES = 31  # largest tree that it considers: with the last token a pass of 32 rows
 # The same for a target whose weights are read from disk in every pass: further rows cost next to nothing there.
 FAR, FAR_NODES = 32, 127
+BEARABLE = 1.5  # time of a round with drafts that a client has fixed, in rounds without, where others share it
 PATIENCE = 6  # drafting rounds that have to be measured before a loss stops drafting
 LOSS = 0.98  # measured gain below which it is a loss
 PROBE_EVERY, PROBE_LATEST = 24, 384  # rounds of the first rest and of the longest: each probe in vain doubles it
@@ -62,6 +64,15 @@ class Costs:
     def plain(self) -> float:
         """A round that drafts nothing."""
         return self.score(self.batch) + self.overhead
+
+    def bearable(self) -> int:
+        """Draft tokens of each request, one behind the other, with which a round takes half as long again at most."""
+        most = BEARABLE * self.plain
+
+        def seconds(count: int) -> float:
+            return self.score(self.batch * (count + 1)) + count * self.draft + self.overhead
+
+        return next((count - 1 for count in range(1, self.depth + 1) if seconds(count) > most), self.depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,10 +372,44 @@ def _dial(value: int | str) -> int | Heuristic | None:
     return Heuristic() if value == "heuristic" else None
 
 
-def make_policy(params: SamplingParams, depth: int | None = None) -> DraftLengthPolicy:
-    """The policy that ``gamma``, ``nodes`` and ``tree`` name; values were checked there. ``depth``: a tuned one."""
+class BoundedSize:
+    """Another policy's sizes, as far as other requests in the same round can bear them.
+
+    Args:
+        policy: of the request.
+    """
+
+    def __init__(self, policy: DraftLengthPolicy) -> None:
+        self._policy = policy
+
+    def next(self, costs: Callable[[], Costs]) -> Size:
+        """See ``DraftLengthPolicy.next``."""
+        size, now = self._policy.next(costs), costs()
+        if now.batch == 1:
+            return Size(min(size.depth, now.depth), min(size.nodes, now.nodes), size.worth)
+        most = now.bearable()
+        return Size(min(size.depth, most), min(size.nodes, most), size.worth)
+
+    def observe(self, drafted: int, accepted: int, seconds: float) -> None:
+        """See ``DraftLengthPolicy.observe``."""
+        self._policy.observe(drafted, accepted, seconds)
+
+
+def make_policy(params: SamplingParams, depth: int | None = None, *, bounded: bool = False) -> DraftLengthPolicy:
+    """The policy that ``gamma``, ``nodes`` and ``tree`` name; values were checked there.
+
+    Args:
+        params: of the request.
+        depth: a tuned one.
+        bounded: what is not left to "auto", which weighs costs by itself, is bounded by what others can bear.
+    """
+    if params.gamma == "auto" and params.tree in ("auto", "chain") and params.nodes == "auto" and not params.choices:
+        return AutoSize(params.builder != "chain", depth)
+    fixed = _fixed(params)
+    return BoundedSize(fixed) if bounded else fixed
+
+
+def _fixed(params: SamplingParams) -> FixedSize:
     if params.choices:
         return FixedSize(max(map(len, params.choices)), len(params.choices), chain=False)
-    if params.gamma == "auto" and params.tree in ("auto", "chain") and params.nodes == "auto":
-        return AutoSize(params.builder != "chain", depth)
     return FixedSize(_dial(params.gamma), _dial(params.nodes), chain=params.builder == "chain")

@@ -27,12 +27,14 @@ class SubmitOptions(RequestOptions, total=False):
     Attributes:
         key: with ``params.seed`` the key of its randomness: the index in a list of requests, and of the sample.
         drafted: False: nothing is drafted for it, whatever is for others.
+        bounded: draft lengths that its parameters fix get shorter where others in the same round would wait for them.
         live: text is wanted with every step, not only with the last one.
         shares: what other requests have read of the same beginning is copied, and not computed again.
     """
 
     key: tuple[int, ...]
     drafted: bool
+    bounded: bool
     live: bool
     shares: bool
 
@@ -71,6 +73,7 @@ class RequestFactory:
         *,
         key: tuple[int, ...] = (0,),
         drafted: bool = True,
+        bounded: bool = False,
         live: bool = True,
         shares: bool = True,
         **options: Unpack[RequestOptions],
@@ -88,7 +91,7 @@ class RequestFactory:
         context = Context(next(self.ids), tokens, params, verifier.rule, noise, stops, source=asked.source)
         context.shares = shares and not self.exact
         sampler, text = Sampler(params, self.vocab_size), TextStream(self.tokenizer, params.stop)
-        policy = make_policy(params, depth) if drafted else FixedSize(0, 0, chain=True)
+        policy = make_policy(params, depth, bounded=bounded) if drafted else FixedSize(0, 0, chain=True)
         last = min(len(tokens) + params.max_new_tokens, self.max_context)
         live = live or bool(params.stop)
         return Request(context, len(tokens), sampler, verifier, policy, text, last, live=live, shares=shares, **options)

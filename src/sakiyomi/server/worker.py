@@ -237,6 +237,7 @@ class Worker:
                 place=RetainedSlot(shareable=True) if self._reuse else None,
                 shares=self._reuse,
                 drafted=job.drafted,
+                bounded=True,
             )
         except Exception as error:
             self._turns.leave(job)
