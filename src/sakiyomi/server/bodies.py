@@ -46,6 +46,7 @@ def is_long(body: Ask) -> bool:
         texts = [message.content or "" for message in body.messages]
         length = sum(len(text) if isinstance(text, str) else sum(len(part.text) for part in text) for text in texts)
         return bool(body.tools) or length > LONG
+    assert isinstance(body, CompletionRequest)
     prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     return sum(1 if isinstance(prompt, int) else len(prompt) for prompt in prompts) > LONG
 

@@ -32,9 +32,11 @@ def _ids(value: Any) -> Any:
 
 
 def _kind(prompt: Any) -> str:
-    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
-    kinds = {str: "texts", list: "lists of ids"} if isinstance(prompt, list) else {}
-    return kinds.get(type(first), "ids" if isinstance(prompt, list) else "text")
+    """Which of the four kinds of prompts it is to be read as."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]

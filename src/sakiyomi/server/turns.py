@@ -56,7 +56,7 @@ class Turns:
         self._waiting.pop(job, None)
         if job in self._running:
             self._running.remove(job)
-            for counter, key in ((self._clients, job.client), (self._calls, id(job.call))):
-                counter[key] -= 1  # type: ignore[index]
-                if not counter[key]:  # type: ignore[index]
-                    del counter[key]  # type: ignore[arg-type]
+            self._clients.subtract([job.client])
+            self._calls.subtract([id(job.call)])
+            # Only what counts is kept.
+            self._clients, self._calls = +self._clients, +self._calls
