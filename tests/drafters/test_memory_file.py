@@ -37,8 +37,15 @@ def tokens_in(path: Path) -> list[list[int]]:
     return [list(document.tokens) for document in read_memory(path).documents]
 
 
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    """A wrong path would otherwise become a tree of folders."""
+    with pytest.raises(LoadError, match="there is no folder .*one/two; check the path"):
+        MemoryFile(tmp_path / "one" / "two" / "memory", A, 100)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "memory"
+    path = tmp_path / "memory"
     filled(path, [1, 2, 3], [99])
     assert tokens_in(path) == [[1, 2, 3], [99]]
     assert [list(document.tokens) for document in MemoryFile(path, A, 100).documents] == [[1, 2, 3], [99]]

@@ -749,3 +749,29 @@ def test_check_pair_refuses_another_tokenizer() -> None:
 def test_check_pair_refuses_a_draft_with_too_few_rows() -> None:
     with pytest.raises(UnsupportedError, match=r"300 tokens.*320"):
         check_pair(loaded(320), loaded(300))
+
+
+# --- configurations of other files ------------------------------------------------------------------------------------
+
+
+def test_a_configuration_with_fewer_layers_than_the_weights(folder: Path) -> None:
+    """transformers would leave out the last ones, and the text would be another."""
+    set_config(folder, num_hidden_layers=1)
+    refused(LoadError, "speaks of 1 layers", "have 2", "the same source", target=folder)
+
+
+@pytest.mark.parametrize("count", [10**9, 10**5])
+def test_a_configuration_with_absurdly_many_layers_is_refused_at_once(folder: Path, count: int) -> None:
+    set_config(folder, num_hidden_layers=count)
+    began = time.perf_counter()
+    refused(LoadError, "num_hidden_layers", "no model has so many", target=folder)
+    assert time.perf_counter() - began < 5
+
+
+def test_tensors_that_nobody_reads_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"model.extra.weight": torch.zeros(3)}, path, {"format": "pt"})
+    load_model(folder)
+    assert "1 tensors are not used by LlamaForCausalLM: model.extra.weight" in caplog.text

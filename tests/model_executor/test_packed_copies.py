@@ -420,15 +420,15 @@ def test_a_full_disk(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 
 def fails_with(error: BaseException) -> Callable[..., None]:
-    def save_file(tensors: Any, path: Path) -> None:
+    def save_tensors(path: Path, tensors: Any) -> None:
         path.write_bytes(b"half of it")
         raise error
 
-    return save_file
+    return save_tensors
 
 
 def test_a_disk_that_fills(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(packed, "save_file", fails_with(OSError("no space left")))
+    monkeypatch.setattr(packed, "save_tensors", fails_with(OSError("no space left")))
     nothing_written(fresh, caplog, "no space left")
 
 
@@ -442,7 +442,7 @@ def killed_while_saving(fresh: Path) -> Path:
     """What a process leaves that is killed while it writes the copy of a model."""
     code = (
         "import os, signal, sys\nfrom sakiyomi import LLM\nfrom sakiyomi.model_executor.loading import packed\n"
-        "packed.save_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "packed.save_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -495,7 +495,7 @@ def test_the_self_test_runs_once_a_load(fresh: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ctrl_c_while_saving(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "save_file", fails_with(KeyboardInterrupt()))
+    monkeypatch.setattr(packed, "save_tensors", fails_with(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         load(fresh, quantize="int8")
     assert not [path for path in fresh.iterdir() if path.is_dir()]

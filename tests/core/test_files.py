@@ -1,0 +1,90 @@
+"""Files that are written whole or not at all, whatever fails and whenever the process is killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sakiyomi.core.errors import LoadError
+from sakiyomi.core.files import whole_file
+
+
+def write(path: Path, text: str) -> None:
+    with whole_file(path, "choose another place") as fresh:
+        fresh.write_text(text)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("step", ["os.open", "os.fsync", "pathlib.Path.replace", "pathlib.Path.write_text"])
+def test_a_failure_at_any_step_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "file"
+    write(path, "old")
+
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, full)
+        with pytest.raises(LoadError, match=r"cannot write .*file: No space left on device; choose another place"):
+            write(path, "new")
+    assert path.read_text() == "old" and names(tmp_path) == ["file"]
+
+
+def test_content_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append("sync"), real(handle))[1])
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: (done.append("rename"), replace(self, to))[1])
+    write(tmp_path / "file", "new")
+    assert done == ["sync", "rename", "sync"]  # and then the name itself
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "file", "") as fresh:
+        fresh.write_text("half")
+        raise KeyboardInterrupt
+    assert not names(tmp_path)
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom sakiyomi.core.files import whole_file\n"
+        "with whole_file(Path(sys.argv[1]), '') as fresh:\n"
+        "    fresh.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    path = tmp_path / "file[1]"  # which a pattern would take for something else
+    write(path, "old")
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment, timeout=60, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert path.read_text() == "old"
+    assert len(names(tmp_path)) == 2
+    with whole_file(path, "") as fresh:
+        other = tmp_path / f".{path.name}.{os.getpid()}.other.partial"
+        other.write_text("of a process that is alive")
+        fresh.write_text("new")
+    assert names(tmp_path) == sorted([path.name, other.name]) and path.read_text() == "new"
+
+
+def test_a_private_file_is_private_from_its_first_byte_on(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with whole_file(tmp_path / "file", "", private=True) as fresh:
+            assert fresh.stat().st_mode & 0o777 == 0o600
+            fresh.write_bytes(b"prompt")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
