@@ -172,6 +172,7 @@ def test_files(folder: str, tmp_path: Path) -> None:
         read_merging(tmp_path / "nowhere")
     write_merging(made, tmp_path / "other")
     config = json.loads((tmp_path / "other/config.json").read_text())
+    save_file(load_file(tmp_path / "other" / FILE), tmp_path / "other" / FILE)  # of another tool, without digests
     for changes, words in (
         ({"kind": "retaining_heads"}, "holds 'retaining_heads', expected merging_convolutions"),
         ({"merged": 7}, "do not fit together"),
@@ -190,6 +191,17 @@ def test_files(folder: str, tmp_path: Path) -> None:
     (tmp_path / "other" / FILE).write_bytes((tmp_path / "other" / FILE).read_bytes()[:-40])
     with pytest.raises(LoadError, match="cut off"):
         read_merging(tmp_path / "other")
+
+
+@pytest.mark.parametrize("text", ['{"kind": "of another time"}', "{", ""])
+def test_what_was_written_with_the_tensors_is_believed(
+    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    """config.json may be damaged, or from before: a process may be killed between two files."""
+    write_merging(random_convolutions(model_of("llama")), tmp_path, base="toy", recipe={"scores": "h2o"})
+    (tmp_path / "config.json").write_text(text)
+    assert read_merging(tmp_path).recipe == {"scores": "h2o"}
+    assert "whose own configuration is taken" in caplog.text
 
 
 def make(model: Any, cache: str, budget: int = BUDGET) -> LLM:

@@ -39,7 +39,7 @@ def tokens_in(path: Path) -> list[list[int]]:
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     """A wrong path would otherwise become a tree of folders."""
-    with pytest.raises(LoadError, match="there is no folder .*one/two; check the path"):
+    with pytest.raises(LoadError, match=r"there is no folder .*one/two; check the path"):
         MemoryFile(tmp_path / "one" / "two" / "memory", A, 100)
     assert not list(tmp_path.iterdir())
 

@@ -460,6 +460,27 @@ time.sleep(0.4)
     assert path.stem.endswith(f"-{file_digest(path)}")
 
 
+def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+    environment = os.environ | compiler_that(tmp_path, 'sleep 0.3; echo library > "$out"')
+    code = "from sakiyomi.kernels import build; print(build._build().read_text())"
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate(timeout=120)[0].strip() for process in both] == ["library"] * 2
+    assert len(files(tmp_path / "cache" / "kernels")) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a file that is no folder")
+def test_without_a_place_for_kernels_there_are_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = os.environ | compiler_that(tmp_path, 'echo library > "$out"')
+    environment |= {"SAKIYOMI_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    code = "from sakiyomi.kernels.build import native; print(native())"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None" and "plain torch runs instead" in done.stderr
+
+
 @pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "flipped"])
 def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     """Loading one that is cut off ends the process by SIGBUS, at every start."""

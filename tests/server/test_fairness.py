@@ -196,6 +196,53 @@ def test_more_biases_than_tokens_are_refused(own: LLM) -> None:
         assert reply.status_code == 400 and "20000 entries" in reply.json()["error"]["message"]
 
 
+def bombs() -> dict[str, dict[str, Any]]:
+    deep: dict[str, Any] = {"type": "string", "pattern": "^(a|b|ab|ba){1,200}$"}
+    for depth in range(12):
+        wide = {"type": "object", "properties": {f"k{depth}_{i}": deep for i in range(2)}}
+        deep = {"type": "array", "minItems": 1, "maxItems": 50, "items": {"anyOf": [deep, wide]}}
+    return {
+        "deep and wide": deep,
+        "counted": {"type": "string", "pattern": "^((a{1,900}){1,900}){1,900}$"},
+        "many names": {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(3000)}},
+        "itself": {"$ref": "#"},
+        "alternatives": {"anyOf": [{"type": "string", "pattern": f"^(x|y)*{i}$"} for i in range(400)]},
+    }
+
+
+@pytest.mark.parametrize("kind", bombs())
+def test_a_grammar_bomb_is_served_or_refused_and_holds_up_nobody(own: LLM, kind: str) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": bombs()[kind]}}
+    with running(toy_llm("none", max_batch=2)) as (_, url):
+        found: list[int] = []
+
+        def ask() -> None:
+            body = {"model": "toy", "prompt": "a", "max_tokens": 8, "response_format": form}
+            found.append(web.post(f"{url}/v1/completions", json=body, timeout=120).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        began = time.monotonic()
+        reply = client(url).completions.create(model="toy", prompt="The fox", max_tokens=12, temperature=0)
+        assert reply.choices[0].text == own.generate("The fox", SamplingParams(max_new_tokens=12)).text
+        assert time.monotonic() - began < 20
+        for thread in threads:
+            thread.join()
+        assert set(found) <= {200, 400}
+
+
+def test_tools_of_a_megabyte_are_served_or_refused(own: LLM) -> None:
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "description": "x" * 900_000}},
+    }
+    with running(own) as (_, url):
+        body = {"model": "toy", "messages": [{"role": "user", "content": "a"}], "tools": [tool], "max_tokens": 4}
+        reply = web.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+
+
 # ---------------------------------------------------------------- connections
 
 
