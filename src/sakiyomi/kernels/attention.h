@@ -70,9 +70,7 @@ struct Lane<bf16> {
 inline f16v lanes_of(const float* from, float) { return load16(from); }
 inline f16v lanes_of(const bf16* from, float) { return load16(from); }
 inline f16v lanes_of(const bf16* from, int32_t) {
-  f16v pairs;
-  std::memcpy(&pairs, from, 64);
-  return pairs;
+  return load<f16v>(from);
 }
 
 inline f16v add_products(f16v sum, f16v column, float q) { return sum + column * q; }
@@ -107,7 +105,7 @@ struct Scratch {
 #endif
 
 // 16 lines of 16 lanes change places with their columns.
-#if defined(SAKIYOMI_SHUFFLE)
+#if defined(SAKIYOMI_SHUFFLE) && defined(__AVX512F__)
 // What stands in lines without and in columns with this bit is exchanged with its mirror image.
 template <int bit, int... t>
 inline void exchange(f16v* m, std::integer_sequence<int, t...>) {
@@ -122,6 +120,29 @@ inline void exchange(f16v* m, std::integer_sequence<int, t...>) {
 inline void transpose(f16v* m) {
   constexpr auto lanes = std::make_integer_sequence<int, 16>();
   exchange<8>(m, lanes), exchange<4>(m, lanes), exchange<2>(m, lanes), exchange<1>(m, lanes);
+}
+#elif defined(SAKIYOMI_SHUFFLE) && defined(__AVX2__)
+// The same for 8 lines of 8.
+template <int bit, int... t>
+inline void exchange(f16v::Half* m, std::integer_sequence<int, t...>) {
+  UNROLL for (int r = 0; r < 8; ++r) {
+    if (r & bit) continue;
+    f16v::Half a = m[r], b = m[r + bit];
+    m[r] = __builtin_shufflevector(a, b, (t & bit ? t - bit + 8 : t)...);
+    m[r + bit] = __builtin_shufflevector(a, b, (t & bit ? t + 8 : t + bit)...);
+  }
+}
+
+inline void transpose(f16v* m) {
+  constexpr auto lanes = std::make_integer_sequence<int, 8>();
+  for (int half = 0; half < 2; ++half)
+    for (int side = 0; side < 2; ++side) {
+      f16v::Half part[8];
+      UNROLL for (int r = 0; r < 8; ++r) part[r] = side ? m[8 * half + r].hi : m[8 * half + r].lo;
+      exchange<4>(part, lanes), exchange<2>(part, lanes), exchange<1>(part, lanes);
+      UNROLL for (int r = 0; r < 8; ++r) (side ? m[8 * half + r].hi : m[8 * half + r].lo) = part[r];
+    }
+  for (int r = 0; r < 8; ++r) std::swap(m[r].hi, m[r + 8].lo);
 }
 #else
 inline void transpose(f16v* m) {
@@ -153,8 +174,7 @@ inline void score(const L* q, int64_t lanes, const L* turned, float* to, int64_t
   f16v sum[R];
   UNROLL for (int r = 0; r < R; ++r) sum[r] = f16v{};
   for (int64_t i = 0; i < lanes; ++i) {
-    f16v column;
-    std::memcpy(&column, turned + i * 16, 64);
+    f16v column = load<f16v>(turned + i * 16);
     UNROLL for (int r = 0; r < R; ++r) sum[r] = add_products(sum[r], column, q[r * lanes + i]);
   }
   UNROLL for (int r = 0; r < R; ++r) store16(to + r * stride, sum[r]);
@@ -209,7 +229,7 @@ inline float soften(float* score, int64_t begin, int64_t end, float scaling, flo
   f16v top = f16v{} - INFINITY;
   for (int64_t t = first; t < end; t += 16) {
     f16v x = load16(score + t);
-    top = x > top ? x : top;
+    top = chosen(x > top, x, top);
   }
   float highest = top[0];
   for (int i = 1; i < 16; ++i) highest = std::max(highest, top[i]);
@@ -260,7 +280,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
       for (int64_t r = 0; r < rows; r += tile_rows)
         scores(rows - r >= tile_rows, (const int32_t*)s.q.data() + r * lanes, lanes, (const int32_t*)s.block.data(), to + r * to_stride,
                to_stride);
-    else in_groups<8>(rows, [&](auto count, int64_t r) {
+    else in_groups<2 * row_group <= 8 ? 2 * row_group : 8>(rows, [&](auto count, int64_t r) {
       score<count(), L>(s.q.data() + r * lanes, lanes, s.block.data(), to + r * to_stride, to_stride);
     });
   };
@@ -307,14 +327,14 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     s.values.resize(packed_group * vd + 16);
     for (int64_t j = lowest / packed_group * packed_group; j < packed; j += packed_group) {
       columns.values(j, s.values.data());
-      in_groups<8>(rows, [&](auto some, int64_t r) {
+      in_groups<row_group>(rows, [&](auto some, int64_t r) {
         add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, s.values.data(), packed_group, vd);
       });
     }
   });
   for (int64_t j = std::max(packed, lowest / value_tile * value_tile); j < length; j += value_tile) {
     int64_t count = std::min(length, j + value_tile) - j;
-    in_groups<8>(rows, [&](auto some, int64_t r) {
+    in_groups<row_group>(rows, [&](auto some, int64_t r) {
       add_values<some()>(s.y.data() + r * padded, padded, s.scores.data() + r * stride + j, stride, values + j * vd, count, vd);
     });
   }

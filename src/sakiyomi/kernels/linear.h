@@ -1,7 +1,7 @@
 // Rows x packed weights, for the few rows of a decoding pass: fp32, bf16, or rows rounded to 8 bits and weights to 8 or 4.
 //
 // A weight lies in blocks of 32 output channels side by side, so that a task reads one stream of memory and has two vectors of sums
-// for each of up to 8 rows. Not more: with more than 16 sums at once a Zen 4 core does half of its products (6 rows x 4 vectors 118 G
+// for each of up to 8 rows (`row_group`). Not more: with more than 16 sums at once a Zen 4 core does half of its products (6 rows x 4 vectors 118 G
 // products of bytes a second, 8 x 2 228).
 
 #pragma once
@@ -40,7 +40,9 @@ struct Weight {
 };
 
 template <int R>
-inline void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sum[R][2]) {
+inline void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sums[R][2]) {
+  f16v sum[R][2];  // of this function alone, so that they stay in registers
+  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sums[r][0], sum[r][1] = sums[r][1];
   for (int64_t k = 0; k < in; ++k, w += block_width) {
     f16v a = load16(w), b = load16(w + 16);
     UNROLL for (int r = 0; r < R; ++r) {
@@ -49,6 +51,7 @@ inline void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v
       sum[r][1] += b * s;
     }
   }
+  UNROLL for (int r = 0; r < R; ++r) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];
 }
 
 template <int R>
@@ -68,22 +71,53 @@ inline void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v s
   }
   UNROLL for (int r = 0; r < R; ++r) sum[r][0] = (f16v)left[r], sum[r][1] = (f16v)right[r];
 #else
-  for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
-    f16v even[2], odd[2];
-    for (int c = 0; c < 2; ++c) {
-      u16v both;
-      std::memcpy(&both, w + c * 32, 64);
-      even[c] = (f16v)(both << 16);
-      odd[c] = (f16v)(both & 0xffff0000u);
-    }
-    UNROLL for (int r = 0; r < R; ++r) {
-      float s = widen(x[r * stride + k]), t = widen(x[r * stride + k + 1]);
-      for (int c = 0; c < 2; ++c) sum[r][c] += even[c] * s;
-      for (int c = 0; c < 2; ++c) sum[r][c] += odd[c] * t;
-    }
-  }
+  static_assert(R < 0, "rows are widened before, see multiply");
 #endif
 }
+
+// Rows of bf16 that were widened, where the processor does not multiply bf16 itself.
+template <int R>
+inline void dot(const float* x, int64_t stride, const bf16* w, int64_t in, f16v sums[R][2]) {
+  f16v sum[R][2];
+  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sums[r][0], sum[r][1] = sums[r][1];
+  for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
+    UNROLL for (int c = 0; c < 2; ++c) {
+      u16v both = load<u16v>(w + c * 32);
+      f16v even = (f16v)(both << 16), odd = (f16v)(both & 0xffff0000u);
+      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += even * x[r * stride + k];
+      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += odd * x[r * stride + k + 1];
+    }
+  }
+  UNROLL for (int r = 0; r < R; ++r) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Four numbers of each lane as two pairs of 16 bits, the first with the third: their products are summed by one instruction, exactly.
+struct Pairs {
+  __m256i even, odd;
+
+  i16v::Half times(int32_t first, int32_t second) const {
+    return (i16v::Half)_mm256_add_epi32(_mm256_madd_epi16(even, _mm256_set1_epi32(first)), _mm256_madd_epi16(odd, _mm256_set1_epi32(second)));
+  }
+};
+
+inline Pairs pairs_of(i16v::Half bytes) {
+  __m256i all = (__m256i)bytes;
+  return {_mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), _mm256_srai_epi16(all, 8)};
+}
+
+// Numbers of 4 bits, from this bit of each byte on.
+inline Pairs pairs_of(i16v::Half bytes, int bit) {
+  const __m256i all = (__m256i)bytes, mask = _mm256_set1_epi16(15);
+  return {_mm256_and_si256(_mm256_srli_epi16(all, bit), mask), _mm256_and_si256(_mm256_srli_epi16(all, bit + 8), mask)};
+}
+
+// Of a row, less an offset.
+inline void pairs_of(const uint8_t* row, int32_t offset, int32_t& even, int32_t& odd) {
+  auto pair = [&](int i) { return int32_t(uint32_t(uint16_t(row[i] - offset)) | uint32_t(row[i + 2] - offset) << 16); };
+  even = pair(0), odd = pair(1);
+}
+#endif
 
 // Sums of products of bytes are whole numbers: exact, in any order. `in` is a multiple of 4, rows have 128 added.
 template <int R>
@@ -98,13 +132,25 @@ inline void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i
       sum[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][0], s, a);
       sum[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][1], s, b);
     }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    int32_t even[R], odd[R];
+    UNROLL for (int r = 0; r < R; ++r) pairs_of(x + r * stride + k, 0, even[r], odd[r]);
+    UNROLL for (int c = 0; c < 2; ++c) {
+      i16v four = load<i16v>(w + 64 * c);
+      Pairs lo = pairs_of(four.lo), hi = pairs_of(four.hi);
+      UNROLL for (int r = 0; r < R; ++r) {
+        sum[r][c].lo += lo.times(even[r], odd[r]);
+        sum[r][c].hi += hi.times(even[r], odd[r]);
+      }
+    }
 #else
-    for (int c = 0; c < 2; ++c)
+    for (int c = 0; c < 2; ++c) {
+      i16v four = load<i16v>(w + 64 * c);
       for (int j = 0; j < 4; ++j) {
-        i16v column;
-        for (int t = 0; t < 16; ++t) column[t] = w[c * 64 + t * 4 + j];
+        i16v column = (four << (24 - 8 * j)) >> 24;
         UNROLL for (int r = 0; r < R; ++r) sum[r][c] += column * int32_t(x[r * stride + k + j]);
       }
+    }
 #endif
   }
 }
@@ -113,13 +159,14 @@ inline void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i
 template <typename V, typename T>
 inline V some(const T* from, int64_t n) {
   V v = {};
-  if (from) n == 16 ? std::memcpy(&v, from, 64) : std::memcpy(&v, from, 4 * n);
+  if (from && n == 16) return load<V>(from);
+  if (from) std::memcpy(&v, from, 4 * n);
   return v;
 }
 
 // One block of output channels, R rows.
-template <int R, typename T>
-void block(const Weight& w, const T* x, T* y, int64_t first) {
+template <int R, typename X, typename T>
+void block(const Weight& w, const X* x, T* y, int64_t first) {
   f16v sum[R][2];
   int64_t n[2];
   for (int c = 0; c < 2; ++c) {
@@ -127,7 +174,7 @@ void block(const Weight& w, const T* x, T* y, int64_t first) {
     f16v bias = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, n[c]);
     UNROLL for (int r = 0; r < R; ++r) sum[r][c] = bias;
   }
-  dot<R>(x, w.in, (const T*)w.data + first * w.in, w.in, sum);
+  dot<R>(x, w.in, (const T*)w.data + first * w.in, w.in, sum);  // T: as the weights are stored
   UNROLL for (int r = 0; r < R; ++r)
     for (int c = 0; c < 2; ++c) put(y + r * w.out + first + 16 * c, sum[r][c], n[c]);
 }
@@ -148,7 +195,7 @@ inline void finish(const Weight& w, const Bytes& x, int64_t row, const i16v sum[
     f16v scale = some<f16v>(w.scale + at, n), bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
     i16v offset = 128 * some<i16v>(w.sum + at, n);
     UNROLL for (int r = 0; r < R; ++r) {
-      f16v product = __builtin_convertvector(sum[r][c] - offset, f16v);
+      f16v product = float_of(sum[r][c] - offset);
       put(y + (row + r) * w.out + at, product * (scale * x.scale[row + r]) + bias, n);
     }
   }
@@ -206,10 +253,19 @@ void block_of_halves(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t
         part[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)part[r][0], a, s);
         part[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)part[r][1], b, s);
       }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+      const i16v all = load<i16v>(data);
+      const Pairs a_lo = pairs_of(all.lo, 0), a_hi = pairs_of(all.hi, 0), b_lo = pairs_of(all.lo, 4), b_hi = pairs_of(all.hi, 4);
+      UNROLL for (int r = 0; r < R; ++r) {
+        int32_t even, odd;
+        pairs_of(rows + r * x.stride + k, 128, even, odd);
+        part[r][0].lo += a_lo.times(even, odd), part[r][0].hi += a_hi.times(even, odd);
+        part[r][1].lo += b_lo.times(even, odd), part[r][1].hi += b_hi.times(even, odd);
+      }
 #else
+      const i16v all = load<i16v>(data);
       for (int j = 0; j < 4; ++j) {
-        i16v a, b;
-        for (int t = 0; t < 16; ++t) a[t] = data[4 * t + j] & 15, b[t] = data[4 * t + j] >> 4;
+        i16v a = (all >> (8 * j)) & 15, b = (all >> (8 * j + 4)) & 15;
         UNROLL for (int r = 0; r < R; ++r) {
           int32_t s = int32_t(rows[r * x.stride + k + j]) - 128;
           part[r][0] += a * s, part[r][1] += b * s;
@@ -220,8 +276,8 @@ void block_of_halves(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t
     f16v left = load16(scales), right = load16(scales + 16);
     UNROLL for (int r = 0; r < R; ++r) {
       int32_t offset = 8 * x.sums[(row + r) * groups + g];
-      sum[r][0] += __builtin_convertvector(part[r][0] - offset, f16v) * left;
-      sum[r][1] += __builtin_convertvector(part[r][1] - offset, f16v) * right;
+      sum[r][0] += float_of(part[r][0] - offset) * left;
+      sum[r][1] += float_of(part[r][1] - offset) * right;
     }
   }
   for (int c = 0; c < 2; ++c) {
@@ -238,7 +294,9 @@ inline void put_bytes(uint8_t* to, f16v x) {
   y = _mm_xor_si128(y, _mm_set1_epi8(-128));
   std::memcpy(to, &y, 16);
 #else
-  for (int t = 0; t < 16; ++t) to[t] = uint8_t(int32_t(std::nearbyint(x[t])) + 128);
+  float all[16];
+  store(all, x);
+  for (int t = 0; t < 16; ++t) to[t] = uint8_t(int32_t(std::nearbyint(all[t])) + 128);
 #endif
 }
 
@@ -257,7 +315,7 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
       i16v tops = {};
       for (int64_t i = 0; i < whole; i += 16) {
         i16v y = (i16v)load16(row + i) & 0x7fffffff;
-        tops = y > tops ? y : tops;
+        tops = chosen(y > tops, y, tops);
       }
       int32_t top = 0;
       for (int t = 0; t < 16; ++t) top = std::max(top, tops[t]);
@@ -290,6 +348,17 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
   // Below about 100k multiplications a second thread costs more than it brings.
   int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * rows));
   const bool tiled = tiles_fit(weights[0]->in);
+#if defined(__AVX512BF16__)
+  const T* wide = x;
+#else
+  static thread_local std::vector<float> widened;
+  const float* wide = (const float*)x;
+  if constexpr (std::is_same_v<T, bf16>) {
+    widened.resize(rows * weights[0]->in);
+    for (int64_t i = 0; i < rows * weights[0]->in; ++i) widened[i] = widen(x[i]);
+    wide = widened.data();  // this thread's, for all threads
+  }
+#endif
   at::parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
     std::optional<Tiles> tiles;
     if (tiled) tiles.emplace(rows);
@@ -299,15 +368,15 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
       T* y = outs[i];
       int64_t first = (t - (i ? ends[i - 1] : 0)) * block_width;
       if (w.scales)  // two sums for each row and vector
-        in_groups<4>(rows, [&](auto count, int64_t row) { block_of_halves<count()>(w, *rounded, row, y, first); });
+        in_groups<(row_group + 1) / 2>(rows, [&](auto count, int64_t row) { block_of_halves<count()>(w, *rounded, row, y, first); });
       else if (w.scale && tiled)
         block_of_tiles(w, *rounded, rows, y, first);
       else if (w.scale)
-        in_groups<8>(rows, [&](auto count, int64_t row) { block<count()>(w, *rounded, row, y, first); });
+        in_groups<row_group>(rows, [&](auto count, int64_t row) { block<count()>(w, *rounded, row, y, first); });
       else if (std::is_same_v<T, bf16> && tiled)
         block_of_tiles(w, (const bf16*)x, rows, (bf16*)y, first);
       else
-        in_groups<8>(rows, [&](auto count, int64_t row) { block<count()>(w, x + row * w.in, y + row * w.out, first); });
+        in_groups<row_group>(rows, [&](auto count, int64_t row) { block<count()>(w, wide + row * w.in, y + row * w.out, first); });
     }
   });
 }

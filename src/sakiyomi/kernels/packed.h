@@ -68,7 +68,9 @@ inline f16v floats_of(b16v codes) {
 #if defined(__AVX512F__)
   return (f16v)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)codes));
 #else
-  return __builtin_convertvector(__builtin_convertvector(codes, i16v), f16v);
+  int32_t all[16];
+  for (int i = 0; i < 16; ++i) all[i] = codes[i];
+  return float_of(load<i16v>(all));
 #endif
 }
 
@@ -77,9 +79,10 @@ inline f16v levels_of(b16v codes, f16v levels) {
 #if defined(__AVX512F__)
   return (f16v)_mm512_permutexvar_ps(_mm512_cvtepu8_epi32((__m128i)codes), (__m512)levels);
 #else
-  f16v y;
-  for (int i = 0; i < 16; ++i) y[i] = levels[codes[i] & 15];
-  return y;
+  float all[16], y[16];
+  store(all, levels);
+  for (int i = 0; i < 16; ++i) y[i] = all[codes[i] & 15];
+  return load16(y);
 #endif
 }
 
@@ -134,9 +137,9 @@ inline void store_pairs(void* to, f16v first, f16v second) {
   const i16v sides = i16v{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * 0x10001 + 0x100000;
   _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)sides, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first)));
 #else
-  auto rounded = [](f16v x) { return (u16v)x + 0x7fffu + (((u16v)x >> 16) & 1); };
+  auto rounded = [](f16v x) { return (u16v)x + 0x7fffu + (((u16v)x >> 16) & 1u); };
   u16v pairs = rounded(first) >> 16 | (rounded(second) & 0xffff0000u);
-  std::memcpy(to, &pairs, 64);
+  store(to, pairs);
 #endif
 }
 

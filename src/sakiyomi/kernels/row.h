@@ -40,7 +40,7 @@ Stretch look(const T* row, int64_t n, float sharpness, float* out) {
     for (int u = 0; u < 4; ++u) {
       f16v x = load16(row + i + 16 * u);
       strange |= (i16v)(x != x);
-      tops[u] = x > tops[u] ? x : tops[u];
+      tops[u] = chosen(x > tops[u], x, tops[u]);
     }
   float highest = nothing;
   int32_t bad = 0;
@@ -119,7 +119,7 @@ double leading(const T* row, int64_t n, int64_t count, int64_t* tokens, float* l
     f16v x = load16(row + i);
     i16v larger = (i16v)(x > f16v{} + logits[count - 1]);
     int64_t any[8];
-    std::memcpy(any, &larger, 64);
+    store(any, larger);
     if ((any[0] | any[1] | any[2] | any[3]) | (any[4] | any[5] | any[6] | any[7]))
       for (int t = 0; t < 16; ++t)
         if (x[t] > logits[count - 1]) insert(i + t, x[t]);
@@ -169,8 +169,8 @@ std::vector<Candidate> not_below(const T* row, int64_t n, float least) {
     if (count == 16) {
       f16v x = load16(row + i);
       i16v hit = x >= least;
-      typedef int64_t l8v __attribute__((vector_size(64)));
-      l8v any = (l8v)hit;
+      int64_t any[8];
+      store(any, hit);
       if (!((any[0] | any[1]) | (any[2] | any[3]) | (any[4] | any[5]) | (any[6] | any[7]))) continue;
     }
     for (int64_t t = i; t < i + count; ++t)
@@ -193,7 +193,7 @@ float bound_of(const T* row, int64_t n, int64_t count) {
     for (int64_t i = 0; i < whole; i += columns)
       for (int64_t c = 0; c < columns; c += 16) {
         f16v x = load16(row + i + c), top = load16(peaks.data() + c);
-        store16(peaks.data() + c, x > top ? x : top);
+        store16(peaks.data() + c, chosen(x > top, x, top));
       }
     for (int64_t i = whole; i < n; ++i) peaks[i - whole] = std::max(peaks[i - whole], value_of(row[i]));
   }
@@ -327,7 +327,7 @@ inline float residual(const float* p, const float* q, int64_t n, float least, fl
   for (int64_t i = 0; i < whole; i += 64)
     for (int u = 0; u < 4; ++u) {
       f16v left = load16(p + i + 16 * u) - load16(q + i + 16 * u);
-      left = left > f16v{} ? left : f16v{};
+      left = chosen(left > f16v{}, left, f16v{});
       sums[u] += left;
       store16(out + i + 16 * u, left);
     }

@@ -6,16 +6,15 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+#include "wide.h"
 
 namespace {
 
 using bf16 = uint16_t;
-typedef float f16v __attribute__((vector_size(64)));
-typedef uint32_t u16v __attribute__((vector_size(64)));
-typedef int32_t i16v __attribute__((vector_size(64)));
 typedef uint16_t h16v __attribute__((vector_size(32)));
 
 // Sums in an array stay in registers only if gcc unrolls early; later it also stores each of them to memory at every step.
@@ -40,49 +39,78 @@ inline bf16 narrow(float x) {  // round to nearest even, as torch does
 
 inline h16v narrow(f16v x) {
   u16v bits = (u16v)x;
-  u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+  u16v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   u16v nan = (u16v)((bits & 0x7fffffffu) > 0x7f800000u);
-  return __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), h16v);
+  u16v found = (nan & 0x7fc0u) | (~nan & rounded);
+#if defined(__AVX512F__)
+  return __builtin_convertvector(found, h16v);
+#elif defined(__AVX2__)
+  return (h16v)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)found.lo, (__m256i)found.hi), 0xd8);
+#else
+  uint32_t all[16];
+  store(all, found);
+  h16v y;
+  for (int t = 0; t < 16; ++t) y[t] = uint16_t(all[t]);
+  return y;
+#endif
 }
 
-inline f16v load16(const float* p) {
-  f16v y;
-  std::memcpy(&y, p, 64);
-  return y;
-}
+inline f16v load16(const float* p) { return load<f16v>(p); }
 
 inline f16v load16(const bf16* p) {
 #if defined(__AVX512F__)
   return (f16v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  auto half = [](const bf16* from) { return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16); };
+  return {(f16v::Half)half(p), (f16v::Half)half(p + 8)};
 #else
-  h16v h;
-  std::memcpy(&h, p, 32);
-  return (f16v)(__builtin_convertvector(h, u16v) << 16);
+  float all[16];
+  for (int t = 0; t < 16; ++t) all[t] = widen(p[t]);
+  return load16(all);
 #endif
 }
 
-inline void store16(float* p, f16v x) { std::memcpy(p, &x, 64); }
+inline void store16(float* p, f16v x) { store(p, x); }
 
 // A copy of a length known only at run time is a call, which costs as much as the products of 64 weights: whole vectors go their own way.
-inline void put(float* y, f16v v, int64_t n) { n == 16 ? std::memcpy(y, &v, 64) : std::memcpy(y, &v, 4 * n); }
+inline void put(float* y, f16v v, int64_t n) {
+  if (n == 16) return store(y, v);
+  std::memcpy(y, &v, 4 * n);
+}
 inline void put(bf16* y, f16v v, int64_t n) {
   h16v h = narrow(v);
   n == 16 ? std::memcpy(y, &h, 32) : std::memcpy(y, &h, 2 * n);
 }
 
 inline float total(f16v x) {  // a fixed tree of additions
+#if defined(__AVX512F__) || defined(__AVX2__)
   typedef float f8v __attribute__((vector_size(32)));
+#else
+  using f8v = f16v::Half;
+#endif
   typedef float f4v __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
   f8v a, b;
   std::memcpy(&a, &x, 32);
   std::memcpy(&b, (const char*)&x + 32, 32);
   a += b;
+#else
+  f8v a = x.lo + x.hi;
+#endif
   f4v c, d;
   std::memcpy(&c, &a, 16);
   std::memcpy(&d, (const char*)&a + 16, 16);
   c += d;
   return (c[0] + c[2]) + (c[1] + c[3]);
 }
+
+// Rows that a group has at most, where each has two vectors of sums: beyond that sums no longer stay in registers, of which there are
+// 32 of 64 bytes, or 16 of 32.
+#if defined(__AVX512F__)
+constexpr int row_group = 8;
+#else
+constexpr int row_group = 3;
+#endif
 
 // Calls f(number of rows as a constant, first row) for groups of so many rows, and for what remains.
 template <int most, typename F>
@@ -97,14 +125,14 @@ inline void in_groups(int64_t rows, F f, int64_t first = 0) {
 inline f16v exp16(f16v x) {
 #if defined(__AVX512F__)
   const f16v low = f16v{} - 200.0f;
-  x = x < low ? low : x;
+  x = chosen(x < low, low, x);
   f16v n = (f16v)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0);
 #else
   const f16v low = f16v{} - 87.0f;
   f16v small = x;
-  x = x < low ? low : x;
-  i16v k = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, i16v);  // truncation rounds to nearest
-  f16v n = __builtin_convertvector(k, f16v);
+  x = chosen(x < low, low, x);
+  i16v k = whole_of(x * 1.44269504088896341f - 0.5f);  // truncation rounds to nearest
+  f16v n = float_of(k);
 #endif
   f16v r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -120,7 +148,7 @@ inline f16v exp16(f16v x) {
 #else
   i16v bits = (k + 127) << 23;
   y *= (f16v)bits;
-  return small < -86.0f ? f16v{} : y;
+  return chosen(small < -86.0f, f16v{}, y);
 #endif
 }
 
