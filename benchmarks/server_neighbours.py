@@ -43,7 +43,7 @@ def asked(**more: Any) -> dict[str, Any]:
 def bomb() -> dict[str, Any]:
     """A schema whose grammar is large: many alternatives, deeply nested, with counted repetitions."""
     inner: dict[str, Any] = {"type": "string", "pattern": "^(a|b|ab|ba){1,200}$"}
-    for depth in range(12):
+    for depth in range(8):
         inner = {
             "type": "array", "minItems": 1, "maxItems": 50,
             "items": {"anyOf": [inner, {"type": "object", "properties": {f"k{depth}_{i}": inner for i in range(2)}}]},

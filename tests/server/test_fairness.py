@@ -198,7 +198,7 @@ def test_more_biases_than_tokens_are_refused(own: LLM) -> None:
 
 def bombs() -> dict[str, dict[str, Any]]:
     deep: dict[str, Any] = {"type": "string", "pattern": "^(a|b|ab|ba){1,200}$"}
-    for depth in range(12):
+    for depth in range(8):
         wide = {"type": "object", "properties": {f"k{depth}_{i}": deep for i in range(2)}}
         deep = {"type": "array", "minItems": 1, "maxItems": 50, "items": {"anyOf": [deep, wide]}}
     return {

@@ -373,7 +373,7 @@ def test_cache_usage_leaves_out_what_was_evicted() -> None:
         ),
         ({"temperature": 3}, "'temperature' is 3: ", "temperature"),
         ({"temperature": "1"}, "'temperature' is \"1\": ", "temperature"),
-        ({"prompt": [1.5]}, r"'prompt.0' is 1.5: Input should be a valid string; or: .* integer", "prompt.0"),
+        ({"prompt": [1.5]}, r"'prompt.0' is 1.5: Input should be a valid integer", "prompt.0"),
         ({"prompt": ["a"] * 200}, "at most 128 items", "prompt"),
         ({"body": {"speculation": {"gamma": 0}}}, "'speculation.gamma' is 0: .* greater", "speculation.gamma"),
         ({"body": {"speculation": "off"}}, "'speculation' is \"off\": ", "speculation"),

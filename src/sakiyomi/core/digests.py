@@ -115,6 +115,20 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     entries = {name: {"dtype": _DTYPES[str(t.dtype)], "shape": list(t.shape)} for name, t in own.items()}
     table = _table(Header(entries, metadata, 0), digests)
     save_file(own, path, {**metadata, KEY: json.dumps({"tensors": digests, "table": table})})
+    _order_metadata(path)
+    path.chmod(0o644)  # made private; they are there to be read by others
+
+
+def _order_metadata(path: Path) -> None:
+    """Have equal content make equal files: safetensors writes metadata in an order of its own each time."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 _DTYPES = {
