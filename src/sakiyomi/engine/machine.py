@@ -67,7 +67,7 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 _SPEED = {
     "avx512f": "no AVX-512: the CPU kernels use narrower vectors",
-    "avx512_vnni": "no AVX-512 VNNI: weights in 8 and 4 bits are smaller here, and not faster than bfloat16",
+    "avx512_vnni": "no AVX-512 VNNI: weights in 8 and 4 bits gain less in passes of many rows",
     "avx512_bf16": "no AVX-512 BF16: weights in bfloat16 are widened first, so that passes of many rows are slower",
 }
 """What goes with an instruction set of x86, by the name of its flag."""
