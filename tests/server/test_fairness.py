@@ -18,7 +18,7 @@ from sakiyomi.server.jobs import Call, Job
 from sakiyomi.server.turns import Turns
 from server_toys import client, figures, running, toy_llm, until, web
 
-LONG: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
