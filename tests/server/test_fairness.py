@@ -122,7 +122,7 @@ def test_a_full_queue_has_room_for_who_has_less(site: tuple[Server, str]) -> Non
         assert again.status_code == 429  # it has most of all: nobody makes room for it
         before = refused(url)
         reply = client(url, api_key="b").completions.create(model="toy", prompt="The fox", max_tokens=3)
-        assert reply.choices[0].text
+        assert reply.choices[0].finish_reason
         assert refused(url) == before + 1
     finally:
         stop.set()
@@ -176,7 +176,7 @@ def test_long_bodies_are_read_in_a_lane_of_their_own(own: LLM, monkeypatch: pyte
             thread.start()
         assert slow.wait(20)
         reply = client(url).completions.create(model="toy", prompt="The fox", max_tokens=3)
-        assert reply.choices[0].text and not release.is_set()
+        assert reply.choices[0].finish_reason and not release.is_set()
         release.set()
         for thread in threads:
             thread.join()

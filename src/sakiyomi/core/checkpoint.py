@@ -162,8 +162,8 @@ def _summary(headers: list[tuple[Path, dict[str, Any]]]) -> Checkpoint:
     return Checkpoint(tuple(path for path, _ in headers), elements, stored, 1 + max(numbers, default=-1))
 
 
-def read_header(path: Path) -> Header:
-    """The header of a safetensors file, checked against the file's size.
+def read_header(path: Path, remedy: str = "download it again") -> Header:
+    """The header of a safetensors file, checked against the file's size; ``remedy``: what to do about damage.
 
     Raises:
         LoadError: the file cannot be read, is cut off or damaged.
@@ -178,9 +178,9 @@ def read_header(path: Path) -> Header:
             elif start == b"version ":
                 raise LoadError(f"{path} is only a Git LFS pointer, not the weights; run `git lfs pull` in its folder")
             elif size < 8 or length <= _LONGEST_HEADER:
-                raise LoadError(f"{path} is cut off: it ends inside its header ({size} bytes); download it again")
+                raise LoadError(f"{path} is cut off: it ends inside its header ({size} bytes); {remedy}")
             else:
-                raise _damaged(path, f"the header's length would be {length} bytes")
+                raise _damaged(path, f"the header's length would be {length} bytes", remedy)
     except OSError as error:
         raise LoadError(f"{path} cannot be read ({error})") from error
     try:
@@ -190,15 +190,15 @@ def read_header(path: Path) -> Header:
             raise ValueError("metadata that is no text")
         end = max((_end(entry) for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"its header is no list of tensors: {error!r}") from error
+        raise _damaged(path, f"its header is no list of tensors: {error!r}", remedy) from error
     expected = 8 + length + end
     if size < expected:
         raise LoadError(
             f"{path} is cut off: it has {size} bytes ({readable(size)}) and its header describes {expected} "
-            f"({readable(expected)}); download it again"
+            f"({readable(expected)}); {remedy}"
         )
     if size > expected:
-        raise _damaged(path, f"{size - expected} bytes follow the last tensor")
+        raise _damaged(path, f"{size - expected} bytes follow the last tensor", remedy)
     return Header(entries, metadata, 8 + length)
 
 
@@ -210,5 +210,5 @@ def _end(entry: dict[str, Any]) -> int:
     return int(end)
 
 
-def _damaged(path: Path, reason: str) -> LoadError:
-    return LoadError(f"{path} is no intact safetensors file ({reason}); download it again")
+def _damaged(path: Path, reason: str, remedy: str) -> LoadError:
+    return LoadError(f"{path} is no intact safetensors file ({reason}); {remedy}")

@@ -164,7 +164,7 @@ class Digests:
         Raises:
             LoadError: the file is damaged.
         """
-        header = read_header(path)
+        header = read_header(path, remedy)
         if KEY not in header.metadata:
             return cls(path, header, _recorded(path), True, remedy)
         try:
