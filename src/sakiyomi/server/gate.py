@@ -10,6 +10,7 @@ import hmac
 import logging
 import secrets
 import time
+from collections import Counter
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,6 +23,7 @@ __all__ = ["Gate"]
 
 logger = logging.getLogger("sakiyomi.server")
 BODY_SECONDS = 60.0  # a body that has not come by then is not waited for
+REFUSALS, REFUSAL_PAUSE = 10, 0.5  # refusals of a client in a second, beyond which each waits so many seconds
 GUARDED = ("/v1/", "/metrics")
 
 
@@ -36,6 +38,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, max_body: int) -> None:
         self._app, self._config, self._max_body = app, config, max_body
+        self._since, self._refusals = 0.0, Counter[str]()
         self._keys = [key.encode() for key in config.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -52,6 +55,8 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if 400 <= status < 500:
+                    await asyncio.sleep(self._pause(scope["state"].get("client", "")))
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
             await send(message)
 
@@ -71,6 +76,14 @@ class Gate:
             level = logging.DEBUG if scope["path"] in ("/health", "/metrics") else logging.INFO
             line = {"method": scope["method"], "path": scope["path"], "status": status, "ms": milliseconds} | told
             logger.log(level, "%s %s %s", scope["method"], scope["path"], status or "-", extra={"fields": line})
+
+    def _pause(self, client: str) -> float:
+        """Seconds that a refusal waits: to read and refuse takes milliseconds, which others wait for too."""
+        now = time.monotonic()
+        if now - self._since > 1:
+            self._since, self._refusals = now, Counter()
+        self._refusals[client] += 1
+        return REFUSAL_PAUSE if self._refusals[client] > REFUSALS else 0.0
 
     def _check(self, scope: Scope) -> None:
         """Whether the request may come in, and whose it is, for fair shares: a key's, or else an address's."""

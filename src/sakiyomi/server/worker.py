@@ -38,7 +38,7 @@ class Worker:
 
     Args:
         engine: nobody else may step it meanwhile.
-        max_queue: samples that may wait beyond those that run.
+        max_queue: requests that are taken beyond as many as there are slots.
         reuse: prompts go on from what others have read of the same beginning, while these run and afterwards.
         metrics: count every step and end.
 
@@ -54,6 +54,7 @@ class Worker:
         self._reuse = reuse
         self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
         self._open: set[Job] = set()  # the event loop's
+        self._calls: set[Call] = set()  # those of them that have samples there
         self._jobs: dict[int, Job] = {}  # the thread's, as the next one is
         self._turns = Turns()
         self._seconds = 1.0
@@ -93,44 +94,36 @@ class Worker:
             raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
         if len(jobs) > self._most:
             raise bad_request(f"{len(jobs)} samples at once; this server takes {self._most}")
-        if self.load + len(jobs) > self._most and not self._shed(jobs):
+        if len(self._calls) >= self._most and not self._shed(jobs[0].client):
             self.metrics.refused.inc()
             wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
             raise ApiError(
                 429,
-                f"{self.load} requests run or wait, as many as this server takes; try again in about {wait} s",
+                f"{len(self._calls)} requests run or wait, as many as this server takes; try again in about {wait} s",
                 code="queue_full",
                 headers={"retry-after": str(wait)},
             )
         call = Call(jobs, self.cancel)
+        self._calls.add(call)
         for job in jobs:
             job.call = call
             self._open.add(job)
             self._inbox.put(("add", job))
         return call
 
-    def _shed(self, jobs: Sequence[Job]) -> bool:
-        """Make room for the samples of a client that has few, by those of the one that has most; whether there is.
+    def _shed(self, client: str) -> bool:
+        """Make room for a request of a client that has few, by one of the client that has most; whether there is.
 
-        Only requests that have not begun are ended, the newest first, and only as long as that client has more.
+        Only a request that has not begun is ended, the newest one.
         """
-        held = Counter(job.client for job in self._open)
-        client, most = held.most_common(1)[0]
-        mine = held[jobs[0].client] + len(jobs)
-        waiting: dict[Call, int] = {}
-        for job in sorted(self._open, key=lambda job: -job.arrived):
-            if job.client == client and job.call is not None:
-                begun = job.call in waiting and waiting[job.call] == 0
-                waiting[job.call] = 0 if begun or job.request is not None else waiting.get(job.call, 0) + 1
-        shed: list[Call] = []
-        room = self._most - self.load
-        for call, count in waiting.items():
-            if room >= len(jobs) or most - count < mine:
-                break
-            if count:
-                shed.append(call)
-                room, most = room + count, most - count
-        if room < len(jobs):
+        held = Counter(call.jobs[0].client for call in self._calls)
+        other, most = held.most_common(1)[0]
+        waiting = [
+            call
+            for call in self._calls
+            if call.jobs[0].client == other and all(job.request is None for job in call.jobs)
+        ]
+        if held[client] + 1 >= most or not waiting:
             return False
         error = ApiError(
             429,
@@ -138,20 +131,25 @@ class Worker:
             code="queue_full",
             headers={"retry-after": "1"},
         )
-        for call in shed:
-            self.metrics.refused.inc()
-            for job in call.jobs:
-                self._inbox.put(("remove", job))
-            self._deliver([Event(job, Step("", error=error)) for job in call.jobs])
+        newest = max(waiting, key=lambda call: call.jobs[0].arrived)
+        self.metrics.refused.inc()
+        for job in newest.jobs:
+            self._inbox.put(("remove", job))
+        self._deliver([Event(job, Step("", error=error)) for job in newest.jobs])
         return True
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End those that are not over; their slots are free before the next round."""
         for job in jobs:
             if job in self._open:
-                self._open.discard(job)
+                self._leave(job)
                 self._inbox.put(("remove", job))
                 self.metrics.ended("abort")
+
+    def _leave(self, job: Job) -> None:
+        self._open.discard(job)
+        if job.call is not None and not any(other in self._open for other in job.call.jobs):
+            self._calls.discard(job.call)
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -175,7 +173,7 @@ class Worker:
             if job not in self._open:
                 continue
             if event.over:
-                self._open.discard(job)
+                self._leave(job)
                 self.metrics.ended(event.step.finish_reason or "error")
             assert job.call is not None
             job.call.put(event)
