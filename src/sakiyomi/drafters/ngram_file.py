@@ -87,22 +87,31 @@ def read_tables(path: str | Path, tokenizer: str, vocab_size: int) -> FileTables
     if metadata.get("format") != FORMAT or "order" not in metadata:
         got = metadata.get("format")
         raise LoadError(f"{path} has n-gram format {got!r}, this version reads {FORMAT!r}; {remedy}")
-    if metadata.get("checksum") != _checksum(metadata, tensors):
+    known = [_checksum(metadata, tensors, entries) for entries in (True, False)]  # older files: numbers alone
+    parts = {f"{part}.{n}" for n in range(2, 1 + _number(metadata["order"])) for part in _PARTS}
+    if metadata.get("checksum") not in known or tensors.keys() != parts | {"unigrams"}:
         raise LoadError(f"the n-gram file {path} is damaged: its checksum is another one; {remedy}")
     if metadata.get("tokenizer") != tokenizer:
         raise LoadError(
             f"the n-gram file {path} is of another tokenizer ({metadata.get('tokenizer', '')[:12]}, the target's is "
             f"{tokenizer[:12]}); train one with --target, or the target's --tokenizer"
         )
-    order = int(metadata["order"])
+    order = _number(metadata["order"])
     most = max(int(tensors[f"tokens.{n}"].max(initial=0)) for n in range(2, order + 1)) if order > 1 else 0
     if max(most, len(tensors["unigrams"]) - 1) >= vocab_size:
         raise LoadError(f"the n-gram file {path} holds tokens that the target does not know ({vocab_size} of them)")
     return FileTables(order, tensors)
 
 
-def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 4 else 0
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]], entries: bool = True) -> str:
+    """Of metadata and numbers, and of the tensors' names, shapes and dtypes (``entries``)."""
     rest = sorted((name, value) for name, value in metadata.items() if name != "checksum")
+    if entries:
+        rest += [(name, f"{tensors[name].dtype} {tensors[name].shape}") for name in sorted(tensors)]
     found = zlib.crc32(repr(rest).encode())
     for name in sorted(tensors):
         found = zlib.crc32(np.ascontiguousarray(tensors[name]).view(np.uint8).reshape(-1).data, found)
