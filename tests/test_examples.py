@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from processes import own_environment
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.tree import DRAFT_KINDS
@@ -27,7 +27,7 @@ def run(*arguments: str) -> str:
         embedded("tales")
     except LoadError:
         pytest.skip("the model tales has not been trained in this checkout")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HF_HUB_OFFLINE": "1"}
+    environment = own_environment(HF_HUB_OFFLINE="1")
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 import sakiyomi
+from processes import own_environment
 from sakiyomi.core import errors
 
 HEAVY = ("torch", "transformers", "numpy", "typer", "rich", "fastapi", "matplotlib", "ray", "huggingface_hub")
@@ -23,7 +23,7 @@ PUBLIC = {
 
 
 def in_new_process(code: str) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = own_environment()
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import own_environment
 from sakiyomi.core.embedded import embedded
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +58,7 @@ def test_files_that_it_names_exist() -> None:
 def test_python_block_runs() -> None:
     embedded("tales")  # its files are part of the package: a LoadError here is a failure
     (code,) = blocks("python")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HF_HUB_OFFLINE": "1"}
+    environment = own_environment(HF_HUB_OFFLINE="1")
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "tokens per pass" in done.stdout

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import own_environment
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
 
@@ -64,7 +65,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
         "with whole_file(Path(sys.argv[1]), '') as fresh:\n"
         "    fresh.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = own_environment()
     path = tmp_path / "file[1]"  # which a pattern would take for something else
     write(path, "old")
     for _ in range(3):

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 import sakiyomi.kernels.native
 import toys
 from architectures import ALL, CONFIGS, make, model_of, prompt
+from processes import own_environment
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
 from sakiyomi.core.embedded import embedded
@@ -284,7 +285,7 @@ def test_a_copy_in_a_folder_that_cannot_be_written(
 
 def test_two_first_loads_at_once(fresh: Path) -> None:
     code = "import sys; from sakiyomi import LLM; LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = own_environment()
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(fresh)], env=environment, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -445,7 +446,7 @@ def killed_while_saving(fresh: Path) -> Path:
         "packed.save_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = own_environment()
     done = subprocess.run([sys.executable, "-c", code, str(fresh)], env=environment, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL
     (left,) = [path for path in fresh.iterdir() if path.is_dir()]

@@ -70,7 +70,7 @@ def test_nothing_is_kept_of_who_has_left() -> None:
     gone = [turns.next() for _ in range(3)]
     for one in gone:
         turns.leave(one)
-    assert not turns._clients and not turns._calls and not turns.running
+    assert not turns._waiting and not turns._running and not turns.running
 
 
 def hold(url: str, key: str, count: int, stop: threading.Event) -> list[threading.Thread]:

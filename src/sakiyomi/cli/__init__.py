@@ -104,7 +104,9 @@ def main() -> None:
     _speak_unicode()
     try:
         app([_as_text(argument) for argument in sys.argv[1:]], prog_name="sakiyomi")
-    except OSError as error:  # all others were told by those who know what they mean
+    except OSError as error:
+        if error.filename is not None:  # of a file, and not of the output
+            raise
         code = _cannot_write(error)
     except SystemExit as done:
         code = done.code if isinstance(done.code, int) else int(done.code is not None)

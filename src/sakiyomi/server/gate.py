@@ -102,7 +102,6 @@ class Gate:
         kind, _, given = headers.get("authorization", "").partition(" ")
         # All of them in full, in constant time: how long it takes says nothing of the keys.
         right = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        scope["state"]["client"] = f"key {right.index(True) if any(right) else None}"
         if not any(right) or kind.lower() != "bearer":
             raise ApiError(
                 401,
@@ -110,6 +109,7 @@ class Gate:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        scope["state"]["client"] = f"key {right.index(True)}"
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         """The whole body, at most as large as it may be, and what then gives it to the handler."""

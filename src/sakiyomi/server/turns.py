@@ -5,7 +5,7 @@ The engine would serve whoever came first, so that a client with many samples ho
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 
 from sakiyomi.server.jobs import Job
 
@@ -20,9 +20,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[Job, None] = OrderedDict()
-        self._clients: Counter[str] = Counter()  # of samples that run
-        self._calls: Counter[int] = Counter()
+        self._waiting: dict[Job, None] = {}  # in the order in which they came
         self._running: set[Job] = set()
 
     def __len__(self) -> int:
@@ -44,19 +42,14 @@ class Turns:
         Raises:
             ValueError: none waits.
         """
-        job = min(self._waiting, key=lambda job: (self._clients[job.client], self._calls[id(job.call)]))
+        clients = Counter(job.client for job in self._running)
+        calls = Counter(job.call for job in self._running)
+        job = min(self._waiting, key=lambda job: (clients[job.client], calls[job.call]))
         del self._waiting[job]
         self._running.add(job)
-        self._clients[job.client] += 1
-        self._calls[id(job.call)] += 1
         return job
 
     def leave(self, job: Job) -> None:
         """One is over, whether it waited or ran; nothing where it has left before."""
         self._waiting.pop(job, None)
-        if job in self._running:
-            self._running.remove(job)
-            self._clients.subtract([job.client])
-            self._calls.subtract([id(job.call)])
-            # Only what counts is kept.
-            self._clients, self._calls = +self._clients, +self._calls
+        self._running.discard(job)

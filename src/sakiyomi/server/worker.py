@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,6 @@ class Worker:
         self._reuse = reuse
         self._inbox: queue.SimpleQueue[tuple[str, Job | None]] = queue.SimpleQueue()
         self._open: set[Job] = set()  # the event loop's
-        self._calls: set[Call] = set()  # those of them that have samples there
         self._jobs: dict[int, Job] = {}  # the thread's, as the next one is
         self._turns = Turns()
         self._seconds = 1.0
@@ -94,34 +93,32 @@ class Worker:
             raise ApiError(503, "the server is stopping", code="stopping", headers={"retry-after": "10"})
         if len(jobs) > self._most:
             raise bad_request(f"{len(jobs)} samples at once; this server takes {self._most}")
-        if len(self._calls) >= self._most and not self._shed(jobs[0].client):
+        calls = {job.call for job in self._open if job.call is not None}
+        if len(calls) >= self._most and not self._shed(calls, jobs[0].client):
             self.metrics.refused.inc()
             wait = math.ceil(min(60.0, max(1.0, self._seconds * (self.load - self.slots + 1) / self.slots)))
             raise ApiError(
                 429,
-                f"{len(self._calls)} requests run or wait, as many as this server takes; try again in about {wait} s",
+                f"{len(calls)} requests run or wait, as many as this server takes; try again in about {wait} s",
                 code="queue_full",
                 headers={"retry-after": str(wait)},
             )
         call = Call(jobs, self.cancel)
-        self._calls.add(call)
         for job in jobs:
             job.call = call
             self._open.add(job)
             self._inbox.put(("add", job))
         return call
 
-    def _shed(self, client: str) -> bool:
+    def _shed(self, calls: Collection[Call], client: str) -> bool:
         """Make room for a request of a client that has few, by one of the client that has most; whether there is.
 
         Only a request that has not begun is ended, the newest one.
         """
-        held = Counter(call.jobs[0].client for call in self._calls)
+        held = Counter(call.jobs[0].client for call in calls)
         other, most = held.most_common(1)[0]
         waiting = [
-            call
-            for call in self._calls
-            if call.jobs[0].client == other and all(job.request is None for job in call.jobs)
+            call for call in calls if call.jobs[0].client == other and all(job.request is None for job in call.jobs)
         ]
         if held[client] + 1 >= most or not waiting:
             return False
@@ -142,14 +139,9 @@ class Worker:
         """End those that are not over; their slots are free before the next round."""
         for job in jobs:
             if job in self._open:
-                self._leave(job)
+                self._open.discard(job)
                 self._inbox.put(("remove", job))
                 self.metrics.ended("abort")
-
-    def _leave(self, job: Job) -> None:
-        self._open.discard(job)
-        if job.call is not None and not any(other in self._open for other in job.call.jobs):
-            self._calls.discard(job.call)
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -173,7 +165,7 @@ class Worker:
             if job not in self._open:
                 continue
             if event.over:
-                self._leave(job)
+                self._open.discard(job)
                 self.metrics.ended(event.step.finish_reason or "error")
             assert job.call is not None
             job.call.put(event)
