@@ -1,22 +1,28 @@
 """Clients of all kinds against one server for as long as it is told to: texts must be right, and memory stay flat.
 
-    python benchmarks/server_soak.py                                    # 1000 requests
-    python benchmarks/server_soak.py --requests 10000 --faults 0.1 --hostile 1
+    python benchmarks/server_soak.py                                             # 1000 requests
+    python benchmarks/server_soak.py --requests 10000 --seconds 3600 --hostile 2 # the whole: an hour
 
-The server is a process of its own, with ``--exact``; every reply that is not cut off is compared with the library's
-text, in the same process as the clients, which has loaded the model once more. A share of requests is faulty, in one of
-13 ways: dropped before, in and after the prefill, no JSON, a wrong type, an unknown field, too long, a bad grammar, a
-reader who does not read, half a header, half a body, oversized, a wrong key. Hostile neighbours ask for the longest
-drafts all the time. Memory is the server's resident one: the mean of the last fifth of the readings against that of the
-second fifth. Before the first one every slot of the cache is filled once with a long text: its pages become resident
-when they are first written to. At the end nothing may run or wait, and the server must have ended as many samples as
-there were. The last line is one JSON object; the exit code is 1 if a reply was wrong or lost, a fault was answered
-otherwise than it should be, a sum is wrong, or memory grew by more than ``--grow``.
+The server is a process of its own, with ``--exact``, on the embedded ``tales`` with a chat template. Four of five
+requests ask for a text, the others for an object by a schema or for a call of a tool. Every reply that is not cut off
+is compared: texts with those of the library, in the same process as the clients, which has loaded the model once more;
+objects and calls with what the server said before, when it was alone. A share of requests is faulty, in one of 13 ways:
+dropped before, in and after the prefill, no JSON, a wrong type, an unknown field, too long, a bad grammar, a reader who
+does not read, half a header, half a body, oversized, a wrong key. Hostile neighbours ask for the longest drafts and for
+grammars that are too large, all the time.
+
+Memory is the server's resident one: the mean of the last fifth of the readings against that of the second fifth. Before
+the first one every slot of the cache is filled once with a long text: its pages become resident when they are first
+written to. Sums are exact: each reply's tokens must be those of its line in the server's log, the metrics the sums of
+the log's lines by reason, and at the end nothing may run or wait. The last line is one JSON object; the exit code is 1
+if a reply was wrong or lost, a fault was answered otherwise than it should be, a sum is wrong, or memory grew by more
+than ``--grow``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import socket
@@ -27,13 +33,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from sakiyomi import LLM, SamplingParams
+from server_neighbours import bomb
 
 BEGINNINGS = [
     "Once upon a time",
@@ -44,7 +55,20 @@ BEGINNINGS = [
 ]
 BATCH = 16  # requests that the server runs at once
 KEY = "soak"
-HEADERS = {"authorization": f"Bearer {KEY}"}
+ROUND = 16  # tokens that a round writes at most
+TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }} {% endfor %}{% if tools %}<tool_call> {% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"who": {"enum": ["fox", "girl", "boy"]}, "age": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["who", "age"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "hero", "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": SCHEMA}}
 REFUSED: dict[str, tuple[int, dict[str, Any] | bytes]] = {
     "no JSON": (400, b'{"model": "tales", "prompt": '),
     "wrong type": (400, {"prompt": "a", "max_tokens": "many"}),
@@ -67,21 +91,57 @@ CUT = (
     "half body",
 )
 """Faults of those who go, or do not go on."""
+HOSTILE: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 100, "ignore_eos": True, "speculation": {"gamma": 256, "nodes": 1024, "tree": "best-first"}},
+    {"response_format": bomb()},
+)
+
+
+@dataclass
+class Reply:
+    """What came of a request: its kind, how it was asked, what it said, and its tokens by number of the request."""
+
+    kind: str
+    path: str = ""
+    body: dict[str, Any] | None = None
+    said: str = ""
+    number: str = ""
+    tokens: int = 0
 
 
 class Truth:
-    """The library's texts, each computed once."""
+    """What replies should say, each found once: texts by the library, others by the server while it is alone."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm, self._known, self._lock = llm, dict[tuple[Any, ...], str](), threading.Lock()
+    def __init__(self, llm: LLM, url: str) -> None:
+        self._llm, self._known = llm, dict[str, str]()
+        for path, body in constrained():
+            said = self._known[json.dumps(body)] = asked(url, path, body, False).said
+            json.loads(said.removeprefix("find"))
 
-    def __call__(self, prompt: str, tokens: int, temperature: float, seed: int) -> str:
-        key = (prompt, tokens, temperature, seed)
-        with self._lock:
-            if key not in self._known:
-                params = SamplingParams(max_new_tokens=tokens, temperature=temperature, seed=seed)
-                self._known[key] = self._llm.generate(prompt, params).text
-            return self._known[key]
+    def __call__(self, body: dict[str, Any]) -> str:
+        key = json.dumps(body)
+        if key not in self._known:
+            params = SamplingParams(
+                max_new_tokens=body["max_tokens"], temperature=body["temperature"], seed=body["seed"]
+            )
+            self._known[key] = self._llm.generate(body["prompt"], params).text
+        return self._known[key]
+
+
+def constrained() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The requests for objects and calls."""
+    for start, temperature, seed in itertools.product(BEGINNINGS, (0.0, 0.8), range(2)):
+        how = {"model": "tales", "max_tokens": 200, "temperature": temperature, "seed": seed}
+        yield TEXTS, how | {"prompt": start, "response_format": FORM}
+        tools = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+        yield CHATS, how | {"messages": [{"role": "user", "content": start}]} | tools
+
+
+CONSTRAINED = list(constrained())
+
+
+def headers(key: str = KEY) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 def fill(url: str) -> None:
@@ -89,7 +149,7 @@ def fill(url: str) -> None:
 
     def write(number: int) -> None:
         body = {"model": "tales", "prompt": f"{number}.", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
-        httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=600).raise_for_status()
+        httpx.post(url + TEXTS, json=body, headers=headers(), timeout=600).raise_for_status()
 
     with ThreadPoolExecutor(BATCH) as pool:
         list(pool.map(write, range(BATCH)))
@@ -99,9 +159,9 @@ def refused(url: str, kind: str) -> bool:
     """Send what is to be refused; whether it was, as it should be."""
     status, body = REFUSED[kind]
     content = body if isinstance(body, bytes) else json.dumps({"model": "tales"} | body).encode()
-    headers = {"content-type": "application/json", "authorization": f"Bearer {'other' if kind == 'wrong key' else KEY}"}
+    told = headers("other" if kind == "wrong key" else KEY) | {"content-type": "application/json"}
     try:
-        return httpx.post(f"{url}/v1/completions", content=content, headers=headers, timeout=120).status_code == status
+        return httpx.post(url + TEXTS, content=content, headers=told, timeout=120).status_code == status
     except httpx.WriteError:  # it was refused, and the connection closed, before all was sent
         return kind == "oversized"
 
@@ -132,16 +192,41 @@ def cut(url: str, kind: str, rng: random.Random) -> None:
                     pass
 
 
-def hostile(url: str, stop: threading.Event) -> None:
-    """A neighbour who asks for the longest drafts, again and again."""
-    ahead = {"gamma": 256, "nodes": 1024, "tree": "best-first"}
-    body = {"model": "tales", "prompt": "Once", "max_tokens": 100, "ignore_eos": True, "speculation": ahead}
+def hostile(url: str, number: int, stop: threading.Event) -> None:
+    """A neighbour who asks for too much, again and again."""
+    body = {"model": "tales", "prompt": "Once"} | HOSTILE[number % len(HOSTILE)]
     while not stop.is_set():
-        httpx.post(f"{url}/v1/completions", json=body, headers={"authorization": "Bearer hostile"}, timeout=600)
+        httpx.post(url + TEXTS, json=body, headers=headers("hostile"), timeout=600)
 
 
-def ask(url: str, number: int, args: argparse.Namespace) -> tuple[str, dict[str, Any], str]:
-    """What kind of client it was and what came of it, what it asked, and the text."""
+def said(choice: dict[str, Any]) -> str:
+    """A choice's text, or the call's name and arguments; whole, or a piece."""
+    part = choice.get("message") or choice.get("delta") or choice
+    text: str = part.get("text") or part.get("content") or ""
+    for call in part.get("tool_calls") or []:
+        text += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+    return text
+
+
+def asked(url: str, path: str, body: dict[str, Any], stream: bool) -> Reply:
+    """Ask until the server is not too busy, and read it all."""
+    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    while True:
+        with httpx.stream("POST", url + path, json=body | more, headers=headers(), timeout=300) as reply:
+            lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+        whole = not stream or lines[-1] == "[DONE]"
+        if reply.status_code == 200 and whole:
+            objects = [json.loads(line) for line in lines if line != "[DONE]"]
+            text = "".join(said(choice) for part in objects for choice in part["choices"])
+            kind, number = "streamed" if stream else "whole", reply.headers["x-request-id"]
+            return Reply(kind, path, body, text, number, objects[-1]["usage"]["completion_tokens"])
+        if reply.status_code != 429:
+            return Reply(f"lost ({reply.status_code})", path, body)
+        time.sleep(0.2 + random.random())
+
+
+def ask(url: str, number: int, args: argparse.Namespace) -> Reply:
+    """One client's request, of a kind that its number decides."""
     rng = random.Random(number)
     if rng.random() < args.faults:
         kind = rng.choice([*REFUSED, *CUT])
@@ -149,53 +234,67 @@ def ask(url: str, number: int, args: argparse.Namespace) -> tuple[str, dict[str,
             cut(url, kind, rng)
         elif not refused(url, kind):
             kind = f"lost ({kind} was answered otherwise)"
-        return kind, {}, ""
+        return Reply(kind)
+    if rng.random() < 0.2:
+        return asked(url, *rng.choice(CONSTRAINED), stream=rng.random() < 0.5)
     body: dict[str, Any] = {
         "model": "tales", "prompt": f"{rng.choice(BEGINNINGS)} {rng.randrange(args.variety)}",
         "max_tokens": rng.choice([8, 24, 60]), "temperature": rng.choice([0.0, 0.8]), "seed": rng.randrange(2),
     }  # fmt: skip
-    while True:
-        if rng.random() < 0.5:
-            reply = httpx.post(f"{url}/v1/completions", json=body, headers=HEADERS, timeout=300)
-            if reply.status_code == 200:
-                return "whole", body, reply.json()["choices"][0]["text"]
-            status = reply.status_code
-        else:
-            text, last = "", ""
-            with httpx.stream(
-                "POST", f"{url}/v1/completions", json=body | {"stream": True}, headers=HEADERS, timeout=300
-            ) as reply:
-                status = reply.status_code
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        text += json.loads(line[6:])["choices"][0]["text"]
-                    last = line or last
-            if last == "data: [DONE]":
-                return "streamed", body, text
-        if status != 429:
-            return f"lost ({status})", body, ""
-        time.sleep(0.2 + rng.random())
+    return asked(url, TEXTS, body, rng.random() < 0.5)
+
+
+def sums(metrics: str, log: list[dict[str, Any]], replies: list[Reply]) -> dict[str, Any]:
+    """What differs between the replies, the log's lines and the metrics; nothing should.
+
+    A sample whose client goes may get the tokens of one more round after its line.
+    """
+    lines = {line["request_id"]: line for line in log if "request_id" in line}
+    wrong: dict[str, Any] = {}
+    differing = [reply.number for reply in replies if lines[reply.number]["completion_tokens"] != reply.tokens]
+    if differing:
+        wrong["tokens of replies"] = differing
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            found[sample.name + sample.labels.get("finished_reason", "")] += sample.value
+    reasons = Counter(reason for line in lines.values() for reason in line.get("finish_reason", "").split(",") if reason)
+    logged = {f"vllm:request_success_total{reason}": count for reason, count in reasons.items()}
+    for name, value in logged.items():
+        if found[name] != value:
+            wrong[name] = [found[name], value]
+    more = found["vllm:generation_tokens_total"] - sum(line.get("completion_tokens", 0) for line in lines.values())
+    if not 0 <= more <= ROUND * reasons["abort"]:
+        wrong["tokens behind the log's"] = more
+    for name in ("running", "waiting"):
+        if left := found[f"vllm:num_requests_{name}"]:
+            wrong[name] = left
+    return wrong | {"ended": dict(reasons)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, help="go on for so long, however many requests that takes")
+    parser.add_argument("--requests", type=int, default=1000, help="at least so many")
+    parser.add_argument("--seconds", type=float, default=0.0, help="and at least so long")
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--faults", type=float, default=0.1, help="share of the requests")
-    parser.add_argument("--hostile", type=int, default=0, help="neighbours who ask for the longest drafts")
-    parser.add_argument("--variety", type=int, default=8, help="prompts differ in a number below this")
-    parser.add_argument("--grow", type=float, default=0.03)
+    parser.add_argument("--hostile", type=int, default=0, help="neighbours who ask for too much")
+    parser.add_argument("--variety", type=int, default=2, help="prompts differ in a number below this")
+    parser.add_argument("--grow", type=float, default=0.01)
     args = parser.parse_args()
+    folder = tempfile.TemporaryDirectory()
+    template, log = Path(folder.name) / "template.jinja", Path(folder.name) / "log"
+    template.write_text(TEMPLATE)
     command = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve"]
     command += ["--port", "0", "--exact", "--dtype", "float32", "--max-batch", str(BATCH), "--max-queue", "8"]
-    command += ["--api-key", f"{KEY},hostile", "--header-timeout", "3"]
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command += ["--api-key", f"{KEY},hostile", "--header-timeout", "3", "--log-format", "json"]
+    with folder, log.open("w") as kept:
+        process = subprocess.Popen([*command, "--chat-template", str(template)], stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
-        url = next(line.split()[-1] for line in process.stderr if line.startswith("serving"))
-        threading.Thread(target=lambda: said.writelines(process.stderr), daemon=True).start()
-        truth = Truth(LLM("tales", "none", dtype="float32", exact=True))
+        url = next(line.split()[-1].strip('"}') for line in process.stderr if '"serving ' in line)
+        logging = threading.Thread(target=lambda: kept.writelines(process.stderr), daemon=True)
+        logging.start()
+        truth = Truth(LLM("tales", "none", dtype="float32", exact=True), url)
         fill(url)
         readings: list[int] = []
         done = threading.Event()
@@ -205,57 +304,45 @@ def main() -> None:
                 readings.append(psutil.Process(process.pid).memory_info().rss)
 
         threading.Thread(target=watch, daemon=True).start()
-        neighbours = [threading.Thread(target=hostile, args=(url, done), daemon=True) for _ in range(args.hostile)]
+        neighbours = [threading.Thread(target=hostile, args=(url, i, done), daemon=True) for i in range(args.hostile)]
         for neighbour in neighbours:
             neighbour.start()
         began = time.monotonic()
-        counts: Counter[str] = Counter()
-        wrong: list[dict[str, Any]] = []
-        checked: list[tuple[dict[str, Any], str]] = []
-        number = 0
+        replies: list[Reply] = []
         with ThreadPoolExecutor(args.clients) as pool:
-            while number < args.requests if args.seconds is None else time.monotonic() - began < args.seconds:
-                for kind, body, text in pool.map(lambda i: ask(url, i, args), range(number, number + 4 * args.clients)):
-                    counts[kind] += 1
-                    if kind in ("whole", "streamed"):
-                        checked.append((body, text))
-                number += 4 * args.clients
+            while len(replies) < args.requests or time.monotonic() - began < args.seconds:
+                numbers = range(len(replies), len(replies) + 4 * args.clients)
+                replies += pool.map(lambda number: ask(url, number, args), numbers)
+                print(f"{len(replies)} requests, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         seconds = time.monotonic() - began
         done.set()
         for neighbour in neighbours:
             neighbour.join()
         time.sleep(6)  # what was cut off is noticed
-        figures = httpx.get(f"{url}/metrics", headers=HEADERS).text
+        metrics = httpx.get(f"{url}/metrics", headers=headers()).text
         process.terminate()
         code = process.wait(60)
-    for body, text in checked:
-        if truth(body["prompt"], body["max_tokens"], body["temperature"], body["seed"]) != text:
-            wrong.append(body)
+        logging.join()
+        kept.flush()
+        lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+    whole = [reply for reply in replies if reply.number]
+    wrong = [reply.body for reply in whole if truth(reply.body) != reply.said]
+    differing = sums(metrics, lines, whole)
+    ended = differing.pop("ended")
     fifth = len(readings) // 5
     early, late = statistics.mean(readings[fifth : 2 * fifth]), statistics.mean(readings[-fifth:])
-    lost = sum(count for kind, count in counts.items() if kind.startswith(("lost", "wrongly")))
-    sums = {
-        name: sum(float(line.split()[-1]) for line in figures.splitlines() if line.startswith(f"vllm:{name}{{"))
-        for name in ("num_requests_running", "num_requests_waiting", "request_success_total")
-    }
-    left = sums["num_requests_running"] + sums["num_requests_waiting"]
-    stopped = sum(
-        float(line.split()[-1])
-        for line in figures.splitlines()
-        if line.startswith("vllm:request_success_total{")
-        and any(f'finished_reason="{reason}"' in line for reason in ("stop", "length"))
-    )
-    missing = len(checked) - stopped if not args.hostile else 0  # neighbours' own are among them
+    counts = Counter(reply.kind for reply in replies)
+    lost = sum(count for kind, count in counts.items() if kind.startswith("lost"))
     result = {
-        "requests": sum(counts.values()), "seconds": round(seconds, 1), "kinds": dict(counts), "lost": lost,
-        "wrong": len(wrong), "exit_code": code, "left": left, "ended": sums["request_success_total"],
-        "missing_in_metrics": missing, "resident_mb": [round(early / 1e6), round(late / 1e6)],
-        "grown": late / early - 1,
+        "requests": len(replies), "seconds": round(seconds, 1), "kinds": dict(counts), "lost": lost,
+        "constrained": sum(reply.body in [body for _, body in CONSTRAINED] for reply in whole), "wrong": len(wrong),
+        "exit_code": code, "ended": ended, "differing": differing,
+        "resident_mb": [round(early / 1e6), round(late / 1e6)], "grown": late / early - 1,
     }  # fmt: skip
     for body in wrong[:3]:
         print("wrong:", body)
     print(json.dumps(result, ensure_ascii=False))
-    sys.exit(bool(lost or wrong or code or left or missing > 0 or result["grown"] > args.grow))
+    sys.exit(bool(lost or wrong or code or differing or result["grown"] > args.grow))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from sakiyomi.drafters.memory import MemoryFile, read_memory
 from sakiyomi.drafters.ngram_file import read_tables, tables_bytes
 from sakiyomi.engine.tuned_profile import Profile, read_profile, write_profile
 from sakiyomi.kernels import build
+from sakiyomi.train.checkpoint import load_checkpoint, save_checkpoint
 from sakiyomi.train.ngram import count_tables
 from toys import save_model, tiny_llama, tiny_tokenizer
 
@@ -129,6 +130,11 @@ def packed(folder: Path) -> Callable[[], Any]:
     return lambda: LLM(folder, "none", compile=False).generate([[5, 6, 7]])[0].token_ids
 
 
+def checkpoint(folder: Path) -> Callable[[], Any]:
+    save_checkpoint(folder, 8, {"weights": torch.randn(40, 30), "progress": {"step": 8, "losses": [0.5] * 50}})
+    return lambda: load_checkpoint(folder)
+
+
 def library(folder: Path) -> Callable[[], Any]:
     compiler = folder.parent / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nseq 2000 > "$2"\n')
@@ -143,7 +149,7 @@ def library(folder: Path) -> Callable[[], Any]:
     return read
 
 
-FORMATS = [prefix, memory, ngrams, profile, medusa_heads, sizes, retaining_heads, merging, packed, library]
+FORMATS = [prefix, memory, ngrams, profile, medusa_heads, sizes, retaining_heads, merging, packed, library, checkpoint]
 
 
 @pytest.mark.parametrize("make", FORMATS, ids=lambda make: make.__name__)

@@ -180,7 +180,7 @@ class Server:
         """Into the log's line: what became of it."""
         requests = [job.request for job in jobs if job.request is not None]
         told["completion_tokens"] = sum(request.stats.tokens for request in requests)
-        told["finish_reason"] = ",".join(request.finish_reason or "none" for request in requests)
+        told["finish_reason"] = ",".join(job.reason for job in jobs)
         first = min((job.first for job in jobs if job.first), default=None)
         if first is not None:
             told["first_token_ms"] = round(1000 * (first - jobs[0].arrived), 1)

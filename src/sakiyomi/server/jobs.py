@@ -49,6 +49,7 @@ class Job:
         call: that it belongs to.
         client: whose it is, for fair turns.
         over: it was cancelled.
+        reason: why it ended, as metrics and the log have it; "" before that.
         tools: how calls are written in its text; None: there are none.
     """
 
@@ -66,6 +67,7 @@ class Job:
     call: Call | None = None
     client: str = ""
     over: bool = False
+    reason: str = ""
     tools: ToolFormat | None = None
 
     @property

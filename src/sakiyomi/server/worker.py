@@ -139,9 +139,8 @@ class Worker:
         """End those that are not over; their slots are free before the next round."""
         for job in jobs:
             if job in self._open:
-                self._open.discard(job)
                 self._inbox.put(("remove", job))
-                self.metrics.ended("abort")
+                self._end(job, "abort")
 
     def drain(self) -> None:
         """Take nothing new from now on."""
@@ -165,10 +164,14 @@ class Worker:
             if job not in self._open:
                 continue
             if event.over:
-                self._open.discard(job)
-                self.metrics.ended(event.step.finish_reason or "error")
+                self._end(job, event.step.finish_reason or "error")
             assert job.call is not None
             job.call.put(event)
+
+    def _end(self, job: Job, reason: str) -> None:
+        self._open.discard(job)
+        job.reason = reason
+        self.metrics.ended(reason)
 
     # ------------------------------------------------------------ in the thread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,10 @@ def load_checkpoint(folder: Path, *, peek: bool = False) -> dict[str, Any]:
     if not found:
         raise LoadError(f"no checkpoint in {folder}, expected step-*.pt; start the run without --resume")
     try:
+        with zipfile.ZipFile(found[-1]) as whole:  # as torch writes it, with a checksum of each tensor
+            if not peek and (damaged := whole.testzip()):
+                raise zipfile.BadZipFile(f"its part {damaged} is damaged")
         state: dict[str, Any] = torch.load(found[-1], map_location="cpu", weights_only=True, mmap=peek)
-    except (OSError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, LookupError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise LoadError(f"cannot read checkpoint {found[-1]}: {error}; delete it to use the one before") from error
     return state
