@@ -258,7 +258,8 @@ def sums(metrics: str, log: list[dict[str, Any]], replies: list[Reply]) -> dict[
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
             found[sample.name + sample.labels.get("finished_reason", "")] += sample.value
-    reasons = Counter(reason for line in lines.values() for reason in line.get("finish_reason", "").split(",") if reason)
+    ended = [line["finish_reason"] for line in lines.values() if line.get("finish_reason")]
+    reasons = Counter(",".join(ended).split(","))
     logged = {f"vllm:request_success_total{reason}": count for reason, count in reasons.items()}
     for name, value in logged.items():
         if found[name] != value:
