@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -100,11 +100,3 @@ def figures(url: str, **headers: str) -> dict[str, float]:
             labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
             found["/".join([sample.name, *labels])] = sample.value
     return found
-
-
-def until(true: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for it."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)

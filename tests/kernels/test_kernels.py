@@ -6,9 +6,9 @@ A failure here is the first cause of failures elsewhere: look at it before the g
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backends import backend_on, begin
+from processes import until
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.digests import file_digest
@@ -451,10 +452,7 @@ time.sleep(0.4)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
     folder = tmp_path / "cache" / "kernels"
-    for _ in range(400):
-        if list(folder.glob("*.so")):
-            break
-        time.sleep(0.05)
+    until(lambda: bool(list(folder.glob("*.so"))))
     [path] = folder.iterdir()
     assert path.read_text() == "library\n"
     assert path.stem.endswith(f"-{file_digest(path)}")
@@ -469,6 +467,23 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     ]
     assert [process.communicate(timeout=120)[0].strip() for process in both] == ["library"] * 2
     assert len(files(tmp_path / "cache" / "kernels")) == 1
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 of all of it, in the middle of the compiler's writing."""
+    environment = os.environ | compiler_that(tmp_path, f'echo half > "$out"; echo $$ > {tmp_path}/group; sleep 60')
+    folder = tmp_path / "cache" / "kernels"
+    code = "from sakiyomi.kernels import build; build._build()"
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    until(lambda: (tmp_path / "group").exists() and (tmp_path / "group").read_text().strip() != "", 60)
+    process.kill()
+    os.killpg(os.getpgid(int((tmp_path / "group").read_text())), signal.SIGKILL)
+    process.wait()
+    assert [path.read_text() for path in folder.iterdir()] == ["half\n"]
+    for name, value in compiler_that(tmp_path, 'echo library > "$out"').items():
+        monkeypatch.setenv(name, value)
+    assert build._build().read_text() == "library\n"
+    assert len(files(folder)) == 1
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a file that is no folder")

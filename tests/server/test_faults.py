@@ -24,6 +24,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from processes import until
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cli import app
 from sakiyomi.core.errors import InputError, LoadError
@@ -33,7 +34,7 @@ from sakiyomi.server.config import ServerConfig
 from sakiyomi.server.errors import api_error
 from sakiyomi.server.logs import set_up
 from sakiyomi.server.run import check
-from server_toys import client, figures, running, toy_llm, until, web
+from server_toys import client, figures, running, toy_llm, web
 from toys import save_model, tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

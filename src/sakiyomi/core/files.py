@@ -13,7 +13,7 @@ import psutil
 
 from sakiyomi.core.errors import LoadError
 
-__all__ = ["sync", "whole_file"]
+__all__ = ["partial", "remove_leftovers", "sync", "whole_file"]
 
 
 def sync(path: Path) -> None:
@@ -25,6 +25,11 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def partial(path: Path) -> Path:
+    """Where this process writes what is to be at the path when it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
 
 
 @contextmanager
@@ -39,10 +44,10 @@ def whole_file(path: Path, advice: str, *, private: bool = False) -> Iterator[Pa
     Raises:
         LoadError: it cannot be written.
     """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    fresh = partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path)
+        remove_leftovers(path)
         if private:
             os.close(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield fresh
@@ -57,7 +62,7 @@ def whole_file(path: Path, advice: str, *, private: bool = False) -> Iterator[Pa
             fresh.unlink(missing_ok=True)
 
 
-def _remove_leftovers(path: Path) -> None:
+def remove_leftovers(path: Path) -> None:
     """Remove what writers of this file left when they were killed."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
         process = leftover.name.removeprefix(f".{path.name}.").split(".")[0]

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from sakiyomi.core.digests import file_digest
+from sakiyomi.core.files import partial, remove_leftovers
 
 logger = logging.getLogger("sakiyomi")
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -129,7 +130,8 @@ def _build() -> Path:
         raise OSError("no C++ compiler found (looked for $CXX, g++, clang++, c++)")
     path = _name()
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    remove_leftovers(path)
+    fresh = partial(path)
     # A process group of its own, which also moves the result to its place: a first run that is over sooner than the
     # compiler still leaves the kernels to the next one.
     keep = shlex.join([sys.executable, "-c", _KEEP, str(fresh), str(path)])
