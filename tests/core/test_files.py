@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from processes import own_environment
 from sakiyomi.core.errors import LoadError
-from sakiyomi.core.files import whole_file
+from sakiyomi.core.files import cache_folder, whole_file
 
 
 def write(path: Path, text: str) -> None:
@@ -89,3 +90,43 @@ def test_a_private_file_is_private_from_its_first_byte_on(tmp_path: Path) -> Non
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+# ---------------------------------------------------------------- where caches are
+
+
+@pytest.mark.parametrize("home", ["file", "nowhere", "locked"])
+def test_a_home_that_cannot_be_written_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: str
+) -> None:
+    """Without kernels everything would be many times slower, in every container whose files are read-only."""
+    (tmp_path / "file").touch()
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and real(path, mode))
+    (tmp_path / "locked").mkdir()
+    monkeypatch.delenv("SAKIYOMI_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "x" if home == "nowhere" else tmp_path / home))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with caplog.at_level("WARNING", "sakiyomi"):
+        assert cache_folder() == cache_folder() == tmp_path / f"sakiyomi-{os.getuid()}"
+    assert len(caplog.messages) == 1 and "set SAKIYOMI_CACHE_DIR" in caplog.messages[0]
+    monkeypatch.setenv("HOME", str(tmp_path / "good"))
+    assert cache_folder() == tmp_path / "good" / ".cache" / "sakiyomi" and not (tmp_path / "good").exists()
+
+
+@pytest.mark.parametrize("trap", ["open", "link"])
+def test_nobody_else_can_put_code_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: str) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("SAKIYOMI_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usual = tmp_path / f"sakiyomi-{os.getuid()}"
+    if trap == "open":
+        usual.mkdir()
+        usual.chmod(0o777)
+    else:
+        (tmp_path / "theirs").mkdir()
+        usual.symlink_to(tmp_path / "theirs")
+    found = cache_folder()
+    assert found != usual and found.parent == tmp_path and found.stat().st_mode & 0o077 == 0

@@ -3,17 +3,53 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 from sakiyomi.core.errors import LoadError
 
-__all__ = ["partial", "remove_leftovers", "sync", "whole_file"]
+logger = logging.getLogger("sakiyomi")
+__all__ = ["cache_folder", "partial", "remove_leftovers", "sync", "whole_file"]
+
+
+def cache_folder() -> Path:
+    """Where kernels, graphs, packed weights and profiles are kept.
+
+    It is `$SAKIYOMI_CACHE_DIR`, else the user's cache folder; where that cannot be written, as in a container whose
+    files are read-only, a folder of the user's own below that of temporary files, after one warning.
+    """
+    own = os.environ.get("SAKIYOMI_CACHE_DIR")
+    return Path(own) if own else _default_folder(os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+
+
+@cache
+def _default_folder(caches: str | None, home: str | None) -> Path:
+    try:
+        place = Path(caches or Path(home or Path.home()) / ".cache") / "sakiyomi"
+        there = next(path for path in (place, *place.parents) if path.exists())
+        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+            return place
+        why = f"{place} cannot be written"
+    except (OSError, RuntimeError) as error:  # there may be no home at all
+        why = str(error)
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    other = Path(tempfile.gettempdir()) / f"sakiyomi-{user}"
+    with suppress(OSError):  # whoever writes there says what is wrong with it
+        other.mkdir(mode=0o700, exist_ok=True)
+        found = other.lstat()
+        if hasattr(os, "getuid") and (found.st_uid != user or found.st_mode & 0o077 or not other.is_dir()):
+            # Another user may have put it there, and code into it.
+            other = Path(tempfile.mkdtemp(prefix="sakiyomi-"))
+    logger.warning("compiled code is kept in %s (%s); set SAKIYOMI_CACHE_DIR to a folder that lasts", other, why)
+    return other
 
 
 def sync(path: Path) -> None:

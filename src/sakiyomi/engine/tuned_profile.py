@@ -17,10 +17,9 @@ from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.digests import sealed, unsealed
 from sakiyomi.core.embedded import is_embedded_name
 from sakiyomi.core.errors import LoadError, SakiyomiError
-from sakiyomi.core.files import whole_file
+from sakiyomi.core.files import cache_folder, whole_file
 from sakiyomi.drafters import parse_drafters
 from sakiyomi.engine import machine
-from sakiyomi.kernels.build import cache_folder
 from sakiyomi.model_executor.runner import ModelRunner
 
 __all__ = ["Profile", "find_profile", "lasting", "profile_path", "read_profile", "write_profile"]

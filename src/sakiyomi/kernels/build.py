@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from sakiyomi.core.digests import file_digest
-from sakiyomi.core.files import partial, remove_leftovers
+from sakiyomi.core.files import cache_folder, partial, remove_leftovers
 
 logger = logging.getLogger("sakiyomi")
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -53,12 +53,6 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "sk_draw": ([_pointer, _int64, _double], _int64),
     "sk_residual": ([_pointer, _pointer, _int64, ctypes.c_float, _pointer], ctypes.c_float),
 }
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels and graphs are kept: `$SAKIYOMI_CACHE_DIR`, else the user's cache folder."""
-    own = os.environ.get("SAKIYOMI_CACHE_DIR")
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sakiyomi"
 
 
 def compiler() -> str | None:

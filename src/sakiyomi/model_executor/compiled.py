@@ -16,9 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sakiyomi.core.files import cache_folder
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.build import cache_folder, compiler
+from sakiyomi.kernels.build import compiler
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 
 __all__ = ["CompiledPasses"]

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from sakiyomi.core.errors import LoadError, UnsupportedError
-from sakiyomi.core.files import whole_file
+from sakiyomi.core.files import cache_folder, whole_file
 from sakiyomi.core.params import SamplingParams
-from sakiyomi.kernels.build import cache_folder
 from sakiyomi.model_executor.loading import Loaded
 
 __all__ = ["KINDS", "LlamaCpp", "check", "gguf_file", "gguf_folder", "missing"]

@@ -39,9 +39,8 @@ from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, r
 from sakiyomi.core.digests import Digests, file_digest, save_tensors, tensor_digest
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
-from sakiyomi.core.files import sync
+from sakiyomi.core.files import cache_folder, sync
 from sakiyomi.core.memory import readable
-from sakiyomi.kernels.build import cache_folder
 from sakiyomi.kernels.native import PARTS, PackedLinear, PackedWeights, can_pack
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.kernels.quantization import QuantizationReport
