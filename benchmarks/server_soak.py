@@ -188,7 +188,7 @@ def cut(url: str, kind: str, rng: random.Random) -> None:
             elif kind == "dropped in prefill":
                 time.sleep(rng.random() / 20)
             elif kind == "dropped after prefill":
-                while b"data:" not in connection.recv(4096):
+                while (part := connection.recv(4096)) and b"data:" not in part:
                     pass
 
 
