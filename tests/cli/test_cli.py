@@ -458,3 +458,16 @@ def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Pa
     lines = [line for line in done.stderr.splitlines() if "plain torch" in line or "eagerly" in line]
     assert len(lines) == len(set(lines)) == 2, done.stderr
     assert lines[0].endswith(f"{compiler} failed: error: one two")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")])
+def test_a_limit_of_memory_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """As `ulimit -v` and containers set it: an allocation fails anywhere."""
+
+    def full(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("sakiyomi.engine.llm.ModelPool", full)
+    result = runner.invoke(app, ["generate", "Once"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: the command ran out of memory; ") and len(result.stderr.splitlines()) == 1

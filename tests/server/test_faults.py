@@ -357,7 +357,7 @@ def test_out_of_memory_ends_who_needs_it_alone(
             )
 
         replies = {text: pool.submit(ask, text) for text in [big, *prompts]}
-        with pytest.raises(openai.InternalServerError, match="ran out of working memory") as caught:
+        with pytest.raises(openai.InternalServerError, match="ran out of memory") as caught:
             replies[big].result()
         assert caught.value.status_code == 503
         for text in prompts:

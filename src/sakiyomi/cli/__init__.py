@@ -38,10 +38,12 @@ from sakiyomi.cli import (
 )
 from sakiyomi.cli.common import INTERRUPTED, add_command, add_group
 from sakiyomi.core.errors import SakiyomiError
+from sakiyomi.core.memory import no_memory
 from sakiyomi.core.version import __version__
 from sakiyomi.server.config import ENVIRONMENT
 
 __all__ = ["app", "main"]
+REMEDY = "close other programs, choose a smaller model, or, where the command has them, --quantize int4 or --offload"
 
 
 class _Group(TyperGroup):
@@ -57,6 +59,11 @@ class _Group(TyperGroup):
             _restore_terminal()
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            if (short := no_memory(error, "the command", REMEDY)) is None:
+                raise
+            typer.echo(f"error: {short.message}", err=True)
+            raise typer.Exit(short.exit_code) from None
 
 
 # Plain help, without boxes: it reads the same on a screen, in a pipe and in docs/cli.md.

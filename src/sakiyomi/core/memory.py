@@ -112,10 +112,19 @@ def require_bytes(needed: int, what: str, *, device: str = "cpu", remedy: str) -
         )
 
 
-def no_memory(error: BaseException) -> MemoryLimitError | None:
-    """The error to raise for an allocation that failed in the middle of a pass; None if the error is of another kind.
+def no_memory(
+    error: BaseException,
+    what: str = "a pass of the model",
+    remedy: str = "shorten the prompt, or lower chunk_size or max_batch",
+) -> MemoryLimitError | None:
+    """The error to raise for an allocation that failed in the middle; None if the error is of another kind.
 
     torch has a class for it on accelerators only; on the CPU it is recognised by its message.
+
+    Args:
+        error: that came.
+        what: was being done; the message's subject.
+        remedy: what to do instead.
     """
     if not (
         isinstance(error, MemoryError)
@@ -123,9 +132,7 @@ def no_memory(error: BaseException) -> MemoryLimitError | None:
         or "can't allocate memory" in str(error)
     ):
         return None
-    found = MemoryLimitError(
-        "a pass of the model ran out of working memory; shorten the prompt, or lower chunk_size or max_batch"
-    )
+    found = MemoryLimitError(f"{what} ran out of memory; {remedy}")
     found.__cause__ = error
     return found
 
