@@ -768,6 +768,13 @@ def test_a_configuration_with_absurdly_many_layers_is_refused_at_once(folder: Pa
     assert time.perf_counter() - began < 5
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [2, null]}'])
+def test_damaged_generation_settings_are_refused(folder: Path, text: str) -> None:
+    """transformers leaves such a file out in silence, and chats then never end."""
+    (folder / "generation_config.json").write_text(text)
+    refused(LoadError, "generation_config.json", target=folder)
+
+
 def test_tensors_that_nobody_reads_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     from safetensors.torch import load_file, save_file
 

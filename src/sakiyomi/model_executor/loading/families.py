@@ -42,18 +42,28 @@ def _check_counts(path: Path, raw: Mapping[str, Any]) -> None:
             raise LoadError(f"{path} says that {name} is {value:.4g}; no model has so many: get the file again")
 
 
+def _check_ends(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse end tokens that are none: transformers leaves such a file out in silence, and texts then have no end."""
+    value = raw.get("eos_token_id")
+    if value is not None and not all(type(token) is int for token in (value if isinstance(value, list) else [value])):
+        raise LoadError(f"{path} says that eos_token_id is {value!r:.80}; expected a token or a list of them")
+
+
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The configuration of a model folder, as transformers' own object.
 
     Raises:
         LoadError: no config.json, one that cannot be read, a model type that transformers does not know, or one that
-            needs code from the folder while ``trust_remote_code`` is False.
+            needs code from the folder while ``trust_remote_code`` is False; a damaged generation_config.json.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise LoadError(_without_config(folder))
     raw = read_json(path)
     _check_counts(path, raw)
+    _check_ends(path, raw)
+    if (settings := folder / "generation_config.json").is_file():
+        _check_ends(settings, read_json(settings))
     kind = raw.get("model_type")
     from transformers import AutoConfig
     from transformers import __version__ as version
