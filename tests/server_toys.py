@@ -100,3 +100,18 @@ def figures(url: str, **headers: str) -> dict[str, float]:
             labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
             found["/".join([sample.name, *labels])] = sample.value
     return found
+
+
+def bombs() -> dict[str, dict[str, Any]]:
+    """Schemas whose grammars are large, by kind."""
+    deep: dict[str, Any] = {"type": "string", "pattern": "^(a|b|ab|ba){1,200}$"}
+    for depth in range(8):
+        wide = {"type": "object", "properties": {f"k{depth}_{i}": deep for i in range(2)}}
+        deep = {"type": "array", "minItems": 1, "maxItems": 50, "items": {"anyOf": [deep, wide]}}
+    return {
+        "deep and wide": deep,
+        "counted": {"type": "string", "pattern": "^((a{1,900}){1,900}){1,900}$"},
+        "many names": {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(3000)}},
+        "itself": {"$ref": "#"},
+        "alternatives": {"anyOf": [{"type": "string", "pattern": f"^(x|y)*{i}$"} for i in range(400)]},
+    }

@@ -17,7 +17,7 @@ from sakiyomi.core.params import SamplingParams as Params
 from sakiyomi.server.app import Server
 from sakiyomi.server.jobs import Call, Job
 from sakiyomi.server.turns import Turns
-from server_toys import client, figures, running, toy_llm, web
+from server_toys import bombs, client, figures, running, toy_llm, web
 
 LONG: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
@@ -195,20 +195,6 @@ def test_more_biases_than_tokens_are_refused(own: LLM) -> None:
         biases = {f"{i:05d}": 1.0 for i in range(20_000)}
         reply = web.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "a", "logit_bias": biases})
         assert reply.status_code == 400 and "20000 entries" in reply.json()["error"]["message"]
-
-
-def bombs() -> dict[str, dict[str, Any]]:
-    deep: dict[str, Any] = {"type": "string", "pattern": "^(a|b|ab|ba){1,200}$"}
-    for depth in range(8):
-        wide = {"type": "object", "properties": {f"k{depth}_{i}": deep for i in range(2)}}
-        deep = {"type": "array", "minItems": 1, "maxItems": 50, "items": {"anyOf": [deep, wide]}}
-    return {
-        "deep and wide": deep,
-        "counted": {"type": "string", "pattern": "^((a{1,900}){1,900}){1,900}$"},
-        "many names": {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(3000)}},
-        "itself": {"$ref": "#"},
-        "alternatives": {"anyOf": [{"type": "string", "pattern": f"^(x|y)*{i}$"} for i in range(400)]},
-    }
 
 
 @pytest.mark.parametrize("kind", bombs())

@@ -39,10 +39,10 @@ def _kind(prompt: Any) -> str:
     return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Seed = Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[Whole, Field(ge=1, le=2**31 - 1)]
-TokenId = Annotated[Whole, Field(ge=0, le=2**31 - 1)]
+WHOLE = BeforeValidator(_whole)  # stands behind the bounds: before them it would keep them out of the document
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), WHOLE]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]
 # Of lists that may be long one kind is tried, by its first item, natively, and up to the first item that is wrong.
 Ids = Annotated[
     list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(min_length=1, fail_fast=True), BeforeValidator(_ids)
@@ -77,9 +77,9 @@ class Speculation(Strict):
     """
 
     drafter: str = "auto"
-    gamma: Annotated[Whole, Field(ge=1, le=256)] | Literal["auto", "heuristic"] = "auto"
+    gamma: Annotated[int, Field(ge=1, le=256), WHOLE] | Literal["auto", "heuristic"] = "auto"
     tree: Literal["auto", "chain", "best-first", "dynamic", "static"] = "auto"
-    nodes: Annotated[Whole, Field(ge=1, le=1024)] | Literal["auto", "heuristic"] = "auto"
+    nodes: Annotated[int, Field(ge=1, le=1024), WHOLE] | Literal["auto", "heuristic"] = "auto"
 
 
 class JsonSchema(Strict):
@@ -106,7 +106,7 @@ class Ask(Strict):
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[Whole, Field(ge=1, le=128)] | None = 1
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
     seed: Seed | None = None
@@ -117,7 +117,7 @@ class Ask(Strict):
     user: str | None = Field(None, max_length=512, description="Written to the log, and used for nothing else.")
     response_format: ResponseFormat | None = None
     # Ours, named as in other servers where they have them.
-    top_k: Annotated[Whole, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens.")] = 0
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1, description="0 or -1: all tokens."), WHOLE] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = []
@@ -136,7 +136,7 @@ class CompletionRequest(Ask):
 
     prompt: Prompt
     max_tokens: Count | None = 16
-    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     echo: Literal[False] | None = False
 
 
@@ -212,7 +212,7 @@ class ChatRequest(Ask):
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = True
