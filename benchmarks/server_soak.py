@@ -160,10 +160,7 @@ def refused(url: str, kind: str) -> bool:
     status, body = REFUSED[kind]
     content = body if isinstance(body, bytes) else json.dumps({"model": "tales"} | body).encode()
     told = headers("other" if kind == "wrong key" else KEY) | {"content-type": "application/json"}
-    try:
-        return httpx.post(url + TEXTS, content=content, headers=told, timeout=120).status_code == status
-    except httpx.WriteError:  # it was refused, and the connection closed, before all was sent
-        return kind == "oversized"
+    return httpx.post(url + TEXTS, content=content, headers=told, timeout=120).status_code == status
 
 
 def cut(url: str, kind: str, rng: random.Random) -> None:
@@ -226,7 +223,14 @@ def asked(url: str, path: str, body: dict[str, Any], stream: bool) -> Reply:
 
 
 def ask(url: str, number: int, args: argparse.Namespace) -> Reply:
-    """One client's request, of a kind that its number decides."""
+    """One client's request, of a kind that its number decides; what ends it otherwise than it should is a loss."""
+    try:
+        return _ask(url, number, args)
+    except (httpx.HTTPError, OSError) as error:
+        return Reply(f"lost (request {number}: {error!r})")
+
+
+def _ask(url: str, number: int, args: argparse.Namespace) -> Reply:
     rng = random.Random(number)
     if rng.random() < args.faults:
         kind = rng.choice([*REFUSED, *CUT])

@@ -6,6 +6,7 @@ Plain ASGI: a middleware of the usual kind would stand between a handler and the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -23,6 +24,7 @@ __all__ = ["Gate"]
 
 logger = logging.getLogger("sakiyomi.server")
 BODY_SECONDS = 60.0  # a body that has not come by then is not waited for
+LINGER_SECONDS, LINGER_BYTES = 2.0, 1 << 26  # how long, and how far, a body that is refused is read on
 REFUSALS, REFUSAL_PAUSE = 10, 0.5  # refusals of a client in a second, beyond which each waits so many seconds
 GUARDED = ("/v1/", "/metrics")
 
@@ -114,8 +116,11 @@ class Gate:
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         """The whole body, at most as large as it may be, and what then gives it to the handler."""
         most = self._max_body
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
         if not length.isdigit() or int(length[:18]) > most:
+            if "expect" not in headers:  # whose body has not been sent yet
+                await _discard(receive)
             raise self._too_large(length)
         parts: list[bytes] = []
         size = 0
@@ -128,6 +133,7 @@ class Gate:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > most:
+                        await _discard(receive)
                         raise self._too_large("more")
                     if not message.get("more_body", False):
                         break
@@ -147,3 +153,15 @@ class Gate:
             code="body_too_large",
             headers={"connection": "close"},
         )
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on for a moment: to close a connection with bytes unread resets it, and the reply is lost with them."""
+    left = LINGER_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
