@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, also where the machine loses its power."""
+"""Files that are written whole or not at all, also where the machine loses its power, and where caches are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import psutil
 
 from sakiyomi.core.errors import LoadError
 
-logger = logging.getLogger("sakiyomi")
 __all__ = ["cache_folder", "partial", "remove_leftovers", "sync", "whole_file"]
+
+logger = logging.getLogger("sakiyomi")
 
 
 def cache_folder() -> Path:

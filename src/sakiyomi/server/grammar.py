@@ -210,6 +210,6 @@ class _Lark:
 
 
 def _refused(reason: str, field: str) -> ApiError:
-    if "panic" in reason:  # of the compiler, with a backtrace of its own
+    if reason.startswith("panic"):  # of the compiler, with a backtrace of its own
         reason = "its grammar is too large"
     return bad_request(f"{field} cannot be enforced: {' '.join(reason.split())[:300]}", field, code="invalid_schema")
