@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sakiyomi.core.digests import Digests, load_tensors, save_tensors, sealed, tensor_digest, unsealed
+from sakiyomi.core.embedded import HEADS, embedded
 from sakiyomi.core.errors import LoadError
 
 TENSORS = {
@@ -122,3 +123,9 @@ def test_sealed_objects() -> None:
     assert unsealed(dict(reversed(sealed(content).items()))) == content  # whatever the order
     with pytest.raises(ValueError, match="changed after it was written"):
         unsealed(sealed(content) | {"b": [1, 3]})
+
+
+def test_embedded_heads_carry_digests() -> None:
+    for name in HEADS:
+        for path in embedded(name).glob("*.safetensors"):
+            assert not Digests.of(path).recorded, path
