@@ -109,7 +109,7 @@ def test_a_full_queue_says_when_to_come_again(site: tuple[Server, str], own: LLM
 
 def test_a_slow_reader_holds_up_nobody(own: LLM) -> None:
     """It asks and does not read: its text is written, its slot is free, and when its time is up it is cut off."""
-    with running(toy_llm("none", max_batch=1), request_timeout=4) as (server, url):
+    with running(toy_llm("none", max_batch=1), request_timeout=8) as (server, url):
         host, port = url.removeprefix("http://").split(":")
         with socket.socket() as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
