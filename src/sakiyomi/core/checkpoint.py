@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sakiyomi.core.dtypes import STORED
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.memory import readable
 
@@ -25,7 +26,7 @@ _BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOATS = ("F64", "F32", "F16", "BF16")
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?|layer)\.(\d{1,6})\.")
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 
@@ -54,7 +55,7 @@ class Checkpoint:
     @property
     def dtype(self) -> str | None:
         """Torch's name of the float dtype that most values have; None if there is none or nobody can tell."""
-        floats = {_FLOATS[name]: count for name, count in self.elements.items() if name in _FLOATS}
+        floats = {STORED[name]: count for name, count in self.elements.items() if name in _FLOATS}
         return max(floats, key=floats.__getitem__) if floats else None
 
     def bytes_as(self, itemsize: float) -> int:

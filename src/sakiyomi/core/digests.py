@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from sakiyomi.core.checkpoint import Header, read_header
+from sakiyomi.core.dtypes import STORED, dtype_name
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.files import whole_file
 
@@ -112,7 +113,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         seen.add(place)
     metadata = {"format": "pt"} | dict(metadata or {})  # transformers wants to know
     digests = {name: tensor_digest(tensor) for name, tensor in own.items()}
-    entries = {name: {"dtype": _DTYPES[str(t.dtype)], "shape": list(t.shape)} for name, t in own.items()}
+    stored = {torchs: name for name, torchs in STORED.items()}
+    entries = {name: {"dtype": stored[dtype_name(t.dtype)], "shape": list(t.shape)} for name, t in own.items()}
     table = _table(Header(entries, metadata, 0), digests)
     save_file(own, path, {**metadata, KEY: json.dumps({"tensors": digests, "table": table})})
     _order_metadata(path)
@@ -129,14 +131,6 @@ def _order_metadata(path: Path) -> None:
         if len(text) <= length:
             file.seek(8)
             file.write(text.ljust(length))
-
-
-_DTYPES = {
-    "torch.float64": "F64", "torch.int64": "I64", "torch.uint64": "U64", "torch.float32": "F32", "torch.int32": "I32",
-    "torch.uint32": "U32", "torch.float16": "F16", "torch.bfloat16": "BF16", "torch.int16": "I16",
-    "torch.uint16": "U16", "torch.int8": "I8", "torch.uint8": "U8", "torch.bool": "BOOL",
-    "torch.float8_e4m3fn": "F8_E4M3", "torch.float8_e5m2": "F8_E5M2",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

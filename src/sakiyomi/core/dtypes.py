@@ -1,8 +1,15 @@
-"""Names of torch's dtypes. Imports no torch."""
+"""Names of torch's dtypes, and of those in safetensors files. Imports no torch."""
 
 from __future__ import annotations
 
-__all__ = ["dtype_name"]
+__all__ = ["STORED", "dtype_name"]
+
+STORED = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U64": "uint64",
+    "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""torch's names by those of safetensors files."""
 
 
 def dtype_name(dtype: object) -> str:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.core.checkpoint import Header, read_header
+from sakiyomi.core.dtypes import STORED
 from sakiyomi.core.errors import LoadError
 
 __all__ = ["Extent", "WeightStream", "attach", "hooks", "is_offloaded"]
@@ -31,11 +32,7 @@ __all__ = ["Extent", "WeightStream", "attach", "hooks", "is_offloaded"]
 OPEN = 64  # files that are kept open
 CHUNK = 1 << 17  # bytes that the system is asked for at a time: of more it may read no more than the first part
 SMALL = 1 << 16  # bytes of a tensor (a norm, a bias) that stays in memory once it was read
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
+DTYPES = {name: getattr(torch, own) for name, own in STORED.items()}
 
 
 @dataclass(frozen=True)
