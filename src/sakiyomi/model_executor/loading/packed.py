@@ -24,7 +24,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,11 +32,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+import xxhash
 from torch import Tensor
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header, read_json
-from sakiyomi.core.digests import Digests, file_digest, save_tensors, tensor_digest
+from sakiyomi.core.digests import Digests, file_digest, save_tensors
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.errors import LoadError, MemoryLimitError
 from sakiyomi.core.files import cache_folder, sync
@@ -67,6 +68,7 @@ logger = logging.getLogger("sakiyomi")
 FORMAT = 2
 ABOUT, WEIGHTS = "sakiyomi.json", "packed.safetensors"
 REMEDY = "load the model itself with quantize, which packs it anew"
+PIECE = 1 << 18  # bytes that are read, and hashed, at once
 _SAMPLES = 32  # places of a weight file that are compared
 _HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 _SILENT = 24 * 3600.0  # seconds without a change after which its writer must have ended
@@ -235,30 +237,31 @@ def _replace(fresh: Path, place: Path) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def _read_tensors(path: Path, pool: ThreadPoolExecutor) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, read into memory of their own, each compared with its digest behind its reading.
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, read into memory of their own, each compared with its digest.
 
-    A mapped file would share its memory, but its tensors begin at any multiple of 8 bytes, and the kernels want 64.
+    Each piece is hashed while it is in the processor's cache, which costs next to nothing. A mapped file would share
+    its memory, but its tensors begin at any multiple of 8 bytes, and the kernels want 64.
     """
     digests = Digests.of(path)
     start = digests.header.start
     found: dict[str, Tensor] = {}
-    known: dict[str, Future[str]] = {}
+    known: dict[str, str] = {}
     with path.open("rb", buffering=0) as file:
         for name, entry in sorted(digests.header.entries.items(), key=lambda item: item[1]["data_offsets"]):
             tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
             room = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             file.seek(start + entry["data_offsets"][0])
+            digest = xxhash.xxh3_64()
             while len(room):
-                count = file.readinto(room)
+                count = file.readinto(room[:PIECE])
                 if not count:
                     raise LoadError(f"{path} ends within {name}")
+                digest.update(room[:count])
                 room = room[count:]
-            found[name] = tensor
-            known[name] = pool.submit(tensor_digest, tensor)
-    for name, digest in known.items():
-        digests.check(name, digest.result())
-    digests.record({name: digest.result() for name, digest in known.items()})
+            found[name], known[name] = tensor, digest.hexdigest()
+            digests.check(name, known[name])
+    digests.record(known)
     return found
 
 
@@ -342,7 +345,7 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
         model, dtype = read(), getattr(torch, about["dtype"])
         if model.config.quantization_config.layers != sorted(about["layers"]):
             raise ValueError(f"config.json names other layers than {ABOUT}")
-        tensors = _read_tensors(folder / WEIGHTS, pool)
+        tensors = _read_tensors(folder / WEIGHTS)
         others.result()
         packed: dict[str, PackedLinear] = {}
         for name, layer in about["layers"].items():
