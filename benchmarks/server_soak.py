@@ -102,7 +102,6 @@ class Reply:
     """What came of a request: its kind, how it was asked, what it said, and its tokens by number of the request."""
 
     kind: str
-    path: str = ""
     body: dict[str, Any] | None = None
     said: str = ""
     number: str = ""
@@ -211,14 +210,14 @@ def asked(url: str, path: str, body: dict[str, Any], stream: bool) -> Reply:
     while True:
         with httpx.stream("POST", url + path, json=body | more, headers=headers(), timeout=300) as reply:
             lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
-        whole = not stream or lines[-1] == "[DONE]"
+        whole = not stream or lines[-1:] == ["[DONE]"]
         if reply.status_code == 200 and whole:
             objects = [json.loads(line) for line in lines if line != "[DONE]"]
             text = "".join(said(choice) for part in objects for choice in part["choices"])
             kind, number = "streamed" if stream else "whole", reply.headers["x-request-id"]
-            return Reply(kind, path, body, text, number, objects[-1]["usage"]["completion_tokens"])
+            return Reply(kind, body, text, number, objects[-1]["usage"]["completion_tokens"])
         if reply.status_code != 429:
-            return Reply(f"lost ({reply.status_code})", path, body)
+            return Reply(f"lost ({reply.status_code})", body)
         time.sleep(0.2 + random.random())
 
 
@@ -340,8 +339,8 @@ def main() -> None:
     lost = sum(count for kind, count in counts.items() if kind.startswith("lost"))
     result = {
         "requests": len(replies), "seconds": round(seconds, 1), "kinds": dict(counts), "lost": lost,
-        "constrained": sum(reply.body in [body for _, body in CONSTRAINED] for reply in whole), "wrong": len(wrong),
-        "exit_code": code, "ended": ended, "differing": differing,
+        "constrained": sum(not {"tools", "response_format"}.isdisjoint(reply.body or {}) for reply in whole),
+        "wrong": len(wrong), "exit_code": code, "ended": ended, "differing": differing,
         "resident_mb": [round(early / 1e6), round(late / 1e6)], "grown": late / early - 1,
     }  # fmt: skip
     for body in wrong[:3]:

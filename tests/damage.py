@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-__all__ = ["DAMAGES", "damaged", "damaged_head"]
+from sakiyomi.core.errors import SakiyomiError
+
+__all__ = ["DAMAGES", "damaged", "refusals"]
 
 DAMAGES = int(os.environ.get("SAKIYOMI_DAMAGES", "40"))
 
@@ -39,7 +43,23 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed) if bytes(changed) != data else damaged(data, rng)
 
 
-def damaged_head(data: bytes, rng: random.Random) -> bytes:
+def _damaged_head(data: bytes, rng: random.Random) -> bytes:
     """The same, most often where formats have their names and sizes."""
     head = 4000
     return damaged(data[:head], rng) + data[head:] if rng.random() < 0.6 and len(data) > head else damaged(data, rng)
+
+
+def refusals(files: Sequence[Path], count: int, read: Callable[[], object]) -> int:
+    """How many damages of files, by turns, were refused; each in one line of ours, or it was read."""
+    rng, refused = random.Random(0), 0
+    for number in range(count):
+        path = files[number % len(files)]
+        whole = path.read_bytes()
+        path.write_bytes(_damaged_head(whole, rng))
+        try:
+            read()
+        except SakiyomiError as error:
+            assert "\n" not in error.message
+            refused += 1
+        path.write_bytes(whole)
+    return refused

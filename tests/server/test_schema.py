@@ -24,7 +24,6 @@ def _tool(schema: dict[str, Any], name: str = "f") -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_path_keeps_to_its_document(mode: GenerationMode) -> None:
-    """Bounds of whole numbers are in it, too."""
     tried: dict[str, int] = {}
     with running(toy_llm("none"), max_body=100_000_000) as (_, url):
         document = schemathesis.openapi.from_url(f"{url}/openapi.json")

@@ -57,6 +57,8 @@ def load_checkpoint(folder: Path, *, peek: bool = False) -> dict[str, Any]:
             if not peek and (damaged := whole.testzip()):
                 raise zipfile.BadZipFile(f"its part {damaged} is damaged")
         state: dict[str, Any] = torch.load(found[-1], map_location="cpu", weights_only=True, mmap=peek)
+    except MemoryError:
+        raise
     except Exception as error:  # damage has many kinds
         raise LoadError(f"cannot read checkpoint {found[-1]}: {error}; delete it to use the one before") from error
     return state
