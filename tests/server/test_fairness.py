@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from processes import until
@@ -115,16 +116,27 @@ def test_a_client_with_few_requests_passes_one_with_many(site: tuple[Server, str
 def test_a_full_queue_has_room_for_who_has_less(site: tuple[Server, str]) -> None:
     server, url = site
     stop = threading.Event()
-    threads = hold(url, "a", 8, stop)
+    threads = hold(url, "a", 7, stop)
+    headers = {"authorization": "Bearer a"}
+    newest: list[httpx.Response] = []
+
+    def wait() -> None:
+        newest.append(web.post(f"{url}/v1/completions", json=LONG | {"stream": True}, headers=headers, timeout=60))
+
     try:
+        until(lambda: server.worker.load == 7)
+        threads.append(threading.Thread(target=wait))
+        threads[-1].start()
         until(lambda: server.worker.load == 8)  # two run, six wait: full
-        headers = {"authorization": "Bearer a"}
         again = web.post(f"{url}/v1/completions", json=LONG, headers=headers)
         assert again.status_code == 429  # it has most of all: nobody makes room for it
         before = refused(url)
         reply = client(url, api_key="b").completions.create(model="toy", prompt="The fox", max_tokens=3)
         assert reply.choices[0].finish_reason
         assert refused(url) == before + 1
+        threads[-1].join()
+        assert newest[0].status_code == 429 and int(newest[0].headers["retry-after"]) >= 1
+        assert newest[0].json()["error"]["code"] == "queue_full", "a stream that has not begun is refused as a whole"
     finally:
         stop.set()
         for thread in threads:

@@ -81,6 +81,19 @@ def test_a_dropped_client_frees_its_slot(site: tuple[Server, str], own: LLM, str
     works(url, own)
 
 
+def test_a_client_that_goes_while_it_waits_frees_its_place(own: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sakiyomi.server")
+    with running(toy_llm("none", max_batch=1)) as (server, url):
+        with web.stream("POST", f"{url}/v1/completions", json=ENDLESS | {"stream": True}) as reply:
+            lines = reply.iter_lines()  # kept, as above
+            assert next(lines)
+            with pytest.raises(httpx.ReadTimeout):
+                web.post(f"{url}/v1/completions", json=ENDLESS | {"stream": True}, timeout=0.3)
+            until(lambda: server.worker.load == 1)
+            until(lambda: "POST /v1/completions 499" in caplog.text)
+        works(url, own)
+
+
 def test_a_full_queue_says_when_to_come_again(site: tuple[Server, str], own: LLM) -> None:
     server, url = site
     with ThreadPoolExecutor(4) as pool:

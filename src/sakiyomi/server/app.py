@@ -148,23 +148,26 @@ class Server:
     async def _events(
         self, call: Call, style: Style, figures: bool, until: float, told: dict[str, Any]
     ) -> AsyncIterator[bytes]:
+        """What a stream consists of; an error before the first event is raised, a later one is an event."""
         fresh = {job.index for job in call.jobs}
+        begun = False
         try:
             async with asyncio.timeout_at(until):
                 async for piece in self._read(call):
                     if self.config.log_prompts:
                         told["reply"] = told.get("reply", "") + piece.text
+                    begun = True
                     yield event(style.chunk(piece, piece.index in fresh))
                     fresh.discard(piece.index)
             if figures:
                 yield event(style.figures(usage(call.jobs)))
             yield DONE
-        except TimeoutError:
-            yield event(self._too_late().body)
         except Exception as error:
-            found = api_error(error)
+            found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)
             if found.status == 500:
                 failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
+            if not begun:
+                raise found from error
             yield event(found.body)
 
     def _too_late(self) -> ApiError:

@@ -30,6 +30,8 @@ async def gone(receive: Receive) -> None:
 class EventStream(Response):
     """A reply of events, as they come. Ends when they do, when the client goes, or when it has not read for too long.
 
+    It begins with the first event: an error before that is one of the whole request, with a status of its own.
+
     Args:
         events: what to send; they end by themselves.
         close: called at the end, whatever the end is.
@@ -43,6 +45,7 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events, self._close, self._patience = events, close, patience
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -56,11 +59,16 @@ class EventStream(Response):
             if not sending.done():
                 sending.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-        if not sending.cancelled() and (error := sending.exception()) is not None and not isinstance(error, OSError):
+        if sending.cancelled():
+            if not self._begun:
+                await Response(status_code=499)(scope, receive, send)  # nobody reads it; the log does
+        elif (error := sending.exception()) is not None and not isinstance(error, OSError):
             raise error
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for data in self._events:
+            if not self._begun:
+                self._begun = True
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
