@@ -334,14 +334,14 @@ def main() -> None:
     differing = sums(metrics, lines, whole)
     ended = differing.pop("ended")
     fifth = len(readings) // 5
-    early, late = statistics.mean(readings[fifth : 2 * fifth]), statistics.mean(readings[-fifth:])
+    resident = [statistics.mean(readings[i * fifth : (i + 1) * fifth]) for i in range(5)]
     counts = Counter(reply.kind for reply in replies)
     lost = sum(count for kind, count in counts.items() if kind.startswith("lost"))
     result = {
         "requests": len(replies), "seconds": round(seconds, 1), "kinds": dict(counts), "lost": lost,
         "constrained": sum(not {"tools", "response_format"}.isdisjoint(reply.body or {}) for reply in whole),
         "wrong": len(wrong), "exit_code": code, "ended": ended, "differing": differing,
-        "resident_mb": [round(early / 1e6), round(late / 1e6)], "grown": late / early - 1,
+        "resident_mb": [round(mean / 1e6) for mean in resident], "grown": resident[-1] / resident[1] - 1,
     }  # fmt: skip
     for body in wrong[:3]:
         print("wrong:", body)

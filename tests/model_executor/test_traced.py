@@ -84,5 +84,48 @@ def test_a_trace_that_differs_is_found_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(traced.recorder, TracedPasses) and traced.recorder.failed
 
 
+def test_one_trace_serves_all_row_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(vocab=VOCAB)
+    traced, eager = build_runner(model, compile="auto"), build_runner(model, compile=False)
+    traced.record((8,))
+    monkeypatch.setattr(torch.jit, "trace", lambda *_: pytest.fail("traced once more"))
+    for _ in range(2):
+        for rows in (1, 3, 8, 16, 20, 64, 100):
+            with traced.cache.lent(rows) as one, eager.cache.lent(rows) as other:
+                found = traced.score([SequenceRows(one, 0, prompt(rows))]).logits
+                expected = eager.score([SequenceRows(other, 0, prompt(rows))]).logits
+            assert torch.equal(found, expected)
+    assert isinstance(traced.recorder, TracedPasses)
+    assert traced.recorder._proven == {1, 4, 8, 16, 32, 64, 128}
+
+
+@pytest.mark.parametrize("wrong", [1e-6, RuntimeError("shape '[1, 8, 64]' is invalid")], ids=["differs", "raises"])
+def test_a_row_count_that_a_trace_does_not_serve_gets_its_own(
+    wrong: float | Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(vocab=VOCAB)
+    traced, expected = build_runner(model, compile="auto"), passes(build_runner(model, compile=False))
+    trace = torch.jit.trace
+
+    def narrow(forward: Any, inputs: Any, **options: Any) -> Any:
+        made, rows = trace(forward, inputs, **options), inputs[0].shape[1]
+
+        def replay(ids: torch.Tensor, positions: torch.Tensor) -> Any:
+            if ids.shape[1] == rows:
+                return made(ids, positions)
+            if isinstance(wrong, Exception):
+                raise wrong
+            logits, states = made(ids, positions)
+            return logits + wrong, states
+
+        return replay
+
+    monkeypatch.setattr(torch.jit, "trace", narrow)
+    traced.record((4,))
+    assert all(torch.equal(a, b) for a, b in zip(expected, passes(traced), strict=True))
+    assert isinstance(traced.recorder, TracedPasses) and not traced.recorder.failed
+    assert sorted(traced.recorder._traces) == [4, 8, 16] == sorted({4} | traced.recorder._proven)
+
+
 def test_without_compile_nothing_is_recorded() -> None:
     assert build_runner(tiny_llama(vocab=VOCAB), compile=False).recorder is None

@@ -1,16 +1,16 @@
 """Decoding passes traced once and replayed by TorchScript's interpreter: no Python between a pass's operators.
 
-A trace takes a fraction of a second, needs no compiler, and serves every batch, length and tree of its row count, since
-plan and cache lie outside of it. It runs the very operators of the eager pass, so that its logits are equal to the last
-bit. What Python decides from a tensor's values would be baked in: tracing such a model is refused by torch's own
-warning, and each trace is compared with an eager pass over other rows before it is used.
+A trace takes a fraction of a second, needs no compiler, and serves every batch, length, tree and row count, since plan
+and cache lie outside of it and sizes are read from its inputs. It runs the very operators of the eager pass, so that
+its logits are equal to the last bit. What Python decides from a tensor's values would be baked in: tracing such a model
+is refused by torch's own warning. What torch itself decides by sizes may be baked in, too: of every row count the first
+pass is compared with an eager one, and a row count that differs gets a trace of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,17 +28,17 @@ __all__ = ["TracedPasses"]
 
 logger = logging.getLogger("sakiyomi")
 _BY_SIZE = (str(Path(torch.__file__).parent), str(Path(transformers.masking_utils.__file__)))
-"""Code that decides by sizes, which are those of every pass of the trace; masks are ours."""
-WORTH_IT = 4  # eager passes of a row count, after which it is traced
+"""Code that decides by sizes, which a comparison finds out; masks are ours."""
+WORTH_IT = 4  # eager passes after which one is traced
 
 
 class TracedPasses:
-    """Traces of one session's passes, by row count: see ``PassRecorder``.
+    """Traces of one session's passes: see ``PassRecorder``.
 
     Args:
         forward: the eager pass.
         module: what it runs.
-        sizes: row counts that come again.
+        sizes: row counts that come again, ascending, as do multiples of the last one.
 
     Attributes:
         failed: the model cannot be traced; its passes run eagerly.
@@ -47,30 +47,52 @@ class TracedPasses:
     mode: ClassVar[str] = "traced"
 
     def __init__(self, forward: PassForward, module: nn.Module, sizes: Sequence[int]) -> None:
-        self._forward, self._module, self._sizes = forward, module, frozenset(sizes)
-        self._traces: dict[int, Any] = {}
+        self._forward, self._module, self._sizes = forward, module, tuple(sizes)
+        self._traces: dict[int, Any] = {}  # by the row count that they were made of; the first one serves all others
         self._proven: set[int] = set()
-        self._passes: Counter[int] = Counter()
+        self._passes = 0
         self.fresh = self.failed = False
 
     def has(self, rows: int) -> bool:
         """Whether a pass of so many rows is replayed."""
-        return rows in self._traces and not self.failed
+        return self._serves(rows) and bool(self._traces)
+
+    def _serves(self, rows: int) -> bool:
+        return not self.failed and (rows in self._sizes or not rows % self._sizes[-1])
 
     def clear(self) -> None:
         """Nothing: no trace knows where the cache lies."""
 
     def record(self, begin: BeginPass, rows: int) -> None:
-        """Trace a pass of so many rows now."""
-        if self.failed or rows in self._traces or rows not in self._sizes:
-            return
+        """Trace a pass of so many rows now, if none is there."""
+        if self._serves(rows) and not self._traces:
+            self._trace(begin, rows)
+
+    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
+        """The pass that `begin` described; None: it is not traced (yet)."""
+        size = ids.shape[1]
+        self.fresh = False
+        if not self._serves(size):
+            return None
+        if size in self._proven:
+            return self._replay(size, ids, positions)
+        if not self._traces:
+            self._passes += bool(plan.rows)
+            if self._passes <= WORTH_IT:
+                return None
+            self._trace(begin, size)
+            begin(plan, size)
+            self.fresh = True
+        return self._prove(begin, plan, size, ids, positions) if plan.rows else None
+
+    def _trace(self, begin: BeginPass, rows: int) -> None:
         ids = torch.zeros(1, rows, dtype=torch.int64)
         begin(BatchPlan([]), rows)
         try:
             with warnings.catch_warnings(record=True) as told, _detached(self._module):
                 warnings.simplefilter("always")
                 trace = torch.jit.trace(self._forward, (ids, ids.clone()), check_trace=False)
-            # What Python has decided from a tensor's values is right for these rows alone.
+            # What Python has decided from a tensor's values is right for these alone.
             doubts = [w for w in told if issubclass(w.category, TracerWarning) and not w.filename.startswith(_BY_SIZE)]
             if doubts:
                 self._fail(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
@@ -79,41 +101,34 @@ class TracedPasses:
         except Exception as error:  # whatever it is, the eager path is there
             self._fail(f"{type(error).__name__}: {error}")
 
-    def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
-        """The pass that `begin` described; None: it is not traced (yet)."""
-        size = ids.shape[1]
-        self.fresh = False
-        if self.failed or size not in self._sizes:
-            return None
-        if size in self._proven:
-            return self._replay(size, ids, positions)
-        if size in self._traces and plan.rows:
-            return self._prove(begin, plan, size, ids, positions)
-        self._passes[size] += bool(plan.rows)
-        if self._passes[size] > WORTH_IT and size not in self._traces:
-            self.record(begin, size)
-            begin(plan, size)
-            self.fresh = True
-        return None
-
     def _prove(self, begin: BeginPass, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor) -> PassResult:
         """Run a pass both ways; its rows are written twice, with the same numbers."""
         expected = self._forward(ids, positions)
-        begin(plan, size)
         self.fresh = True
-        found = self._replay(size, ids, positions)
-        pairs = zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
-        if all(torch.equal(a[:, : plan.rows], b[:, : plan.rows]) for a, b in pairs):
-            self._proven.add(size)
-        else:
+        while not self.failed:
             begin(plan, size)
-            expected = self._forward(ids, positions)  # once more: the cache holds what the trace has written
-            self._fail("its logits differ from those of the eager pass")
-        return expected
+            if self._agrees(expected, plan.rows, size, ids, positions):
+                self._proven.add(size)
+                return expected
+            if size in self._traces:
+                self._fail("its logits differ from those of the eager pass")
+            else:
+                self._trace(begin, size)
+        begin(plan, size)
+        return self._forward(ids, positions)  # once more: the cache holds what the trace has written
+
+    def _agrees(self, expected: PassResult, rows: int, size: int, ids: Tensor, positions: Tensor) -> bool:
+        try:
+            found = self._replay(size, ids, positions)
+        except RuntimeError:  # a size in it is not that of these rows
+            return False
+        pairs = zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
+        return all(a.shape == b.shape and torch.equal(a[:, :rows], b[:, :rows]) for a, b in pairs)
 
     def _replay(self, size: int, ids: Tensor, positions: Tensor) -> PassResult:
+        trace = self._traces.get(size) or next(iter(self._traces.values()))
         with _interpreted():
-            logits, states = self._traces[size](ids, positions)
+            logits, states = trace(ids, positions)
         return logits, states
 
     def _fail(self, why: str) -> None:

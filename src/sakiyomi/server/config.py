@@ -38,8 +38,9 @@ class ServerConfig:
         max_n: most samples per request, prompts times n.
         cors_origins: origins whose web pages may call the server (* for all); none by default.
         reuse: requests share the keys and values of a common prompt prefix (prefix caching).
-        warm_up: which passes to trace before listening: those that one request needs (one), those of full batches too
-            (all), or none. The others are traced when they come. Kernels are compiled at a machine's first use.
+        warm_up: which passes to record before listening: those that one request needs (one), those of full batches too
+            (all), or none. The others are recorded when they come; on a CPU one trace serves all. Kernels are compiled
+            at a machine's first use.
         log_format: text, or json (one object per line).
         log_prompts: write prompts and replies to the log.
     """
