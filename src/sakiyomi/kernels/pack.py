@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from sakiyomi.kernels.native import PackedLinear, PackedWeights, can_pack
 
-__all__ = ["PACKED", "Watch", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
+__all__ = ["Watch", "is_linear", "join_siblings", "linear_beside", "pack_linears", "present", "weight_of"]
 
-PACKED = (nn.Linear, Conv1D)
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is exactly torch's linear layer, or transformers' one with its weight the other way round."""
+    kind = type(module)
+    return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 class Watch:
@@ -32,7 +35,7 @@ class Watch:
             if inputs:
                 self._calls.append((module, inputs[0], 0 if inputs[0].is_inference() else inputs[0]._version))
 
-        layers = [module for module in self._model.modules() if type(module) in PACKED]
+        layers = [module for module in self._model.modules() if is_linear(module)]
         self._hooks = [layer.register_forward_pre_hook(note) for layer in layers]
         return self
 
@@ -98,7 +101,7 @@ def pack_linears(
             if id(child) in done:
                 setattr(parent, name, done[id(child)])
                 continue
-            if type(child) not in PACKED or type(child.weight) is not nn.Parameter:
+            if not is_linear(child) or type(child.weight) is not nn.Parameter:
                 continue
             if child._forward_pre_hooks or child._forward_hooks or (hasattr(child, "_hf_hook") and not free):
                 continue

@@ -19,7 +19,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import built
 from sakiyomi.kernels.native import BLOCK, DTYPES, GROUP, PIECE, PackedWeights, can_pack, to_halves
-from sakiyomi.kernels.pack import PACKED, present, weight_of
+from sakiyomi.kernels.pack import is_linear, present, weight_of
 
 __all__ = [
     "QUANTIZATIONS",
@@ -168,7 +168,7 @@ def layer_errors(
 
     with ExitStack() as hooks, torch.no_grad():
         for layer in model.modules():
-            if type(layer) in PACKED:
+            if is_linear(layer):
                 hooks.enter_context(layer.register_forward_hook(measure))
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
     return errors, logits

@@ -170,6 +170,7 @@ class Session:
         """Choose the attention backend for the weights as they are now, and forget what was recorded on another."""
         needs = self.weights.needs(exact=self.exact, evicts=self._evicts)
         kind = choose_backend(needs)
+        op.register(kind.operator, kind.attend, kind.cross)
         self.module.set_attn_implementation(kind.operator)
         self._listen()
         self._adopt(kind(needs, self.cache, self.sources))

@@ -9,6 +9,7 @@ pass is compared with an eager one, and a row count that differs gets a trace of
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import transformers.masking_utils
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
@@ -27,7 +27,9 @@ from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, P
 __all__ = ["TracedPasses"]
 
 logger = logging.getLogger("sakiyomi")
-_BY_SIZE = (str(Path(torch.__file__).parent), str(Path(transformers.masking_utils.__file__)))
+_TRANSFORMERS = importlib.util.find_spec("transformers")
+assert _TRANSFORMERS is not None and _TRANSFORMERS.origin is not None
+_BY_SIZE = (str(Path(torch.__file__).parent), str(Path(_TRANSFORMERS.origin).with_name("masking_utils.py")))
 """Code that decides by sizes, which a comparison finds out; masks are ours."""
 WORTH_IT = 4  # eager passes after which one is traced
 

@@ -19,7 +19,7 @@ from sakiyomi.cache.layer_state import serve_modules
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
-from sakiyomi.kernels.pack import PACKED, pack_linears
+from sakiyomi.kernels.pack import is_linear, pack_linears
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import BackendNeeds
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
@@ -228,7 +228,7 @@ class ModelWeights:
         if table is None:
             return None
         if not self._given.owned:  # the user's own weights stay beside the packed ones
-            need = sum(m.weight.nbytes for m in self.module.modules() if type(m) in PACKED)
+            need = sum(m.weight.nbytes for m in self.module.modules() if is_linear(m))
             if need > available_bytes(str(self.device)):
                 logger.warning(
                     "%s of memory for a packed copy of the loaded model are not available: it runs on plain torch, "

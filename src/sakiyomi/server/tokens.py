@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from sakiyomi.core.text import profile
 
 __all__ = ["TokenNames"]
@@ -19,6 +17,8 @@ class TokenNames:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         self._tokenizer = tokenizer
         self._bytes = profile(tokenizer).byte_of
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)

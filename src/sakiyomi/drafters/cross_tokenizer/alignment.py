@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from sakiyomi.cache.prefix import alike
 from sakiyomi.core.text import profile
 from sakiyomi.drafters.cross_tokenizer.borders import Borders, Cut
@@ -150,6 +148,8 @@ class Lexicon:
 
     def _read(self) -> list[bytes]:
         """Bytes of every token: what it adds to a token before it, since alone it may lose its first space."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         anchor = self._anchor()
         texts = self._decode([[anchor, i] for i in range(size)])

@@ -8,7 +8,6 @@ from __future__ import annotations
 from sakiyomi.model_executor.attention.cpu import CpuBackend
 from sakiyomi.model_executor.attention.cuda import CudaBackend
 from sakiyomi.model_executor.attention.hf_cache import HFCacheBackend
-from sakiyomi.model_executor.attention.op import register
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 from sakiyomi.model_executor.attention.torch import TorchBackend
 
@@ -19,7 +18,5 @@ BACKENDS: list[type[AttentionBackend]] = [HFCacheBackend, CudaBackend, CpuBacken
 
 
 def choose_backend(needs: BackendNeeds) -> type[AttentionBackend]:
-    """The first backend that serves such a model, its operator made known to transformers."""
-    kind = next(kind for kind in BACKENDS if kind.serves(needs))
-    register(kind.operator, kind.attend, kind.cross)
-    return kind
+    """The first backend that serves such a model."""
+    return next(kind for kind in BACKENDS if kind.serves(needs))

@@ -6,11 +6,11 @@ not a row's own. That is eager only, and costs what the mask costs.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from sakiyomi.cache.cross_attention import SourceCache
 from sakiyomi.cache.slots import SlotCache
@@ -18,8 +18,8 @@ from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 
-class HFCacheBackend(Cache, AttentionBackend):
-    """Stands in for `past_key_values`: writes a pass's rows into the slots, gives back all keys of its requests.
+class HFCacheBackend(AttentionBackend):
+    """Behind what stands in for `past_key_values`: writes rows into the slots, gives back all keys of their requests.
 
     Masks of every length are other inputs, so that these passes stay eager.
     """
@@ -27,7 +27,6 @@ class HFCacheBackend(Cache, AttentionBackend):
     operator: ClassVar[str] = "eager"
 
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None:
-        Cache.__init__(self, layers=[])
         self.cache = cache
         self.count = 0
 
@@ -37,9 +36,9 @@ class HFCacheBackend(Cache, AttentionBackend):
         return needs.own_attention
 
     def inputs(self, rows: int) -> dict[str, Any]:
-        """The mask of the pass, and this object in the place of transformers' cache."""
+        """The mask of the pass, and what stands in the place of transformers' cache."""
         mask = self.mask(self.cache.dtype, rows, self.cache.shapes[0].device)
-        return {"attention_mask": mask, "past_key_values": self, "use_cache": True}
+        return {"attention_mask": mask, "past_key_values": _cache_class()(self), "use_cache": True}
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what the next pass looks like; `size` counts filler rows too."""
@@ -63,9 +62,7 @@ class HFCacheBackend(Cache, AttentionBackend):
             column += length + count
         return mask[None, None].to(device)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Write the pass's rows of one layer; all keys and values of its requests come back, one after the other."""
         self.count += 1
         if not self.plan.rows:  # a trial pass without requests
@@ -80,6 +77,23 @@ class HFCacheBackend(Cache, AttentionBackend):
                 part.append(place[:, : length + rows])
         return torch.cat(parts[0], 1)[None], torch.cat(parts[1], 1)[None]
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Always 0: positions and mask are given, nothing is to be derived from a length."""
-        return 0
+
+@functools.cache
+def _cache_class() -> type:
+    """A transformers `Cache` in front of a backend; made when it is needed, since the import takes seconds."""
+    from transformers import Cache
+
+    class Slots(Cache):
+        def __init__(self, backend: HFCacheBackend) -> None:
+            super().__init__(layers=[])
+            self._backend = backend
+
+        def update(
+            self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            return self._backend.update(key_states, value_states, layer_idx)
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return 0  # positions and mask are given, nothing is to be derived from a length
+
+    return Slots

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.errors import UnsupportedError
@@ -103,6 +102,8 @@ CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
 @functools.cache
 def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
     if name != "eager":  # a model's own
         AttentionInterface.register(name, _attention_of(attend))
         AttentionMaskInterface.register(name, lambda *args, **kwargs: None)

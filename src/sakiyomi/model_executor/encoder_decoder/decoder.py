@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_outputs import BaseModelOutput
 
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.cache.layout import LayerShape
@@ -68,6 +66,8 @@ class _SelfAttention(_Attention):
     """Without a bias of its own: the attention operator adds the one of the distance."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor | None, ...]:
+        from transformers import AttentionInterface
+
         q, k, v = (self._split(part(hidden_states)) for part in (self.q, self.k, self.v))
         attend = AttentionInterface()[self.attention]
         return self._close(attend(self, q, k, v, None, scaling=self.scaling)[0])
@@ -137,6 +137,8 @@ class Decoder(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, attention_mask: None = None, use_cache: bool = False
     ) -> Any:
         """Token ids and positions (1, N) to an object with logits (1, N, V)."""
+        from transformers.modeling_outputs import BaseModelOutput
+
         embeds = self.embed(input_ids)
         if self.scale != 1.0:
             embeds = embeds * self.scale

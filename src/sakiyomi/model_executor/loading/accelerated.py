@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.prompts import judging_text
-from sakiyomi.kernels.pack import PACKED
+from sakiyomi.kernels.pack import is_linear
 from sakiyomi.kernels.quantization import QuantizationReport, compare
 from sakiyomi.model_executor.loading.reader import Reader
 
@@ -64,7 +64,7 @@ def read_quantized(reader: Reader, kind: str, tokenizer: Any, *, layered: bool) 
     del model
     quantized = reader.read(settings).eval()
     agreement, divergence = compare(before, _logits(quantized, text.to(reader.device)).cpu())
-    linear = {name: layer for name, layer in quantized.named_modules() if type(layer) in PACKED}
+    linear = {name: layer for name, layer in quantized.named_modules() if is_linear(layer)}
     kept = tuple(name for name, layer in linear.items() if type(layer.weight) is nn.Parameter)
     count = len(linear) - len(kept)
     return quantized, QuantizationReport(kind, count, kept, agreement, divergence, text.shape[1])

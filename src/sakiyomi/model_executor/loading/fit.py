@@ -10,7 +10,7 @@ import torch
 from sakiyomi.core.dtypes import dtype_name
 from sakiyomi.core.memory import available_bytes, readable, require_bytes
 from sakiyomi.core.process import TORCH_STATE
-from sakiyomi.kernels.pack import PACKED
+from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.reader import Reader, quiet
 
@@ -79,12 +79,12 @@ def _smaller(dtype: torch.dtype, quantize: str | None, layered: bool) -> list[tu
 def quantized_bytes(reader: Reader, quantize: str) -> int:
     """Bytes of a model whose linear layers are quantized, and of its largest layer while it is."""
     model = without_weights(reader)
-    layers: list[int] = [module.weight.numel() for module in model.modules() if type(module) in PACKED]
+    layers: list[int] = [module.weight.numel() for module in model.modules() if is_linear(module)]
     # By module: embeddings that the head shares stay as they are beside its quantized copy.
     others: dict[int, int] = {
         id(parameter): parameter.nbytes
         for module in model.modules()
-        if type(module) not in PACKED
+        if not is_linear(module)
         for parameter in module.parameters(recurse=False)
     }
     largest = 4 * max(layers, default=0)  # as read, quantized, and in its new order

@@ -18,7 +18,7 @@ from sakiyomi.core.memory import readable
 from sakiyomi.core.messages import one_line
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.core.progress import progress
-from sakiyomi.kernels.pack import PACKED
+from sakiyomi.kernels.pack import is_linear
 from sakiyomi.model_executor.loading.families import auto_class
 
 __all__ = ["Reader", "quiet"]
@@ -138,7 +138,7 @@ class Reader:
                 return self.read()
         for module in model.modules():
             hook = getattr(module, "_hf_hook", None)
-            if hook is None or type(module) in PACKED:
+            if hook is None or is_linear(module):
                 continue
             hook.pre_forward(module)
             remove_hook_from_module(module)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from sakiyomi.core.errors import UnsupportedError
 
@@ -27,7 +26,7 @@ FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv", "in_pro
 
 def out_features(layer: nn.Module) -> int:
     """Values that a linear layer gives; 0 for what is none."""
-    width = layer.nf if isinstance(layer, Conv1D) else getattr(layer, "out_features", 0)
+    width = getattr(layer, "out_features", None) or getattr(layer, "nf", 0)  # transformers' Conv1D says nf
     return width if isinstance(width, int) else 0
 
 
