@@ -116,6 +116,7 @@ class LLM:
                 load_model,
                 packed=True,
                 encoder_decoder=True,
+                recorded=eviction is None and spec.offloaded is None and compile == "auto" and not exact,
                 dtype=dtype,
                 device=device,
                 trust_remote_code=trust_remote_code,
@@ -270,6 +271,17 @@ class LLM:
         return Conversation(self.engine, prefix)
 
     # ------------------------------------------------------------ models
+
+    def record(self) -> bool:
+        """Keep on disk what the next start with the same models needs in the place of their classes: it is faster then.
+
+        A recording is some kilobytes in the cache folder; weights stay where they are. The commands do this behind
+        their first text.
+
+        Returns:
+            Whether all models are recorded now.
+        """
+        return self._pool.record()
 
     def drafter(self, draft: str | Drafter | Proposer | Sequence[str | Drafter | Proposer]) -> Drafter | None:
         """A drafter for this target, for an engine of one's own; the LLM's own drafter stays.

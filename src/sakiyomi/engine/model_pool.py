@@ -53,6 +53,7 @@ class ModelPool:
         **options: Any,
     ) -> None:
         self._name, self._load, self._run = target, load, run
+        self._unrecorded: list[tuple[ModelRunner, Loaded]] = []
         self.loaded = load(target, quantize=quantize, offload=offload)
         self.target = self._pack(self.loaded, quantize, **options)
         self.models = [self.target]
@@ -125,7 +126,19 @@ class ModelPool:
             )
             if loaded.save is not None:
                 loaded.save(packed)
+        if loaded.record is not None:
+            self._unrecorded.append((packed, loaded))
         return packed
+
+    def record(self) -> bool:
+        """Keep recordings of the models that have none and can have one; whether none is left without."""
+        left = self._unrecorded
+        for packed, loaded in list(left):
+            if packed.weights.packed is not None and packed.recorded():
+                assert loaded.record is not None
+                left.remove((packed, loaded))  # asked once, whatever comes of it
+                loaded.record(packed)
+        return not left
 
 
 def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = None, *, batches: bool = False) -> None:

@@ -91,6 +91,16 @@ def _side_by_side(weight: Tensor, together: int) -> Tensor:
     return padded.view(blocks, BLOCK, groups, together).permute(0, 2, 1, 3).contiguous()
 
 
+def packed_tensors(weight: Tensor, bias: Tensor | None, bits: int) -> dict[str, Tensor]:
+    """What the kernels read of a layer, by the names in `PARTS`."""
+    # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
+    pieces = [PACKERS[bits](piece) for piece in weight.detach().split(PIECE)]
+    tensors = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    if bias is not None:
+        tensors["bias"] = bias.detach().to(torch.float32, copy=True)
+    return tensors
+
+
 PACKERS: dict[int, Callable[[Tensor], dict[str, Tensor]]] = {16: pack_weight, 8: pack_bytes, 4: pack_halves}
 """By bits of a weight; 16 stands for "as it is"."""
 
@@ -166,13 +176,8 @@ class PackedWeights:
         With 8 or 4 `bits` the weights are rounded (`pack_bytes`, `pack_halves`), and each row to 8 bits with a scale of
         its own.
         """
-        # In pieces, so that nothing of the size of a large weight is held beside it and its packed form.
-        pieces = [PACKERS[bits](piece) for piece in weight.detach().split(PIECE)]
-        tensors = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        if bias is not None:
-            tensors["bias"] = bias.detach().to(torch.float32, copy=True)
         out, inner = weight.shape
-        return self.adopt(tensors, inner, out, weight.dtype, bits)
+        return self.adopt(packed_tensors(weight, bias, bits), inner, out, weight.dtype, bits)
 
     def adopt(
         self, tensors: dict[str, Tensor], in_features: int, out_features: int, dtype: torch.dtype, bits: int

@@ -37,6 +37,8 @@ class FirstLayers(ModelRunner):
         if whole.weights.stateful:
             name = type(whole.module).__name__
             raise UnsupportedError(f"early exit: {name} has layers that keep something else than keys and values")
+        whole.weights.unfold()
+        whole.settle()
         self._whole = whole
         super().__init__(
             whole.weights,

@@ -29,6 +29,7 @@ from sakiyomi.model_executor.attention.torch import TorchBackend
 from sakiyomi.model_executor.compiled import CompiledPasses
 from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.pass_clock import PassClock
+from sakiyomi.model_executor.recorded import RecordedModel, RecordedPasses
 from sakiyomi.model_executor.traced import TracedPasses
 from sakiyomi.model_executor.weights import ModelWeights
 
@@ -86,6 +87,7 @@ class Session:
     ) -> None:
         self.weights, self.cache, self.sources = weights, cache, sources
         self.module: Any = weights.module if module is None else module
+        self._is_whole = module is None
         self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
         self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
         self.max_context = weights.max_context
@@ -168,9 +170,12 @@ class Session:
 
     def take_backend(self) -> None:
         """Choose the attention backend for the weights as they are now, and forget what was recorded on another."""
+        if self._is_whole:
+            self.module = self.weights.module
         needs = self.weights.needs(exact=self.exact, evicts=self._evicts)
         kind = choose_backend(needs)
-        op.register(kind.operator, kind.attend, kind.cross)
+        if not isinstance(self.module, RecordedModel):
+            op.register(kind.operator, kind.attend, kind.cross)
         self.module.set_attn_implementation(kind.operator)
         self._listen()
         self._adopt(kind(needs, self.cache, self.sources))
@@ -199,6 +204,8 @@ class Session:
         weights = self.weights
         if not self.compile or weights.offloaded or weights.unsettled:
             return None
+        if isinstance(self.module, RecordedModel):
+            return RecordedPasses(self.forward)
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
             return found
@@ -297,6 +304,8 @@ class Session:
                 )
             if tracked is self.eviction:
                 return tracked
+            self.weights.unfold()
+            self.settle()
             self.eviction = tracked
             self._note, self._evicts = scaled_queries, True
             if self.device.type == "cpu":  # the backend stays: an early exit may share it

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 
-__all__ = ["TracedPasses"]
+__all__ = ["TracedPasses", "interpreted", "trace"]
 
 logger = logging.getLogger("sakiyomi")
 _TRANSFORMERS = importlib.util.find_spec("transformers")
@@ -91,17 +92,9 @@ class TracedPasses:
         ids = torch.zeros(1, rows, dtype=torch.int64)
         begin(BatchPlan([]), rows)
         try:
-            with warnings.catch_warnings(record=True) as told, _detached(self._module):
-                warnings.simplefilter("always")
-                trace = torch.jit.trace(self._forward, (ids, ids.clone()), check_trace=False)
-            # What Python has decided from a tensor's values is right for these alone.
-            doubts = [w for w in told if issubclass(w.category, TracerWarning) and not w.filename.startswith(_BY_SIZE)]
-            if doubts:
-                self._fail(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
-            else:
-                self._traces[rows] = trace
+            self._traces[rows] = trace(self._forward, self._module, ids, ids.clone())
         except Exception as error:  # whatever it is, the eager path is there
-            self._fail(f"{type(error).__name__}: {error}")
+            self._fail(str(error) if isinstance(error, UnsupportedError) else f"{type(error).__name__}: {error}")
 
     def _prove(self, begin: BeginPass, plan: BatchPlan, size: int, ids: Tensor, positions: Tensor) -> PassResult:
         """Run a pass both ways; its rows are written twice, with the same numbers."""
@@ -128,15 +121,30 @@ class TracedPasses:
         return all(a.shape == b.shape and torch.equal(a[:, :rows], b[:, :rows]) for a, b in pairs)
 
     def _replay(self, size: int, ids: Tensor, positions: Tensor) -> PassResult:
-        trace = self._traces.get(size) or next(iter(self._traces.values()))
-        with _interpreted():
-            logits, states = trace(ids, positions)
+        replay = self._traces.get(size) or next(iter(self._traces.values()))
+        with interpreted():
+            logits, states = replay(ids, positions)
         return logits, states
 
     def _fail(self, why: str) -> None:
         self.failed = True
         self._traces.clear()
         logger.info("passes cannot be traced and run eagerly: %s", " ".join(why.split())[:300])
+
+
+def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> Any:
+    """A function that runs `module`, as TorchScript.
+
+    Raises:
+        UnsupportedError: Python decides something from a tensor's values, which is right for these inputs alone.
+    """
+    with warnings.catch_warnings(record=True) as told, _detached(module):
+        warnings.simplefilter("always")
+        made = torch.jit.trace(forward, inputs, check_trace=False)
+    doubts = [w for w in told if issubclass(w.category, TracerWarning) and not w.filename.startswith(_BY_SIZE)]
+    if doubts:
+        raise UnsupportedError(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
+    return made
 
 
 @contextmanager
@@ -156,7 +164,7 @@ def _detached(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _interpreted() -> Iterator[None]:
+def interpreted() -> Iterator[None]:
     """Run traces as they are: profiling and fusing them takes seconds, and gains nothing between our operators."""
     before = torch._C._get_graph_executor_optimize()
     torch._C._set_graph_executor_optimize(False)

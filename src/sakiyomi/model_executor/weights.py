@@ -28,6 +28,7 @@ from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.probe import probe
+from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.structural_copy import structural_copy
 
 __all__ = ["ModelWeights"]
@@ -88,7 +89,8 @@ class ModelWeights:
     ) -> None:
         if quantize and not owned:  # of what was loaded for it, this was known before weights were read
             check_quantization(f"quantize={quantize!r}", model.dtype)
-        self.module: Any = structural_copy(model).eval()
+        recorded = isinstance(model, RecordedModel)
+        self.module: Any = model if recorded else structural_copy(model).eval()
         self.encoder: Encoder | None = None
         if getattr(model.config, "is_encoder_decoder", False):
             self.module, self.encoder = split(self.module)
@@ -131,6 +133,12 @@ class ModelWeights:
         head: nn.Module = self.module.get_output_embeddings()
         return head
 
+    def unfold(self) -> None:
+        """Put the transformers model in the place of a recorded one, for its modules, once sessions settle."""
+        if isinstance(self.module, RecordedModel):
+            self.module = self.module.whole(self.module)
+            self.generation += 1
+
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
 
@@ -140,6 +148,7 @@ class ModelWeights:
         Raises:
             UnsupportedError: the model has an encoder, no such layers, or none that can be found.
         """
+        self.unfold()
         name, count = type(self.module).__name__, len(self.shapes) + len(self.stateful)
         if self.encoder is not None:
             raise UnsupportedError(f"{name} has an encoder: its hidden states are not captured")

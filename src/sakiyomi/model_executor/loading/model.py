@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from sakiyomi.model_executor.loading.packed import (
 from sakiyomi.model_executor.loading.placeholder import register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.loading.recording import read_recording, save_recording
 from sakiyomi.model_executor.loading.stream import is_offloaded
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Loaded:
         prepared: where its linear layers are packed already, what is known of them.
         save: writes the packed copy of a model that was loaded to be quantized; None where there is nothing to write.
         extractor: of a speech model: makes features of samples; None where there is none.
+        record: keeps a recording of the model as it runs, for the next start; None where none is to be kept.
     """
 
     model: Any
@@ -77,6 +79,7 @@ class Loaded:
     prepared: Prepared | None = None
     save: Callable[[ModelRunner], object] | None = None
     extractor: Any = None
+    record: Callable[[ModelRunner], bool] | None = None
 
 
 def load_model(
@@ -88,6 +91,7 @@ def load_model(
     offload: str | os.PathLike[str] | None = None,
     packed: bool = False,
     encoder_decoder: bool = False,
+    recorded: bool = False,
     fits: Callable[[Any], object] = lambda config: None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
@@ -105,6 +109,8 @@ def load_model(
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
         packed: whether a folder of ``save_packed`` is accepted. Only ``ModelRunner`` can run such a model.
         encoder_decoder: whether a model with an encoder is accepted.
+        recorded: whether it may come from a recording (see ``loading/recording.py``), and be recorded. Only
+            ``ModelRunner`` can run such a model.
         fits: called with the configuration before weights are read; raises if the model does not fit.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
@@ -137,8 +143,15 @@ def load_model(
     gguf = gguf_file(name)
     folder = gguf.parent if gguf is not None else local_folder(name)
     own = gguf is None and folder is not None and not is_embedded_name(name)
+    plain = quantize is None and offloaded is None and place.type == "cpu" and not (trust_remote_code or allow_pickle)
+    record: Callable[[ModelRunner], bool] | None = None
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+    elif recorded and plain and gguf is None:
+        found = read_recording(folder, wanted, lambda: load_model(target, dtype=dtype, device=device).model, fits)
+        if found is not None:
+            model, prepared, tokenizer = found
+            return Loaded(model, tokenizer, name, folder, owned=True, prepared=prepared)
     if gguf is not None:
         config, tokenizer, checkpoint = read_gguf(gguf)
         check_supported(config, name)
@@ -148,11 +161,13 @@ def load_model(
             _check_packed(name, packed, quantize, offload)
             return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
         checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
+        if recorded and plain:
+            record = functools.partial(save_recording, folder=folder, dtype=wanted, tokenizer=tokenizer)
     if quantize and hasattr(config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
     final = wanted or _stored_dtype(config, checkpoint)
     reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
-    return _load(reader, tokenizer, quantize, offloaded, own)
+    return replace(_load(reader, tokenizer, quantize, offloaded, own), record=record)
 
 
 def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload | None, own: bool) -> Loaded:
