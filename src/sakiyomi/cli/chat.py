@@ -69,5 +69,6 @@ def chat(options: ChatOptions, model: LLMConfig, params: SamplingParams, output:
     talk = Chat(llm, dialogue, lines, params, options.trace, obey)
     talk.run()
     output.emit({"target": model.target, "draft": model.draft, **talk.to_dict()})
+    llm.record()
     if talk.failed and not lines.interactive:
         raise typer.Exit(1)

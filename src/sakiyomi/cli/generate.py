@@ -75,6 +75,7 @@ def generate(options: GenerateOptions, model: LLMConfig, params: SamplingParams,
     output.emit(
         {"target": model.target, "draft": model.draft, **rounded, "prompts": prompts, "generations": generations}
     )
+    llm.record()
 
 
 def _prompts(options: GenerateOptions) -> list[str]:

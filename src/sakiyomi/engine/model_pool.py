@@ -131,14 +131,13 @@ class ModelPool:
         return packed
 
     def record(self) -> bool:
-        """Keep recordings of the models that have none and can have one; whether none is left without."""
-        left = self._unrecorded
-        for packed, loaded in list(left):
-            if packed.weights.packed is not None and packed.recorded():
-                assert loaded.record is not None
-                left.remove((packed, loaded))  # asked once, whatever comes of it
-                loaded.record(packed)
-        return not left
+        """Keep recordings of the models that have none and can have one; whether none of those is left without."""
+        for packed, loaded in list(self._unrecorded):
+            assert loaded.record is not None
+            packed.record(packed.first_sizes)
+            if packed.weights.packed is not None and packed.recorded() and loaded.record(packed):
+                self._unrecorded.remove((packed, loaded))
+        return not self._unrecorded
 
 
 def wait(engine: Engine, models: Sequence[ModelRunner], timeout: float | None = None, *, batches: bool = False) -> None:

@@ -14,8 +14,9 @@ import hashlib
 import io
 import json
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +33,7 @@ from sakiyomi.core.files import cache_folder, whole_file
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
-from sakiyomi.kernels.build import built
+from sakiyomi.kernels.build import built, native
 from sakiyomi.kernels.native import PackedLinear, PackedWeights, packed_tensors
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.model_executor.loading.packed import source_key
@@ -188,7 +189,8 @@ def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[
         raise UnsupportedError("a weight is read in two places")
     graph.lint()
     buffer = io.BytesIO()
-    torch.jit.save(torch._C._create_function_from_graph("forward", graph), buffer)
+    with _undeprecated():
+        torch.jit.save(torch._C._create_function_from_graph("forward", graph), buffer)
     return buffer.getvalue(), read
 
 
@@ -271,7 +273,7 @@ def read_recording(
         fits: see ``load_model``.
     """
     place = place_of(folder, dtype)
-    if not place.is_file() or built() is None:
+    if not place.is_file() or built() is None or native() is None:
         return None
     try:
         about = json.loads(read_header(place).metadata["about"])
@@ -290,24 +292,24 @@ def read_recording(
     kept = getattr(torch, about["dtype"])
     size = checkpoint.bytes_as(kept.itemsize)
     require_bytes(size, repr(folder.name), remedy="free memory, or choose a smaller model")
-    native = PackedWeights.create()
-    assert native is not None, "they were built"
+    table = PackedWeights.create()
+    assert table is not None, "the kernels are there"
     source = _Source(checkpoint)
     weights = {name: source(name, kept) for name in about["weights"]}
-    layers = dict(_layers(native, source, about["layers"], kept))
+    layers = dict(_layers(table, source, about["layers"], kept))
     for group in about["siblings"]:
-        join_siblings(native, [layers[name] for name in group])
+        join_siblings(table, [layers[name] for name in group])
     model = _model(about, script, weights, layers, whole=functools.partial(_filled, whole))
     cpu = torch.device("cpu")
     shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
-    return model, Prepared(native, shapes, None, about["siblings"]), tokenizer
+    return model, Prepared(table, shapes, None, about["siblings"]), tokenizer
 
 
 def _layers(
-    native: PackedWeights, source: _Source, layers: list[dict[str, Any]], dtype: torch.dtype
+    table: PackedWeights, source: _Source, layers: list[dict[str, Any]], dtype: torch.dtype
 ) -> Iterator[tuple[str, PackedLinear]]:
     for layer in layers:
-        yield layer["name"], native.add_linear(*source.linear(layer, dtype))
+        yield layer["name"], table.add_linear(*source.linear(layer, dtype))
 
 
 def _model(
@@ -317,17 +319,27 @@ def _model(
     layers: Mapping[str, PackedLinear],
     whole: Callable[[RecordedModel], Any],
 ) -> RecordedModel:
+    with _undeprecated():
+        run = torch.jit.load(io.BytesIO(script))
     return RecordedModel(
         about["kind"],
         RecordedConfig(**about["config"]),
         RecordedConfig(**about["generation_config"]),
-        torch.jit.load(io.BytesIO(script)),
+        run,
         weights,
         about["embeddings"],
         layers,
         about["head"],
         whole,
     ).eval()
+
+
+@contextmanager
+def _undeprecated() -> Iterator[None]:
+    """Without torch's advice to export programs instead of scripts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
+        yield
 
 
 def _filled(whole: Callable[[], Any], recorded: RecordedModel) -> Any:

@@ -1,0 +1,187 @@
+"""Recorded models: logits and texts of the models themselves without their classes, and never a stale recording."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from architectures import CONFIGS, VOCAB, model_of, prompt
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.cache.policies.retaining.formats import fingerprint
+from sakiyomi.core.checkpoint import read_header
+from sakiyomi.core.embedded import embedded
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.loading import load_model, recording
+from sakiyomi.model_executor.recorded import RecordedModel
+from sakiyomi.model_executor.runner import ModelRunner
+from toys import character_tokenizer, save_model, tiny_llama
+
+pytestmark = pytest.mark.skipif(native() is None, reason="recordings are of the compiled kernels")
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+NOT_RECORDED = {"gemma2", "granite", "gpt_neox", "falcon"}
+"""Models that do something behind their head, have weights under other names than their checkpoints, or keep their own
+attention."""
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "cache_folder", lambda: tmp_path / "cache")
+
+
+def recorded(target: str | Path, draft: str = "none") -> LLM:
+    """The models, loaded from their recordings."""
+    assert LLM(target, draft).record()
+    found = LLM(target, draft)
+    assert isinstance(found.target.module, RecordedModel)
+    return found
+
+
+def logits(runner: ModelRunner) -> list[torch.Tensor]:
+    """Of a prompt's last row, of a tree behind it, and of a batch."""
+    with runner.cache.lent(60) as first, runner.cache.lent(60) as second:
+        whole = runner.score([SequenceRows(first, 0, prompt(37), prompt=True)], last=True)
+        tree = runner.score([SequenceRows(first, 37, prompt(5, 1), (-1, 0, 0, 1, 2))])
+        both = [SequenceRows(first, 37, prompt(3, 2)), SequenceRows(second, 0, prompt(6, 3))]
+        return [whole.logits.clone(), tree.logits.clone(), runner.score(both).logits.clone()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_equal_to_the_last_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / name, model_of(name), character_tokenizer())
+    own = LLM(folder, "none", dtype=dtype)
+    own.record()
+    again = LLM(folder, "none", dtype=dtype)
+    assert isinstance(again.target.module, RecordedModel) == (name not in NOT_RECORDED)
+    assert all(torch.equal(a, b) for a, b in zip(logits(own.target), logits(again.target), strict=True))
+    assert own.generate([prompt(9)], GREEDY)[0].token_ids == again.generate([prompt(9)], GREEDY)[0].token_ids
+    assert fingerprint(own.target.module, None) == fingerprint(again.target.module, None)
+    assert own.engine.stop_ids == again.engine.stop_ids and own.max_context == again.max_context
+
+
+@pytest.mark.parametrize("draft", ["auto", "prompt-lookup", "tales-medusa", "early-exit:4", "self-evicted"])
+def test_every_drafter_runs_beside_it(draft: str) -> None:
+    """Those that want the model's modules get them."""
+    draft = "medusa:tales-medusa" if draft == "tales-medusa" else draft
+    plain = LLM("tales", "none")
+    expected = plain.generate("Once upon a time", GREEDY)
+    assert LLM("tales", "auto").record()
+    found = LLM("tales", draft)
+    assert found.generate("Once upon a time", GREEDY).token_ids == expected.token_ids
+    if draft in ("auto", "prompt-lookup"):
+        assert isinstance(found.target.module, RecordedModel)
+
+
+def test_neither_the_model_class_nor_torchs_compiler_is_imported(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from sakiyomi import LLM, SamplingParams
+from sakiyomi.model_executor.loading import recording
+recording.cache_folder = lambda: Path(sys.argv[1])
+llm = LLM("tales")
+print(llm.generate("Once", SamplingParams(max_new_tokens=20)).text)
+llm.record()
+print([name for name in ("transformers.modeling_utils", "torch._dynamo") if name in sys.modules], file=sys.stderr)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout
+    assert "modeling_utils" in runs[0].stderr.splitlines()[-1]
+    assert runs[1].stderr.splitlines()[-1] == "[]"
+
+
+# ---------------------------------------------------------------- what makes a recording worthless
+
+
+def _other_weights(folder: Path, place: Path) -> None:
+    tiny_llama(vocab=VOCAB, seed=5).save_pretrained(folder)
+
+
+def _other_ends(folder: Path, place: Path) -> None:
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 7}))
+
+
+def _damaged(folder: Path, place: Path) -> None:
+    data = bytearray(place.read_bytes())
+    data[-5] ^= 1
+    place.write_bytes(data)
+
+
+def _cut(folder: Path, place: Path) -> None:
+    place.write_bytes(place.read_bytes()[:-9])
+
+
+def _older(folder: Path, place: Path) -> None:
+    recording.FORMAT += 1
+
+
+@pytest.mark.parametrize("change", [_other_weights, _other_ends, _damaged, _cut, _older])
+def test_a_recording_of_something_else_is_not_used(
+    change: Callable[[Path, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "FORMAT", recording.FORMAT)
+    folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
+    recorded(folder)
+    change(folder, recording.place_of(folder, None))
+    fresh = LLM(folder, "none")
+    assert not isinstance(fresh.target.module, RecordedModel)
+    plain = LLM(folder, "none", compile=False)
+    assert fresh.engine.stop_ids == plain.engine.stop_ids
+    assert fresh.generate([prompt(9)], GREEDY)[0].token_ids == plain.generate([prompt(9)], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "options", [{"exact": True}, {"compile": False}, {"quantize": "int8"}, {"cache": "streaming", "kv_budget": 64}]
+)
+def test_what_wants_the_modules_does_not_use_it(options: dict[str, object], tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
+    recorded(folder)
+    assert not isinstance(LLM(folder, "none", **options).target.module, RecordedModel)  # type: ignore[arg-type]
+
+
+def test_load_model_gives_transformers_models() -> None:
+    recorded("tales")
+    assert not isinstance(load_model("tales").model, RecordedModel)
+
+
+def test_a_script_that_computes_something_else_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever is wrong with a recording shows when it is proven, not in a text."""
+    folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
+    made = recording._script
+
+    def wrong(runner: ModelRunner, names: dict[int, str]) -> tuple[bytes, list[str]]:
+        script, read = made(runner, names)
+        norms = [i for i, name in enumerate(read) if "norm" in name]
+        read[norms[0]], read[norms[1]] = read[norms[1]], read[norms[0]]
+        return script, read
+
+    model = tiny_llama(vocab=VOCAB)
+    with torch.no_grad():
+        for i, module in enumerate(m for m in model.modules() if "Norm" in type(m).__name__):
+            module.weight += 0.1 * i
+    save_model(folder, model, character_tokenizer())
+    monkeypatch.setattr(recording, "_script", wrong)
+    llm = LLM(folder, "none")
+    caplog.set_level("INFO", "sakiyomi")
+    llm.record()
+    assert not recording.place_of(folder, None).exists() and "gives other logits" in caplog.text
+
+
+def test_the_file_says_what_it_is() -> None:
+    recorded("tales")
+    about = json.loads(read_header(recording.place_of(embedded("tales"), None)).metadata["about"])
+    assert about["kind"] == "LlamaForCausalLM" and about["layers"][-1]["weight"].startswith("model.layers.11.")
+    with pytest.raises(UnsupportedError, match="counted from 0"):
+        LLM("tales", "none").target.capture([99])
