@@ -65,7 +65,7 @@ def test_many_requests_read_no_further_ahead_than_the_largest_graph() -> None:
 def test_one_request_alone_does_not_inherit_the_speed_of_many() -> None:
     drafting = llm_with(max_batch=32).engine._speculation
     for _ in range(50):
-        drafting._gain(32).add(1.0, 1.0)
+        drafting._pace(32).add_drafted(1.0, 1.0)
     assert drafting._costs(32).rate == pytest.approx(1.0)
     assert drafting._costs(1).rate == 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from sakiyomi.core.params import SamplingParams
 from sakiyomi.theory import marginal_gamma
@@ -50,6 +50,7 @@ class Costs:
         batch: requests that share the passes.
         rate: tokens a second that a request committed lately in drafting rounds; 0: not measured yet.
         depth, nodes: deepest draft and largest tree that are considered.
+        undrafted: time of a round that drafts nothing; 0: not measured yet.
     """
 
     score: Callable[[int], float]
@@ -59,11 +60,12 @@ class Costs:
     rate: float = 0.0
     depth: int = MOST
     nodes: int = MOST_NODES
+    undrafted: float = 0.0
 
     @property
     def plain(self) -> float:
         """A round that drafts nothing."""
-        return self.score(self.batch) + self.overhead
+        return self.undrafted or self.score(self.batch) + self.overhead
 
     def bearable(self) -> int:
         """Draft tokens of each request, one behind the other, with which a round takes half as long again at most."""
@@ -133,7 +135,13 @@ class Size:
 
 
 class DraftLengthPolicy(Protocol):
-    """Decides how much to draft for one request."""
+    """Decides how much to draft for one request.
+
+    Attributes:
+        adapts: it drafts what pays, so that a round may be left undrafted without asking it.
+    """
+
+    adapts: ClassVar[bool]
 
     def next(self, costs: Callable[[], Costs]) -> Size:
         """What to draft in the next round. ``costs`` is called only by policies that weigh them."""
@@ -164,6 +172,8 @@ class FixedSize:
         nodes: of the tree; None: as many as pay.
         chain: the draft is one path, so that there are as many nodes as levels.
     """
+
+    adapts: ClassVar[bool] = False
 
     def __init__(self, depth: int | Heuristic | None, nodes: int | Heuristic | None, *, chain: bool) -> None:
         self.depth, self.nodes, self.chain = depth, nodes, chain
@@ -249,6 +259,8 @@ class AutoSize:
         phase: what was decided for the last round.
     """
 
+    adapts: ClassVar[bool] = True
+
     def __init__(self, trees: bool = False, depth: int | None = None, start: float = 0.75) -> None:
         self._trees, self._fixed, self._start = trees, depth, start
         self._kept: list[float] = []
@@ -308,7 +320,7 @@ class AutoSize:
         """Length of the chain with the largest predicted speed-up; where none pays, a tree may."""
         if self._fixed is not None:
             return self._fixed
-        plain = now.score(now.batch)
+        plain = now.undrafted or now.score(now.batch)
         alphas = self.alphas()
         depth, _ = marginal_gamma(
             alphas, now.draft / plain, lambda rows: now.score(now.batch * rows) / plain, now.overhead / plain, now.depth
@@ -378,6 +390,8 @@ class BoundedSize:
     Args:
         policy: of the request.
     """
+
+    adapts: ClassVar[bool] = False
 
     def __init__(self, policy: DraftLengthPolicy) -> None:
         self._policy = policy

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,9 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.running_mean import running_mean
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters.base import Drafter, tell_states
-from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Size, Throughput
+from sakiyomi.drafters.draft_length import FAR, FAR_NODES, MOST, MOST_NODES, Costs, Size
 from sakiyomi.engine.batch import Batch
+from sakiyomi.engine.pace import Pace
 from sakiyomi.engine.request import Request
 from sakiyomi.model_executor.features import HEAD, PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
@@ -28,7 +28,6 @@ from sakiyomi.sampling.verifiers import Verifier, check_fits, choose_verifier
 __all__ = ["DraftBatch", "RoundClock", "SpeculationController"]
 
 logger = logging.getLogger("sakiyomi")
-SETTLED = 16  # rounds with drafts, after which new requests expect their speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,14 @@ class DraftBatch:
         seconds: inside the drafter's forwards.
         catching_up: seconds inside those over prompts, which are not counted above.
         passes: draft passes, a level each.
+        asked: the drafter was asked, whatever it proposed.
     """
 
     drafts: list[Draft]
-    seconds: float
-    catching_up: float
-    passes: int
+    seconds: float = 0.0
+    catching_up: float = 0.0
+    passes: int = 0
+    asked: bool = False
 
 
 class RoundClock:
@@ -104,7 +105,7 @@ class SpeculationController:
         self._without: set[int] = set()
         self._faults: dict[int, DraftError] = {}
         # By rows of a pass without drafts.
-        self._gains: defaultdict[int, Throughput] = defaultdict(Throughput)
+        self._paces: dict[int, Pace] = {}
         self._timed: set[int] = set()
         self._overhead, self._step = 1e-4, 0.0
 
@@ -123,12 +124,12 @@ class SpeculationController:
         """Drafts for a round: nothing where there is no drafter, where it does not pay, or at a request's end."""
         drafter = self.drafter
         if drafter is None:
-            return DraftBatch([Draft.empty()] * len(requests), 0.0, 0.0, 0)
+            return DraftBatch([Draft.empty()] * len(requests))
         seconds, catching_up, passes = drafter.forward_seconds, drafter.prefill_seconds, drafter.passes
-        drafts = self._propose(drafter, requests)
+        drafts, asked = self._propose(drafter, requests)
         catching_up = drafter.prefill_seconds - catching_up
         passes = drafter.passes - passes or max((draft.tree.depth for draft in drafts), default=0)
-        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes)
+        return DraftBatch(drafts, drafter.forward_seconds - seconds - catching_up, catching_up, passes, asked)
 
     def check(self, request: Request) -> None:
         """Where drafts are strict, raise what the drafter did wrong for this request.
@@ -185,17 +186,24 @@ class SpeculationController:
         known = self.target.known_seconds(sum(len(draft) + 1 for draft in batch.drafts))
         if known is not None:  # the first pass of its size, or other work, is no cost of speculation
             seconds = min(seconds, 2 * (known + drafted.passes * self._step + self._overhead))
+        pace = self._pace(len(kept))
+        if not drafted.asked:
+            pace.add_plain(seconds)
+            return
         for (request, draft), accepted in zip(batch.pairs(), kept, strict=True):
             request.policy.observe(draft.tree.depth, accepted, seconds)
+        pace.add_drafted(1 + sum(kept) / len(kept), seconds)
         if drafted.passes:
-            self._gain(len(kept)).add(1 + sum(kept) / len(kept), seconds)
             self._step = running_mean(self._step or None, drafted.seconds / drafted.passes)
         self._overhead += 0.1 * (overhead - self._overhead)
 
     # ------------------------------------------------------------ one round
 
-    def _propose(self, drafter: Drafter, requests: Sequence[Request]) -> list[Draft]:
+    def _propose(self, drafter: Drafter, requests: Sequence[Request]) -> tuple[list[Draft], bool]:
+        """Drafts, and whether the drafter was asked for any."""
         drafts = [Draft.empty()] * len(requests)
+        if self._pace(len(requests)).undrafted and all(request.policy.adapts for request in requests):
+            return drafts, False
         costs = functools.cache(functools.partial(self._costs, len(requests)))  # the same for all of a round
         wanted: list[tuple[int, int]] = []
         for i, request in enumerate(requests):
@@ -207,7 +215,7 @@ class SpeculationController:
                 request.context.nodes, request.context.worth = size.nodes, size.worth
                 wanted.append((i, min(size.depth, room)))
         if not wanted:
-            return drafts
+            return drafts, False
         try:
             proposed = drafter.propose([requests[i].context for i, _ in wanted], [gamma for _, gamma in wanted])
             if len(proposed) != len(wanted):
@@ -215,13 +223,13 @@ class SpeculationController:
         except Exception as error:
             for i, _ in wanted:
                 self._leave_out(drafter, requests[i], error)
-            return drafts
+            return drafts, True
         for (i, _), draft in zip(wanted, proposed, strict=True):
             try:
                 drafts[i] = self._checked(draft, requests[i])
             except Exception as error:
                 self._leave_out(drafter, requests[i], error)
-        return drafts
+        return drafts, True
 
     def _costs(self, batch: int) -> Costs:
         score = functools.cache(self.target.pass_seconds)
@@ -236,13 +244,15 @@ class SpeculationController:
             self._timed.add(batch)
             for count in range(nodes + 1):
                 score(batch * (count + 1))
-        gain = self._gain(batch)
-        rate = gain.rate if gain.rounds >= SETTLED else 0.0
-        return Costs(score, self._step, self._overhead, batch, rate, depth, nodes)
+        pace = self._pace(batch)
+        return Costs(score, self._step, self._overhead, batch, pace.rate, depth, nodes, pace.plain)
 
-    def _gain(self, batch: int) -> Throughput:
+    def _pace(self, batch: int) -> Pace:
         """Of rounds like this one: what one of many requests gets says nothing of what one alone does."""
-        return self._gains[self.target.padded(batch)]
+        size = self.target.padded(batch)
+        if size not in self._paces:
+            self._paces[size] = Pace(alone=size == 1)
+        return self._paces[size]
 
     def _checked(self, draft: Draft, request: Request) -> Draft:
         """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""

@@ -1,0 +1,54 @@
+"""What rounds bring: drafting is measured against plain rounds, and rests where it loses."""
+
+from __future__ import annotations
+
+import pytest
+
+from sakiyomi.engine.pace import LOOK_EVERY, REST, REST_LATEST, SETTLED, TRIAL, Pace
+
+
+def run(pace: Pace, rounds: int, *, tokens: float, drafted: float, plain: float) -> str:
+    """What so many rounds are: d with drafts, which take `drafted` seconds and bring `tokens`, p without."""
+    seen = ""
+    for _ in range(rounds):
+        if pace.undrafted:
+            pace.add_plain(plain)
+            seen += "p"
+        else:
+            pace.add_drafted(tokens, drafted)
+            seen += "d"
+    return seen
+
+
+def test_what_wins_is_compared_with_a_plain_round_now_and_then() -> None:
+    seen = run(Pace(), 1000, tokens=3.0, drafted=2.0, plain=1.0)
+    assert seen.startswith("d" * SETTLED + "p" + "d" * LOOK_EVERY + "p")
+    assert seen.count("p") == 1 + (1000 - SETTLED - 1) // (LOOK_EVERY + 1)
+
+
+def test_what_loses_rests_ever_longer() -> None:
+    seen = run(Pace(), 4000, tokens=3.0, drafted=4.0, plain=1.0)
+    rests = [len(part) for part in seen.split("d") if len(part) > 1]
+    assert rests[:4] == [REST, 2 * REST, 4 * REST, 8 * REST] and max(rests) <= REST_LATEST
+    trials = [len(part) for part in seen.split("p") if part]
+    assert trials[0] == SETTLED and set(trials[2:]) == {TRIAL}
+    assert seen.count("d") < 0.02 * len(seen)
+
+
+def test_it_is_taken_up_again_when_it_wins() -> None:
+    pace = Pace()
+    assert run(pace, 200, tokens=3.0, drafted=4.0, plain=1.0).endswith("p")
+    seen = run(pace, 1000, tokens=3.0, drafted=1.0, plain=1.0)
+    assert seen[300:].count("d") > 0.98 * len(seen[300:])
+
+
+def test_one_request_alone_decides_by_itself() -> None:
+    assert run(Pace(alone=True), 300, tokens=1.0, drafted=4.0, plain=1.0).count("p") == 3
+
+
+def test_nothing_is_expected_before_enough_was_seen() -> None:
+    pace = Pace()
+    run(pace, SETTLED - 1, tokens=3.0, drafted=2.0, plain=1.0)
+    assert pace.rate == 0.0
+    run(pace, 1, tokens=3.0, drafted=2.0, plain=1.0)
+    assert pace.rate == pytest.approx(1.5)
