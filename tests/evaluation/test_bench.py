@@ -526,6 +526,20 @@ def test_sweep_row(pair: BenchConfig) -> None:
         dataclasses.replace(pair, batch_sizes=(0,))
 
 
+def test_never_slower_row(pair: BenchConfig) -> None:
+    config = dataclasses.replace(pair, batch_sizes=(2, 1), repeats=2)
+    found = suites.measure("never-slower", config)
+    assert [(line["draft"], line["batch"], line["tokens"]) for line in found.lines] == [
+        (draft, size, length)
+        for draft in ("the pair's", "never right")
+        for size in (1, 2)
+        for length in (config.max_new_tokens // 4, config.max_new_tokens)
+    ]
+    assert all(line["equal"] and line["ratio"] > 0 for line in found.lines)
+    assert all(line["tau"] == 1.0 for line in found.lines if line["draft"] == "never right")
+    assert found.notes[-1].startswith("slower than plain: ")
+
+
 def test_sweep_ends_where_memory_does(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(cache: SlotCache, requests: int, columns: int) -> None:
         if requests > 1:

@@ -24,8 +24,8 @@ class BenchConfig:
 
     Attributes:
         rows: rows to run (--rows again for each), all if none is given: bookkeeping, passes, plain, speculative,
-            stories, batch, sweep, trees, coverage, scoring, useless, block, oracle, lookup, merged, cross, selfdraft,
-            dropin, offload, exact, compiling, peers, medusa, typical; and, if it is named, evicted.
+            stories, batch, sweep, never-slower, trees, coverage, scoring, useless, block, oracle, lookup, merged,
+            cross, selfdraft, dropin, offload, exact, compiling, peers, medusa, typical; and, if it is named, evicted.
         target: embedded name, folder or hub id; rows of the random model do not use it.
         draft: auto (tales-draft, for tales alone), or model:FOLDER; of row evicted self-evicted:PAIRS.
         heads: for rows medusa and typical, Medusa heads of the target: a folder, or tales-medusa, as it is for tales.
@@ -43,7 +43,7 @@ class BenchConfig:
             stories.
         count: most prompts that are used.
         contexts: context lengths of row evicted, in tokens of the joined prompts (again for each).
-        batch_sizes: concurrent requests of row sweep (again for each), as far as memory suffices.
+        batch_sizes: concurrent requests of rows sweep and never-slower (again for each), as far as memory suffices.
         quality: file of held-out text. Rows about a pair then show the perplexity of each contender's weights on its
             beginning and, where prompts carry a reference or an answer, the share of texts that begin with it.
         peers: measure other programs too: transformers, and in row peers llama.cpp.

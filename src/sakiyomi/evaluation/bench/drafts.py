@@ -23,7 +23,7 @@ from sakiyomi.model_executor.early_exit import FirstLayers
 from sakiyomi.model_executor.session import DRAFT_SIZES
 from sakiyomi.theory import expected_tokens
 
-__all__ = ["coverage", "oracle", "selfdraft", "trees", "useless"]
+__all__ = ["coverage", "oracle", "selfdraft", "trees", "useless", "wrong_draft"]
 
 NODES = 15
 CHAINS = (2, 4, 8)
@@ -170,7 +170,7 @@ def _lap(run: Run) -> Lap:
 
 def useless(row: PairRow) -> Row:
     """Plain, and with a draft whose every token is another one: gamma auto, which finds out, and a fixed gamma."""
-    llm = row.llm(draft=_wrong(row.pair))
+    llm = row.llm(draft=wrong_draft(row.pair))
     ways = {
         "plain": row.run(EngineView(llm), ignore_eos=True),
         "auto": row.run(llm, ignore_eos=True, gamma="auto"),
@@ -182,7 +182,7 @@ def useless(row: PairRow) -> Row:
     return row.row("greedy with a draft that is never right, tokens/s", standings, **conditions)
 
 
-def _wrong(pair: Pair) -> ModelDrafter:
+def wrong_draft(pair: Pair) -> ModelDrafter:
     """The pair's draft model, each of whose tokens is called by the next one's number."""
     model = pair.draft.model
     head = model.get_output_embeddings()

@@ -21,6 +21,7 @@ from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.lookup import lookup
 from sakiyomi.evaluation.bench.medusa import medusa, typical
 from sakiyomi.evaluation.bench.merged import merged
+from sakiyomi.evaluation.bench.never_slower import never_slower
 from sakiyomi.evaluation.bench.offload import offload
 from sakiyomi.evaluation.bench.passes import passes, scoring
 from sakiyomi.evaluation.bench.report import Row
@@ -36,6 +37,7 @@ ROWS: dict[str, Callable[[PairRow], Row]] = {
     "stories": stories,
     "batch": batch,
     "sweep": sweep,
+    "never-slower": never_slower,
     "trees": trees,
     "coverage": coverage,
     "scoring": scoring,
