@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 
-__all__ = ["TORCH_STATE", "release_workers"]
+__all__ = ["TORCH_STATE", "release_workers", "share_processors"]
 
 TORCH_STATE = threading.RLock()
 """Held while something changes torch's default dtype, or puts back what it found.
@@ -31,3 +31,21 @@ def release_workers() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # it is not loaded, or older than OpenMP 5
             ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD).omp_pause_resource_all(_SOFT)
+
+
+_spared: list[int] = []
+
+
+def share_processors(share: bool) -> None:
+    """Leave one processor to work beside this process, such as a compiler; or have torch compute on all of its own.
+
+    Threads that wait for each other by spinning wait for long where something else has one of their processors: on two
+    of them a text took five times as long beside a compiler as on one (docs/log.md).
+    """
+    import torch
+
+    if share and not _spared:
+        _spared.append(torch.get_num_threads())
+        torch.set_num_threads(max(1, _spared[0] - 1))
+    elif not share and _spared:
+        torch.set_num_threads(_spared.pop())

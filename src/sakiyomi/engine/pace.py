@@ -13,8 +13,8 @@ __all__ = ["Pace"]
 
 SETTLED = 16  # rounds with drafts, after which they are compared
 LOOK_EVERY = 128  # rounds with drafts, after which one is plain, to be measured
-REST, REST_LATEST = 64, 1024  # rounds of the first rest and of the longest: each trial in vain doubles it
-TRIAL = 6  # rounds with drafts behind a rest, after which they are compared again
+REST, REST_LATEST = 128, 2048  # rounds of the first rest and of the longest: each trial in vain doubles it
+TRIAL = 3  # rounds with drafts behind a rest, after which they are compared again
 
 
 class Pace:

@@ -13,6 +13,7 @@ from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes
+from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.model_executor.attention import choose_backend
@@ -61,7 +62,9 @@ def build_runner(
     # The first use on a machine builds the kernels meanwhile, and begins in plain torch.
     waits = compile == "auto" and not exact and not quantize and prepared is None
     weights.unsettled = waits and weights.packable and not native_at_hand()
-    if not weights.unsettled:
+    if weights.unsettled:
+        share_processors(True)
+    else:
         weights.pack()
         weights.check_quantized()
     capacity = Capacity()

@@ -20,6 +20,7 @@ from sakiyomi.cache.policies import Policy
 from sakiyomi.cache.policies.looking import scaled_queries
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.process import share_processors
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.kernels.native import PackedWeights
@@ -160,6 +161,7 @@ class Session:
         weights = self.weights
         if weights.unsettled and native_at_hand():
             weights.unsettled = False
+            share_processors(False)
             with weights.lock:
                 weights.capture.leave()  # a layer with hooks is not packed
                 if self._observer is not None:
