@@ -16,10 +16,11 @@ from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.checkpoint import read_header
 from sakiyomi.core.embedded import embedded
-from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.loading import load_model, recording
+from sakiyomi.model_executor.loading import model as loading_model
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, save_model, tiny_llama
@@ -111,6 +112,14 @@ def _other_ends(folder: Path, place: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 7}))
 
 
+def _other_tokenizer(folder: Path, place: Path) -> None:
+    character_tokenizer("xyz").save_pretrained(folder)
+
+
+def _no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
 def _damaged(folder: Path, place: Path) -> None:
     data = bytearray(place.read_bytes())
     data[-5] ^= 1
@@ -125,7 +134,7 @@ def _older(folder: Path, place: Path) -> None:
     recording.FORMAT += 1
 
 
-@pytest.mark.parametrize("change", [_other_weights, _other_ends, _damaged, _cut, _older])
+@pytest.mark.parametrize("change", [_other_weights, _other_ends, _other_tokenizer, _damaged, _cut, _older])
 def test_a_recording_of_something_else_is_not_used(
     change: Callable[[Path, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +147,21 @@ def test_a_recording_of_something_else_is_not_used(
     plain = LLM(folder, "none", compile=False)
     assert fresh.engine.stop_ids == plain.engine.stop_ids
     assert fresh.generate([prompt(9)], GREEDY)[0].token_ids == plain.generate([prompt(9)], GREEDY)[0].token_ids
+
+
+def test_what_is_wrong_with_the_model_is_said_as_without_a_recording(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
+    recorded(folder)
+    _no_tokenizer(folder)
+    with pytest.raises(LoadError, match=r"the tokenizer in .* cannot be read"):
+        LLM(folder, "none")
+
+
+def test_large_models_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading_model, "MOST_RECORDED", 1000)
+    folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
+    LLM(folder, "none").record()
+    assert not recording.place_of(folder, None).exists()
 
 
 @pytest.mark.parametrize(

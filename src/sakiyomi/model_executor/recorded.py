@@ -37,7 +37,6 @@ class RecordedModel(nn.Module):
     """Stands in for a transformers model: modules with its names that hold its weights. Only the head is called.
 
     Args:
-        kind: name of the model's class.
         config, generation_config: of the model.
         script: from token ids and positions (1, N), the rows to keep (K) and the weights to what the head reads, (1, K,
             hidden).
@@ -50,7 +49,6 @@ class RecordedModel(nn.Module):
 
     def __init__(
         self,
-        kind: str,
         config: RecordedConfig,
         generation_config: RecordedConfig,
         script: Callable[..., Tensor],
@@ -61,7 +59,7 @@ class RecordedModel(nn.Module):
         whole: Callable[[RecordedModel], Any],
     ) -> None:
         super().__init__()
-        self.kind, self.config, self.generation_config, self.whole = kind, config, generation_config, whole
+        self.config, self.generation_config, self.whole = config, generation_config, whole
         self.layers: dict[str, PackedLinear] = dict(layers)
         self._script, self._weights = script, list(weights.values())
         self._all: dict[int, Tensor] = {}

@@ -44,6 +44,7 @@ from sakiyomi.model_executor.loading.packed import (
 from sakiyomi.model_executor.loading.placeholder import register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
+from sakiyomi.model_executor.loading.recording import MOST as MOST_RECORDED
 from sakiyomi.model_executor.loading.recording import read_recording, save_recording
 from sakiyomi.model_executor.loading.stream import is_offloaded
 
@@ -161,7 +162,7 @@ def load_model(
             _check_packed(name, packed, quantize, offload)
             return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
         checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
-        if recorded and plain:
+        if recorded and plain and checkpoint.stored_bytes <= MOST_RECORDED:
             record = functools.partial(save_recording, folder=folder, dtype=wanted, tokenizer=tokenizer)
     if quantize and hasattr(config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")

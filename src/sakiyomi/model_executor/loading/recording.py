@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header
-from sakiyomi.core.digests import data_digest, json_digest, load_tensors, save_tensors
+from sakiyomi.core.digests import json_digest, load_tensors, save_tensors
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.files import cache_folder, whole_file
 from sakiyomi.core.memory import require_bytes
+from sakiyomi.core.messages import one_line
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.build import built, native
@@ -38,18 +39,21 @@ from sakiyomi.kernels.native import PackedLinear, PackedWeights, packed_tensors
 from sakiyomi.kernels.pack import join_siblings
 from sakiyomi.model_executor.loading.packed import source_key
 from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.loading.reader import quiet
 from sakiyomi.model_executor.recorded import RecordedConfig, RecordedModel
 from sakiyomi.model_executor.traced import trace
 
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["read_recording", "save_recording"]
+__all__ = ["MOST", "read_recording", "save_recording"]
 
 logger = logging.getLogger("sakiyomi")
 FORMAT = 1
 SCRIPT = "script"
+MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start
 LARGEST = 1 << 16  # values of a tensor that the model computes itself; a larger one is no such thing
+SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
 TRIED = (3, 33, 257)  # row counts of prompts, beside those of decoding passes, at which a recording is proven
 
 
@@ -61,11 +65,11 @@ def place_of(folder: Path, dtype: torch.dtype | None) -> Path:
 
 def _key(folder: Path, checkpoint: Checkpoint) -> str:
     """Of everything that a recording depends on: the model's files, the versions of what runs it, and the kernels."""
-    settings = folder / "generation_config.json"
     kernels = built()
+    states = {path.name: path.stat() for path in folder.iterdir() if path.suffix in SETTINGS}
     return json_digest([
         FORMAT, __version__, torch.__version__, version("transformers"), kernels and kernels.name,
-        source_key(folder, checkpoint), data_digest(settings.read_bytes()) if settings.is_file() else "",
+        source_key(folder, checkpoint), {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()},
     ])  # fmt: skip
 
 
@@ -224,7 +228,8 @@ def _tokenizer_class(tokenizer: Any, folder: Path) -> list[str]:
     kind = type(tokenizer)
     if not kind.__module__.startswith("transformers."):
         raise UnsupportedError(f"its tokenizer {kind.__name__} is none of transformers' own")
-    found = kind.from_pretrained(folder, local_files_only=True)
+    with quiet():
+        found = kind.from_pretrained(folder, local_files_only=True)
     same = found.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     if not same or repr(found) != repr(tokenizer) or found.chat_template != tokenizer.chat_template:
         raise UnsupportedError(f"{kind.__name__} reads another tokenizer from the folder")
@@ -281,35 +286,36 @@ def read_recording(
         if about["key"] != _key(folder, checkpoint):
             return None
         script = load_tensors(place)[SCRIPT].numpy().tobytes()
-    except (LoadError, KeyError, ValueError) as error:
-        logger.info("%s: the recording is not used: %s", folder, error)
+        kind: Any = getattr(import_module(about["tokenizer"][0]), about["tokenizer"][1])
+        with quiet():
+            tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever it is, loading the model itself will say it in its own words
+        logger.info("%s: the recording is not used: %s", folder, one_line(error))
         with suppress(OSError):
             place.unlink()
         return None
     fits(RecordedConfig(**about["config"]))
-    kind: Any = getattr(import_module(about["tokenizer"][0]), about["tokenizer"][1])
-    tokenizer = kind.from_pretrained(folder, local_files_only=True)
-    kept = getattr(torch, about["dtype"])
-    size = checkpoint.bytes_as(kept.itemsize)
-    require_bytes(size, repr(folder.name), remedy="free memory, or choose a smaller model")
+    model, prepared = _assembled(about, script, checkpoint, functools.partial(_filled, whole))
+    return model, prepared, tokenizer
+
+
+def _assembled(
+    about: Mapping[str, Any], script: bytes, checkpoint: Checkpoint, whole: Callable[[RecordedModel], Any]
+) -> tuple[RecordedModel, Prepared]:
+    """The model with its weights, packed, and what is known of it."""
+    dtype = getattr(torch, about["dtype"])
+    size = checkpoint.bytes_as(dtype.itemsize)
+    require_bytes(size, repr(checkpoint.files[0].parent.name), remedy="free memory, or choose a smaller model")
     table = PackedWeights.create()
     assert table is not None, "the kernels are there"
     source = _Source(checkpoint)
-    weights = {name: source(name, kept) for name in about["weights"]}
-    layers = dict(_layers(table, source, about["layers"], kept))
+    weights = {name: source(name, dtype) for name in about["weights"]}
+    layers = {layer["name"]: table.add_linear(*source.linear(layer, dtype)) for layer in about["layers"]}
     for group in about["siblings"]:
         join_siblings(table, [layers[name] for name in group])
-    model = _model(about, script, weights, layers, whole=functools.partial(_filled, whole))
     cpu = torch.device("cpu")
     shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
-    return model, Prepared(table, shapes, None, about["siblings"]), tokenizer
-
-
-def _layers(
-    table: PackedWeights, source: _Source, layers: list[dict[str, Any]], dtype: torch.dtype
-) -> Iterator[tuple[str, PackedLinear]]:
-    for layer in layers:
-        yield layer["name"], table.add_linear(*source.linear(layer, dtype))
+    return _model(about, script, weights, layers, whole), Prepared(table, shapes, None, about["siblings"])
 
 
 def _model(
@@ -322,7 +328,6 @@ def _model(
     with _undeprecated():
         run = torch.jit.load(io.BytesIO(script))
     return RecordedModel(
-        about["kind"],
         RecordedConfig(**about["config"]),
         RecordedConfig(**about["generation_config"]),
         run,
