@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from architectures import ALL, model_of, prompt
+from sakiyomi import LLM
 from sakiyomi.cache.layout import LayerShape
+from sakiyomi.cache.policies import POLICIES
 from sakiyomi.cache.slots import FIRST_ROOM, SlotCache
 from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.core.memory import available_bytes
@@ -383,3 +385,25 @@ def test_captured_passes_equal_eager_ones() -> None:
         logits.append(torch.cat(rows))
         assert model.recorder is None or not model.recorder.failed
     torch.testing.assert_close(logits[0], logits[1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "cache", [*(name for name in POLICIES if name != "locret"), "minference", "quant-4", "kvquant-4"]
+)
+def test_caches_give_the_texts_of_the_cpu(cache: str) -> None:
+    """Where all pairs have room; and one that has to let some go comes to the end."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    prompts = torch.randint(5, 320, (3, 70), generator=torch.Generator().manual_seed(0)).tolist()
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    roomy: dict[str, Any] = {"kv_budget": 4096} if cache in POLICIES else {}
+    tight: dict[str, Any] = {"kv_budget": 64} if cache in POLICIES else {}
+    residual = "[residual=4096]" if "quant" in cache else ""
+
+    def texts(model: Any, cache: str, **options: Any) -> list[tuple[int, ...]]:
+        llm = LLM((model, tiny_tokenizer()), "none", cache=cache, chunk_size=32, **options)
+        return [tuple(done.token_ids) for done in llm.generate(prompts, params)]
+
+    assert texts(tiny_llama().cuda(), cache + residual, **roomy) == texts(tiny_llama(), "full", compile=False)
+    assert {len(text) for text in texts(tiny_llama().cuda(), cache, **tight)} == {40}

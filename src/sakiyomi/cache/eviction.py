@@ -228,6 +228,11 @@ class EvictingCache(ManagedCache):
         """Bytes of pairs in main memory that attention does not read; 0 where evicted pairs are gone."""
         return self._far.pairs.bytes if self._far is not None else 0
 
+    @property
+    def _choosable(self) -> SlotCache:
+        """The pairs among which the policy chooses, and where it does: all of them, in main memory, if it recalls."""
+        return self._far.pairs if self._far is not None else self.cache
+
     def places(self, slot: int) -> Sequence[Sequence[Tensor]]:
         """Of each layer and head, the places in the text of the pairs that stayed at the last boundary."""
         record = self._slots[slot]
@@ -240,7 +245,7 @@ class EvictingCache(ManagedCache):
     def begin(self, slot: int) -> None:
         """A text begins in this slot."""
         self.cache.clear(slot)
-        self._slots[slot] = SlotRecord.empty(self.cache.shapes)
+        self._slots[slot] = SlotRecord.empty(self._choosable.shapes)
         super().begin(slot)
 
     def end(self, slot: int) -> None:
@@ -378,9 +383,10 @@ class EvictingCache(ManagedCache):
         new_count = length - record.boundary
         neg_log_prob = torch.tensor(record.neg_log_prob[:new_count]) if policy.needs_log_probs else None
         views = []
-        read = self._far.pairs if self._far is not None else self.cache
-        for part in read.parts(layer, slot):
-            keys, values = read.columns(layer, slot, part, length - part.dropped)
+        for part in self._choosable.parts(layer, slot):
+            keys, values = self._choosable.columns(layer, slot, part, length - part.dropped)
+            if observed is not None:
+                observed = observed.to(keys.device)
             places, previous = (torch.stack(some[layer][part.heads]) for some in (record.places, record.scores))
             new = torch.arange(record.boundary, length, device=places.device).expand(len(places), -1)
             views.append(

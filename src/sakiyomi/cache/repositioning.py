@@ -51,6 +51,7 @@ class Repositioner:
         for layer, new in enumerate(self.positions(slot, length)):
             for part in self._cache.parts(layer, slot):
                 heads = range(part.heads.start, part.heads.stop)
-                by = torch.stack([new[head] - before[layer][head].gather(0, kept[layer][head]) for head in heads])
+                old = torch.stack([before[layer][head].gather(0, kept[layer][head]) for head in heads])
+                by = torch.stack([new[head] for head in heads]) - old.to(part.keys.device)
                 n = by.shape[1]
                 part.keys[:, :n] = self._turn(layer, part.keys[:, :n], by)

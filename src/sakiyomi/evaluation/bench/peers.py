@@ -28,6 +28,8 @@ class Transformers:
         stop: end tokens; the model's own if not given.
         lookup: instead of a draft model: draft tokens are what followed the last tokens where they stood before.
         tokenizers: of the target and of the draft model, where they are not the same.
+        cache: name of another cache (``cache_implementation``): with "static" transformers compiles its decoding passes
+            on a GPU; None: its default.
         loop: a decoding loop in the place of transformers' own (``custom_generate``).
     """
 
@@ -40,9 +42,10 @@ class Transformers:
         *,
         lookup: bool = False,
         tokenizers: tuple[Any, Any] | None = None,
+        cache: str | None = None,
         loop: Any = None,
     ) -> None:
-        self.model, self.assistant, self.gamma, self.lookup = model, assistant, gamma, lookup
+        self.model, self.assistant, self.gamma, self.lookup, self.cache = model, assistant, gamma, lookup, cache
         self._more: dict[str, Any] = {} if loop is None else {"custom_generate": loop}
         if tokenizers is not None:
             self._more |= {"tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1]}
@@ -66,6 +69,7 @@ class Transformers:
         with ExitStack() as stack:
             own = self._config(self.model, params)
             own.prompt_lookup_num_tokens = self.gamma if self.lookup else None
+            own.cache_implementation = self.cache
             stack.enter_context(generation_settings(self.model, own))
             extra: dict[str, Any] = dict(self._more)
             if params.logits_processors:
