@@ -20,7 +20,6 @@ from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native
 from sakiyomi.model_executor.loading import load_model, recording
-from sakiyomi.model_executor.loading import model as loading_model
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer, save_model, tiny_llama
@@ -158,7 +157,7 @@ def test_what_is_wrong_with_the_model_is_said_as_without_a_recording(tmp_path: P
 
 
 def test_large_models_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading_model, "MOST_RECORDED", 1000)
+    monkeypatch.setattr(recording, "MOST", 1000)
     folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
     LLM(folder, "none").record()
     assert not recording.place_of(folder, None).exists()

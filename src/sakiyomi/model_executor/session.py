@@ -88,7 +88,6 @@ class Session:
     ) -> None:
         self.weights, self.cache, self.sources = weights, cache, sources
         self.module: Any = weights.module if module is None else module
-        self._is_whole = module is None
         self.eviction: ManagedCache = FullCache(cache) if eviction is None else eviction
         self.exact, self.sizes, self.first_sizes = exact, tuple(sizes), tuple(first_sizes)
         self.max_context = weights.max_context
@@ -172,8 +171,7 @@ class Session:
 
     def take_backend(self) -> None:
         """Choose the attention backend for the weights as they are now, and forget what was recorded on another."""
-        if self._is_whole:
-            self.module = self.weights.module
+        self.module = self.weights.module
         needs = self.weights.needs(exact=self.exact, evicts=self._evicts)
         kind = choose_backend(needs)
         if not isinstance(self.module, RecordedModel):

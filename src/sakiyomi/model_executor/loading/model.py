@@ -44,7 +44,6 @@ from sakiyomi.model_executor.loading.packed import (
 from sakiyomi.model_executor.loading.placeholder import register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
-from sakiyomi.model_executor.loading.recording import MOST as MOST_RECORDED
 from sakiyomi.model_executor.loading.recording import read_recording, save_recording
 from sakiyomi.model_executor.loading.stream import is_offloaded
 
@@ -126,12 +125,7 @@ def load_model(
     offloaded = parse_offload(offload, place, quantize, target)
     if isinstance(target, tuple):
         return _from_pair(target, wanted, place if str(device) != "auto" else None, quantize, encoder_decoder)
-    if not isinstance(target, str | os.PathLike):
-        raise InputError(
-            f"the model is given as {type(target).__name__}; expected a folder, a hub id, the name of an embedded "
-            "model, or a (model, tokenizer) pair"
-        )
-    name = os.fspath(target)
+    name = _name(target)
 
     def config_of(folder: Path) -> Any:
         config = read_config(folder, trust_remote_code=trust_remote_code)
@@ -144,15 +138,14 @@ def load_model(
     gguf = gguf_file(name)
     folder = gguf.parent if gguf is not None else local_folder(name)
     own = gguf is None and folder is not None and not is_embedded_name(name)
-    plain = quantize is None and offloaded is None and place.type == "cpu" and not (trust_remote_code or allow_pickle)
-    record: Callable[[ModelRunner], bool] | None = None
+    plain = not (quantize or offloaded or gguf or trust_remote_code or allow_pickle)
+    recorded = recorded and plain and place.type == "cpu"
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-    elif recorded and plain and gguf is None:
-        found = read_recording(folder, wanted, lambda: load_model(target, dtype=dtype, device=device).model, fits)
-        if found is not None:
-            model, prepared, tokenizer = found
-            return Loaded(model, tokenizer, name, folder, owned=True, prepared=prepared)
+    elif recorded:
+        whole = functools.partial(load_model, name, dtype=dtype, device=place)
+        if (found := read_recording(folder, wanted, lambda: whole().model, fits)) is not None:
+            return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
     if gguf is not None:
         config, tokenizer, checkpoint = read_gguf(gguf)
         check_supported(config, name)
@@ -162,13 +155,22 @@ def load_model(
             _check_packed(name, packed, quantize, offload)
             return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
         checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
-        if recorded and plain and checkpoint.stored_bytes <= MOST_RECORDED:
-            record = functools.partial(save_recording, folder=folder, dtype=wanted, tokenizer=tokenizer)
     if quantize and hasattr(config, "quantization_config"):
         raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
     final = wanted or _stored_dtype(config, checkpoint)
     reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
-    return replace(_load(reader, tokenizer, quantize, offloaded, own), record=record)
+    loaded = _load(reader, tokenizer, quantize, offloaded, own)
+    save = functools.partial(save_recording, folder=folder, dtype=wanted, tokenizer=tokenizer)
+    return replace(loaded, record=save) if recorded else loaded
+
+
+def _name(target: Any) -> str:
+    if not isinstance(target, str | os.PathLike):
+        raise InputError(
+            f"the model is given as {type(target).__name__}; expected a folder, a hub id, the name of an embedded "
+            "model, or a (model, tokenizer) pair"
+        )
+    return os.fspath(target)
 
 
 def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload | None, own: bool) -> Loaded:

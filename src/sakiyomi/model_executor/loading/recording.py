@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.core.checkpoint import Checkpoint, read_checkpoint, read_header
 from sakiyomi.core.digests import json_digest, load_tensors, save_tensors
-from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.files import cache_folder, whole_file
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.core.messages import one_line
@@ -46,7 +46,7 @@ from sakiyomi.model_executor.traced import trace
 if TYPE_CHECKING:
     from sakiyomi.model_executor.runner import ModelRunner
 
-__all__ = ["MOST", "read_recording", "save_recording"]
+__all__ = ["read_recording", "save_recording"]
 
 logger = logging.getLogger("sakiyomi")
 FORMAT = 1
@@ -115,6 +115,8 @@ def save_recording(runner: ModelRunner, folder: Path, dtype: torch.dtype | None,
     try:
         with runner.lock, torch.no_grad():
             checkpoint = read_checkpoint(folder)
+            if checkpoint.stored_bytes > MOST or runner.weights.encoder is not None or runner.weights.stateful:
+                raise UnsupportedError("it is too large, or more than layers with attention and no encoder")
             source = _Source(checkpoint)
             about, script, weights = _record(runner, source)
             about |= {"key": _key(folder, checkpoint), "tokenizer": _tokenizer_class(tokenizer, folder)}
@@ -122,11 +124,8 @@ def save_recording(runner: ModelRunner, folder: Path, dtype: torch.dtype | None,
         tensors = {SCRIPT: torch.frombuffer(bytearray(script), dtype=torch.uint8)}
         with whole_file(place, "the next start takes longer") as fresh:
             save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
-    except (LoadError, UnsupportedError) as error:
-        logger.info("%s is not recorded: %s", folder, error.message)
-        return False
-    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        logger.info("%s is not recorded: %s: %s", folder, type(error).__name__, " ".join(str(error).split())[:300])
+    except Exception as error:  # whatever it is, the model runs; only the next start takes longer
+        logger.info("%s is not recorded: %s", folder, one_line(error))
         return False
     return True
 
