@@ -53,7 +53,7 @@ class ModelPool:
         **options: Any,
     ) -> None:
         self._name, self._load, self._run = target, load, run
-        self._unrecorded: list[tuple[ModelRunner, Loaded]] = []
+        self._unrecorded: list[tuple[ModelRunner, Callable[[ModelRunner], bool]]] = []
         self.loaded = load(target, quantize=quantize, offload=offload)
         self.target = self._pack(self.loaded, quantize, **options)
         self.models = [self.target]
@@ -127,16 +127,15 @@ class ModelPool:
             if loaded.save is not None:
                 loaded.save(packed)
         if loaded.record is not None:
-            self._unrecorded.append((packed, loaded))
+            self._unrecorded.append((packed, loaded.record))
         return packed
 
     def record(self) -> bool:
         """Keep recordings of the models that have none and can have one; whether none of those is left without."""
-        for packed, loaded in list(self._unrecorded):
-            assert loaded.record is not None
+        for packed, record in list(self._unrecorded):
             packed.record(packed.first_sizes)
-            if packed.weights.packed is not None and packed.recorded() and loaded.record(packed):
-                self._unrecorded.remove((packed, loaded))
+            if packed.weights.packed is not None and packed.recorded() and record(packed):
+                self._unrecorded.remove((packed, record))
         return not self._unrecorded
 
 

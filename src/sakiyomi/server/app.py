@@ -150,13 +150,11 @@ class Server:
     ) -> AsyncIterator[bytes]:
         """What a stream consists of; an error before the first event is raised, a later one is an event."""
         fresh = {job.index for job in call.jobs}
-        begun = False
         try:
             async with asyncio.timeout_at(until):
                 async for piece in self._read(call):
                     if self.config.log_prompts:
                         told["reply"] = told.get("reply", "") + piece.text
-                    begun = True
                     yield event(style.chunk(piece, piece.index in fresh))
                     fresh.discard(piece.index)
             if figures:
@@ -166,7 +164,7 @@ class Server:
             found = self._too_late() if isinstance(error, TimeoutError) else api_error(error)
             if found.status == 500:
                 failure(logger, "a request ended by an error", error, prompts=self.config.log_prompts)
-            if not begun:
+            if len(fresh) == len(call.jobs):
                 raise found from error
             yield event(found.body)
 

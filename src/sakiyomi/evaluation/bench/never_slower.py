@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import cycle, islice
 from typing import Any
 
-from sakiyomi.core.errors import MemoryLimitError
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.bench.drafts import wrong_draft
 from sakiyomi.evaluation.bench.frame import PairRow
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Spread
+from sakiyomi.evaluation.bench.speed import fitting
 
 __all__ = ["never_slower"]
 
@@ -31,12 +31,7 @@ def never_slower(row: PairRow) -> Row:
     for name in ("the pair's", "never right"):  # the second one is made of the first
         llm = row.llm(draft=wrong_draft(row.pair) if name == "never right" else None, max_batch=sizes[-1])
         judge = row.pair.judge(llm, everyone)
-        for size in sizes:
-            try:
-                llm.target.cache.check(size, max(map(len, everyone)) + config.max_new_tokens)
-            except MemoryLimitError as error:
-                notes.append(f"batch of {size} and above: {error}")
-                break
+        for size in fitting(sizes, llm, max(map(len, everyone)) + config.max_new_tokens, notes):
             for length in lengths:
                 more: dict[str, Any] = {"together": True, "ignore_eos": True, "gamma": "auto", "max_new_tokens": length}
                 ways = {"plain": EngineView(llm), "auto": llm}

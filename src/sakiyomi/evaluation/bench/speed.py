@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -31,7 +31,7 @@ from sakiyomi.evaluation.bench.quality import own_logits, their_logits
 from sakiyomi.evaluation.bench.report import Row
 from sakiyomi.evaluation.bench.runner import Contender, Spread, Standing, timed
 
-__all__ = ["batch", "dropin", "everybody", "plain", "speculative", "stories", "sweep"]
+__all__ = ["batch", "dropin", "everybody", "fitting", "plain", "speculative", "stories", "sweep"]
 
 BATCH = 8
 
@@ -139,13 +139,8 @@ def sweep(row: PairRow) -> Row:
     everyone = list(islice(cycle(row.pair.prompts), sizes[-1]))
     judge = row.pair.judge(llm, everyone)
     lines: list[dict[str, Any]] = []
-    notes = []
-    for size in sizes:
-        try:
-            llm.target.cache.check(size, max(map(len, everyone)) + config.max_new_tokens)
-        except MemoryLimitError as error:
-            notes.append(f"batch of {size} and above: {error}")
-            break
+    notes: list[str] = []
+    for size in fitting(sizes, llm, max(map(len, everyone)) + config.max_new_tokens, notes):
         runs = {
             name: row.run(way, prompts=everyone[:size], together=True, ignore_eos=True) for name, way in ways.items()
         }
@@ -156,6 +151,24 @@ def sweep(row: PairRow) -> Row:
     conditions = row.conditions(llm, graphs_up_to_rows=llm.target.sizes[-1], laps=config.repeats)
     conditions.pop("perplexity_of", None)  # the same at every size: not measured here
     return Row("sweep", "total tokens/s and seconds a request, by requests at once", lines, conditions, notes)
+
+
+def fitting(sizes: Sequence[int], llm: LLM, tokens: int, notes: list[str]) -> Iterator[int]:
+    """Sizes of batches for which there is memory, ascending; where it ends, a note says so.
+
+    Args:
+        sizes: to be tried, ascending.
+        llm: whose cache it is.
+        tokens: of each text, with its prompt.
+        notes: of the row.
+    """
+    for size in sizes:
+        try:
+            llm.target.cache.check(size, tokens)
+        except MemoryLimitError as error:
+            notes.append(f"batch of {size} and above: {error}")
+            return
+        yield size
 
 
 def _line(size: int, standings: Sequence[Standing]) -> dict[str, Any]:
