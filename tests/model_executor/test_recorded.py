@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from architectures import CONFIGS, VOCAB, model_of, prompt
+from damage import DAMAGES, damaged
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.policies.retaining.formats import fingerprint
 from sakiyomi.core.checkpoint import read_header
@@ -36,10 +38,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "cache_folder", lambda: tmp_path / "cache")
 
 
-def recorded(target: str | Path, draft: str = "none") -> LLM:
+def recorded(target: str | Path) -> LLM:
     """The models, loaded from their recordings."""
-    assert LLM(target, draft).record()
-    found = LLM(target, draft)
+    assert LLM(target, "none").record()
+    found = LLM(target, "none")
     assert isinstance(found.target.module, RecordedModel)
     return found
 
@@ -146,6 +148,18 @@ def test_a_recording_of_something_else_is_not_used(
     plain = LLM(folder, "none", compile=False)
     assert fresh.engine.stop_ids == plain.engine.stop_ids
     assert fresh.generate([prompt(9)], GREEDY)[0].token_ids == plain.generate([prompt(9)], GREEDY)[0].token_ids
+
+
+def test_no_damage_to_a_recording_passes(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), character_tokenizer())
+    recorded(folder)
+    place, rng = recording.place_of(folder, None), random.Random(0)
+    data = place.read_bytes()
+    for _ in range(DAMAGES):
+        place.write_bytes(damaged(data, rng))
+        assert recording.read_recording(folder, None, lambda: None, lambda config: None) is None
+    place.write_bytes(data)
+    assert recording.read_recording(folder, None, lambda: None, lambda config: None) is not None
 
 
 def test_what_is_wrong_with_the_model_is_said_as_without_a_recording(tmp_path: Path) -> None:

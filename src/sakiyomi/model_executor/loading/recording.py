@@ -1,6 +1,6 @@
 """Recordings on disk: what the next start of a model needs instead of transformers' class of it.
 
-Importing that class takes longer than all the rest of a start. A recording has the script of a pass, the small tensors
+Importing that class takes nearly half of a small model's start. A recording has the script of a pass, the small tensors
 that the model computes itself, and where in the checkpoint everything else lies; the weights stay where they are. It is
 kept in the cache folder, and used as long as model, versions and kernels are those it was made with. What was recorded
 is proven when it is saved: packed weights made from the checkpoint by the recording alone equal those that ran, and
