@@ -65,7 +65,7 @@ class LLM:
             rest on disk), or a folder: as "disk", and weights that cannot be used as they are stored are written
             there for as long as the model lives. Every pass then reads them, so that long drafts pay most.
             Passes are eager. A pair that was loaded with a ``device_map`` runs as it is. None: all in memory.
-        compile: "auto" traces decoding passes behind the first few, with the numbers of eager ones; True compiles them while
+        compile: "auto" traces decoding passes that come often, with the numbers of eager ones; True compiles them while
             the model is loaded; False runs all passes eagerly.
         max_context: most tokens of prompt and output; None for the model's own limit. Nothing is allocated in advance.
         max_batch: requests that run at once; more wait.
