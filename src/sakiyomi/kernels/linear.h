@@ -1,8 +1,9 @@
 // Rows x packed weights, for the few rows of a decoding pass: fp32, bf16, or rows rounded to 8 bits and weights to 8 or 4.
 //
 // A weight lies in blocks of 32 output channels side by side, so that a task reads one stream of memory and has two vectors of sums
-// for each of up to 8 rows (`row_group`). Not more: with more than 16 sums at once a Zen 4 core does half of its products (6 rows x 4 vectors 118 G
-// products of bytes a second, 8 x 2 228).
+// for each of up to 8 rows (`rows_at_once`). Not more: with more than 16 sums at once a Zen 4 core does half of its products (6 rows x 4 vectors 118 G
+// products of bytes a second, 8 x 2 228). More rows than a group has go through a block in strips, and through its inputs in pieces, which
+// stay in the first-level cache; sums wait in memory between two pieces, so that they are added in the order of few rows.
 
 #pragma once
 
@@ -23,6 +24,26 @@ namespace {
 constexpr int64_t block_width = 32;   // output channels of a block
 
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
+constexpr int64_t strip_rows = 48;     // rows of a strip
+constexpr int64_t piece_length = 128;  // inputs of a piece
+
+// Rows whose sums, a column of weights and the rows' own numbers fit into registers. With 16 registers of 32 bytes three rows have all
+// but the weights there, and two are faster; but one row alone takes as long as two.
+#if defined(__AVX512F__)
+constexpr int rows_at_once = 8, rows_of_halves = 4;
+#else
+constexpr int rows_at_once = 2, rows_of_halves = 2;
+#endif
+
+// Calls f(number of rows as a constant, first row), leaving no row alone if possible.
+template <int most, typename F>
+inline void in_lines(int64_t rows, F f) {
+  if constexpr (most > 2) return in_groups<most>(rows, f);
+  int64_t row = 0;
+  for (; rows - row == 2 || rows - row > 3; row += 2) f(std::integral_constant<int, 2>(), row);
+  if (rows - row == 3) f(std::integral_constant<int, 3>(), row);
+  if (rows - row == 1) f(std::integral_constant<int, 1>(), row);
+}
 
 struct Weight {
   // fp32: [ceil(out/32)][in][32]; bf16: [ceil(out/32)][in/2][32][2]; 8 bits: [ceil(out/32)][ceil(in/4)][32][4]; 4 bits:
@@ -39,23 +60,55 @@ struct Weight {
   bool rounded() const { return scale || scales; }
 };
 
-template <int R>
-inline void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sums[R][2]) {
-  f16v sum[R][2];  // of this function alone, so that they stay in registers
-  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sums[r][0], sum[r][1] = sums[r][1];
-  for (int64_t k = 0; k < in; ++k, w += block_width) {
-    f16v a = load16(w), b = load16(w + 16);
-    UNROLL for (int r = 0; r < R; ++r) {
-      float s = x[r * stride + k];
-      sum[r][0] += a * s;
-      sum[r][1] += b * s;
-    }
+// Sums of R rows and a block's channels, in registers: arrays of the processor's own vectors stay there.
+template <int R, typename T>
+struct Sums {
+  using Own = typename Native<T>::type;
+  static constexpr int count = 4 * block_width / native_bytes;
+  Own of[R][count];
+
+  template <typename V>
+  explicit Sums(const V from[R][2]) {
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < count; ++c) of[r][c] = load<Own>((const char*)from[r] + c * native_bytes);
   }
-  UNROLL for (int r = 0; r < R; ++r) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];
+  template <typename V>
+  void put(V to[R][2]) const {
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < count; ++c) store((char*)to[r] + c * native_bytes, of[r][c]);
+  }
+};
+
+// A function of its own: gcc keeps all of its sums in registers, which inside of another one it does not.
+#define APART __attribute__((noinline))
+
+// In a register: gcc would read it from memory again for every row.
+template <typename V>
+inline V held(V x) {
+#if defined(__AVX2__)
+  asm("" : "+x"(x));
+#endif
+  return x;
 }
 
 template <int R>
-inline void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v sum[R][2]) {
+APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v sums[R][2]) {
+  using Own = typename Sums<R, float>::Own;
+  Sums<R, float> sum(sums);
+  for (int64_t k = 0; k < in; ++k, w += block_width) {
+    Own columns[sum.count];
+    UNROLL for (int c = 0; c < sum.count; ++c) {
+      columns[c] = load<Own>(w + c * native_bytes / 4);
+      if constexpr (R < 3) columns[c] = held(columns[c]);
+    }
+    UNROLL for (int r = 0; r < R; ++r)
+      UNROLL for (int c = 0; c < sum.count; ++c) sum.of[r][c] += columns[c] * x[r * stride + k];
+  }
+  sum.put(sums);
+}
+
+template <int R>
+APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v sum[R][2]) {
 #if defined(__AVX512BF16__)
   __m512 left[R], right[R];
   UNROLL for (int r = 0; r < R; ++r) left[r] = (__m512)sum[r][0], right[r] = (__m512)sum[r][1];
@@ -77,51 +130,89 @@ inline void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v s
 
 // Rows of bf16 that were widened, where the processor does not multiply bf16 itself.
 template <int R>
-inline void dot(const float* x, int64_t stride, const bf16* w, int64_t in, f16v sums[R][2]) {
-  f16v sum[R][2];
-  UNROLL for (int r = 0; r < R; ++r) sum[r][0] = sums[r][0], sum[r][1] = sums[r][1];
-  for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
-    UNROLL for (int c = 0; c < 2; ++c) {
-      u16v both = load<u16v>(w + c * 32);
-      f16v even = (f16v)(both << 16), odd = (f16v)(both & 0xffff0000u);
-      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += even * x[r * stride + k];
-      UNROLL for (int r = 0; r < R; ++r) sum[r][c] += odd * x[r * stride + k + 1];
+APART void dot(const float* x, int64_t stride, const bf16* w, int64_t in, f16v sums[R][2]) {
+  using Own = typename Sums<R, float>::Own;
+  using Bits = typename Native<uint32_t>::type;
+  Sums<R, float> sum(sums);
+  for (int64_t k = 0; k < in; k += 2, w += 2 * block_width)
+    UNROLL for (int c = 0; c < sum.count; ++c) {
+      const Bits both = load<Bits>(w + c * native_bytes / 2);
+      const Own even = (Own)(both << 16), odd = (Own)(both & 0xffff0000u);
+      UNROLL for (int r = 0; r < R; ++r) sum.of[r][c] += even * x[r * stride + k];
+      UNROLL for (int r = 0; r < R; ++r) sum.of[r][c] += odd * x[r * stride + k + 1];
     }
-  }
-  UNROLL for (int r = 0; r < R; ++r) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];
+  sum.put(sums);
 }
 
+// A piece of a block in bf16 as numbers, for rows that were widened.
+inline void widen_piece(const bf16* w, int64_t length, float* to) {
+  for (int64_t k = 0; k < length; k += 2, w += 2 * block_width, to += 2 * block_width)
+    UNROLL for (int c = 0; c < 2; ++c) {
+      u16v both = load<u16v>(w + c * 32);
+      store16(to + 16 * c, (f16v)(both << 16)), store16(to + block_width + 16 * c, (f16v)(both & 0xffff0000u));
+    }
+}
+
+// Sums of products of bytes are whole numbers: exact, in any order. `in` is a multiple of 4.
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Four numbers of each lane as two pairs of 16 bits, the first with the third: their products are summed by one instruction, exactly.
+#define PAIRS 1
+// Bytes as two pairs of 16 bits for each four of them, the first with the third: products of pairs are summed by one instruction.
 struct Pairs {
   __m256i even, odd;
-
-  i16v::Half times(int32_t first, int32_t second) const {
-    return (i16v::Half)_mm256_add_epi32(_mm256_madd_epi16(even, _mm256_set1_epi32(first)), _mm256_madd_epi16(odd, _mm256_set1_epi32(second)));
-  }
 };
 
-inline Pairs pairs_of(i16v::Half bytes) {
-  __m256i all = (__m256i)bytes;
+// Four weights in 8 bits of each of 8 channels.
+inline Pairs pairs_of(const int8_t* from) {
+  __m256i all = load<__m256i>(from);
   return {_mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8), _mm256_srai_epi16(all, 8)};
 }
 
-// Numbers of 4 bits, from this bit of each byte on.
-inline Pairs pairs_of(i16v::Half bytes, int bit) {
-  const __m256i all = (__m256i)bytes, mask = _mm256_set1_epi16(15);
+// The same of 4 bits, from this bit of each byte on.
+inline Pairs pairs_of(const uint8_t* from, int bit) {
+  const __m256i all = load<__m256i>(from), mask = _mm256_set1_epi16(15);
   return {_mm256_and_si256(_mm256_srli_epi16(all, bit), mask), _mm256_and_si256(_mm256_srli_epi16(all, bit + 8), mask)};
 }
 
-// Of a row, less an offset.
-inline void pairs_of(const uint8_t* row, int32_t offset, int32_t& even, int32_t& odd) {
-  auto pair = [&](int i) { return int32_t(uint32_t(uint16_t(row[i] - offset)) | uint32_t(row[i + 2] - offset) << 16); };
-  even = pair(0), odd = pair(1);
-}
-#endif
+using RowByte = int32_t;              // a pair of a row's numbers
+constexpr int64_t row_bytes_step = 2;  // inputs of a RowByte
 
-// Sums of products of bytes are whole numbers: exact, in any order. `in` is a multiple of 4, rows have 128 added.
+// weights(i): of inputs 4 * (i / 4) and on the channels 8 * (i % 4) and on.
+template <int R, typename W>
+inline void dot_pairs(const int32_t* x, int64_t stride, W weights, int64_t in, i16v sums[R][2]) {
+  Sums<R, int32_t> sum(sums);
+  for (int64_t k = 0; k < in; k += 4)
+    UNROLL for (int c = 0; c < sum.count; ++c) {
+      const Pairs& w = weights(k + c);
+      const __m256i even = held(w.even), odd = held(w.odd);
+      UNROLL for (int r = 0; r < R; ++r) {
+        const int32_t* pairs = x + r * stride + k / 2;
+        sum.of[r][c] += (typename Native<int32_t>::type)_mm256_madd_epi16(even, _mm256_set1_epi32(pairs[0]));
+        sum.of[r][c] += (typename Native<int32_t>::type)_mm256_madd_epi16(odd, _mm256_set1_epi32(pairs[1]));
+      }
+    }
+  sum.put(sums);
+}
+
 template <int R>
-inline void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sum[R][2]) {
+APART void dot(const int32_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2]) {
+  dot_pairs<R>(x, stride, [&](int64_t i) { return pairs_of(w + 32 * i); }, in, sums);
+}
+
+template <int R>
+inline void dot_halves(const int32_t* x, int64_t stride, const uint8_t* w, int64_t in, i16v sums[R][2]) {
+  dot_pairs<R>(x, stride, [&](int64_t i) { return pairs_of(w + 16 * (i & ~3) + 32 * (i & 1), 2 * (i & 2)); }, in, sums);
+}
+
+template <int R>
+APART void dot(const int32_t* x, int64_t stride, const Pairs* w, int64_t in, i16v sums[R][2]) {
+  dot_pairs<R>(x, stride, [&](int64_t i) -> const Pairs& { return w[i]; }, in, sums);
+}
+#else
+using RowByte = uint8_t;  // a number of a row with 128 added
+constexpr int64_t row_bytes_step = 1;
+
+template <int R>
+APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sum[R][2]) {
   for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
 #if defined(__AVX512VNNI__)
     __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
@@ -131,17 +222,6 @@ inline void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i
       __m512i s = _mm512_set1_epi32(four);
       sum[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][0], s, a);
       sum[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][1], s, b);
-    }
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    int32_t even[R], odd[R];
-    UNROLL for (int r = 0; r < R; ++r) pairs_of(x + r * stride + k, 0, even[r], odd[r]);
-    UNROLL for (int c = 0; c < 2; ++c) {
-      i16v four = load<i16v>(w + 64 * c);
-      Pairs lo = pairs_of(four.lo), hi = pairs_of(four.hi);
-      UNROLL for (int r = 0; r < R; ++r) {
-        sum[r][c].lo += lo.times(even[r], odd[r]);
-        sum[r][c].hi += hi.times(even[r], odd[r]);
-      }
     }
 #else
     for (int c = 0; c < 2; ++c) {
@@ -155,6 +235,43 @@ inline void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i
   }
 }
 
+// Weights of 4 bits, whose offset of 8 is not taken off; rows without their 128.
+template <int R>
+inline void dot_halves(const uint8_t* x, int64_t stride, const uint8_t* w, int64_t in, i16v sum[R][2]) {
+  for (int64_t k = 0; k < in; k += 4, w += 64) {
+#if defined(__AVX512VNNI__)
+    __m512i both = _mm512_loadu_si512(w), mask = _mm512_set1_epi8(15);
+    __m512i a = _mm512_and_si512(both, mask), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+    UNROLL for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, x + r * stride + k, 4);
+      __m512i s = _mm512_set1_epi32(four ^ 0x80808080);
+      sum[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][0], a, s);
+      sum[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][1], b, s);
+    }
+#else
+    const i16v all = load<i16v>(w);
+    for (int j = 0; j < 4; ++j) {
+      i16v a = (all >> (8 * j)) & 15, b = (all >> (8 * j + 4)) & 15;
+      UNROLL for (int r = 0; r < R; ++r) {
+        int32_t s = int32_t(x[r * stride + k + j]) - 128;
+        sum[r][0] += a * s, sum[r][1] += b * s;
+      }
+    }
+#endif
+  }
+}
+#endif
+
+// Calls f(first row, rows, whether they are so many that pieces pay) for strips of rows.
+template <int group, typename F>
+inline void in_strips(int64_t rows, F f) {
+  for (int64_t row = 0; row < rows; row += strip_rows) {
+    const int64_t count = std::min(strip_rows, rows - row);
+    f(row, count, count > 2 * group);
+  }
+}
+
 // The first n of 16 numbers, zeros behind them.
 template <typename V, typename T>
 inline V some(const T* from, int64_t n) {
@@ -164,48 +281,87 @@ inline V some(const T* from, int64_t n) {
   return v;
 }
 
-// One block of output channels, R rows.
-template <int R, typename X, typename T>
-void block(const Weight& w, const X* x, T* y, int64_t first) {
-  f16v sum[R][2];
+// One block of output channels. X: rows as they are multiplied; T: weights and results as they are stored.
+template <typename X, typename T>
+void block(const Weight& w, const X* x, int64_t rows, T* y, int64_t first) {
+  f16v bias[2], sum[strip_rows][2];
   int64_t n[2];
   for (int c = 0; c < 2; ++c) {
     n[c] = std::clamp<int64_t>(w.out - (first + 16 * c), 0, 16);
-    f16v bias = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, n[c]);
-    UNROLL for (int r = 0; r < R; ++r) sum[r][c] = bias;
+    bias[c] = some<f16v>(w.bias ? w.bias + first + 16 * c : nullptr, n[c]);
   }
-  dot<R>(x, w.in, (const T*)w.data + first * w.in, w.in, sum);  // T: as the weights are stored
-  UNROLL for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 2; ++c) put(y + r * w.out + first + 16 * c, sum[r][c], n[c]);
+  const T* data = (const T*)w.data + first * w.in;
+  in_strips<rows_at_once>(rows, [&](int64_t row, int64_t count, bool many) {
+    for (int64_t r = 0; r < count; ++r) sum[r][0] = bias[0], sum[r][1] = bias[1];
+    const int64_t step = many ? piece_length : w.in;
+    for (int64_t k = 0; k < w.in; k += step) {
+      const int64_t length = std::min(step, w.in - k);
+      auto add = [&](const auto* piece) {
+        in_lines<rows_at_once>(count, [&](auto R, int64_t r) { dot<R()>(x + (row + r) * w.in + k, w.in, piece, length, sum + r); });
+      };
+      if constexpr (std::is_same_v<X, float> && std::is_same_v<T, bf16>) {
+        if (many) {
+          float wide[piece_length * block_width];
+          widen_piece(data + k * block_width, length, wide);
+          add(wide);
+          continue;
+        }
+      }
+      add(data + k * block_width);
+    }
+    for (int c = 0; c < 2; ++c)
+      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + first + 16 * c, sum[r][c], n[c]);
+  });
 }
 
-// Rows in 8 bits: what each is to be multiplied with, and its numbers + 128, which makes them unsigned.
+// Rows in 8 bits: what each is to be multiplied with, and its numbers.
 struct Bytes {
-  std::vector<uint8_t> data;  // [rows][stride]
+  std::vector<RowByte> data;  // [rows][stride]
   std::vector<float> scale;   // [rows]
   std::vector<int32_t> sums;  // [rows][in / 32]: of the numbers that meet weights of one scale; filled where weights have 4 bits
-  int64_t stride;
+  int64_t stride, in;         // in: a multiple of 4, zeros behind the row's own numbers
+
+  const RowByte* at(int64_t row, int64_t k) const { return data.data() + row * stride + k / row_bytes_step; }
 };
 
 // Sums of products of bytes as numbers.
-template <int R, typename T>
-inline void finish(const Weight& w, const Bytes& x, int64_t row, const i16v sum[R][2], T* y, int64_t first) {
+template <typename T>
+inline void finish(const Weight& w, const Bytes& x, int64_t row, int64_t rows, bool offset, const i16v sum[][2], T* y, int64_t first) {
   for (int c = 0; c < 2; ++c) {
     int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
     f16v scale = some<f16v>(w.scale + at, n), bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-    i16v offset = 128 * some<i16v>(w.sum + at, n);
-    UNROLL for (int r = 0; r < R; ++r) {
-      f16v product = float_of(sum[r][c] - offset);
+    i16v much = (offset ? 128 : 0) * some<i16v>(w.sum + at, n);
+    for (int64_t r = 0; r < rows; ++r) {
+      f16v product = float_of(sum[r][c] - much);
       put(y + (row + r) * w.out + at, product * (scale * x.scale[row + r]) + bias, n);
     }
   }
 }
 
-template <int R, typename T>
-void block(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
-  i16v sum[R][2] = {};
-  dot<R>(x.data.data() + row * x.stride, x.stride, (const int8_t*)w.data + first * x.stride, x.stride, sum);
-  finish<R>(w, x, row, sum, y, first);
+template <typename T>
+void block(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
+  const int8_t* data = (const int8_t*)w.data + first * x.in;
+  in_strips<rows_at_once>(rows, [&](int64_t row, int64_t count, bool many) {
+    i16v sum[strip_rows][2];
+    std::memset(sum, 0, count * sizeof(sum[0]));
+    const int64_t step = many ? piece_length : x.in;
+    for (int64_t k = 0; k < x.in; k += step) {
+      const int64_t length = std::min(step, x.in - k);
+      auto add = [&](const auto* piece) {
+        in_lines<rows_at_once>(count, [&](auto R, int64_t r) { dot<R()>(x.at(row + r, k), x.stride, piece, length, sum + r); });
+      };
+#if defined(PAIRS)
+      if (many) {
+        Pairs pairs[piece_length];
+        for (int64_t i = 0; i < length; ++i) pairs[i] = pairs_of(data + k * block_width + 32 * i);
+        add(pairs);
+        continue;
+      }
+#endif
+      add(data + k * block_width);
+    }
+    finish(w, x, row, count, std::is_same_v<RowByte, uint8_t>, sum, y, first);
+  });
 }
 
 // The same for all rows, by tiles.
@@ -214,8 +370,8 @@ void block_of_tiles(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t
   i16v sum[tile_rows][2];
   for (int64_t row = 0; row < rows; row += tile_rows) {
     int64_t count = std::min(rows - row, tile_rows);
-    products(count == tile_rows, x.data.data() + row * x.stride, x.stride, (const int8_t*)w.data + first * x.stride, sum);
-    for (int64_t r = 0; r < count; ++r) finish<1>(w, x, row + r, sum + r, y, first);
+    products(count == tile_rows, x.at(row, 0), x.stride, (const int8_t*)w.data + first * x.in, sum);
+    finish(w, x, row, count, true, sum, y, first);
   }
 }
 
@@ -233,82 +389,89 @@ inline void block_of_tiles(const Weight& w, const bf16* x, int64_t rows, bf16* y
 }
 
 // The same for 4 bits. A weight is (number - 8) * scale; sums of 32 products are whole numbers, and those are added in order.
-template <int R, typename T>
-void block_of_halves(const Weight& w, const Bytes& x, int64_t row, T* y, int64_t first) {
+template <typename T>
+void block_of_halves(const Weight& w, const Bytes& x, int64_t rows, T* y, int64_t first) {
   const int64_t groups = w.in / group_length;
   const uint8_t* data = (const uint8_t*)w.data + first * w.in / 2;
   const bf16* scales = w.scales + first * groups;
-  const uint8_t* rows = x.data.data() + row * x.stride;
-  f16v sum[R][2] = {};
-  for (int64_t g = 0; g < groups; ++g, scales += block_width) {
-    i16v part[R][2] = {};
-    for (int64_t k = g * group_length; k < (g + 1) * group_length; k += 4, data += 64) {
-#if defined(__AVX512VNNI__)
-      __m512i both = _mm512_loadu_si512(data), mask = _mm512_set1_epi8(15);
-      __m512i a = _mm512_and_si512(both, mask), b = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-      UNROLL for (int r = 0; r < R; ++r) {
-        int32_t four;
-        std::memcpy(&four, rows + r * x.stride + k, 4);
-        __m512i s = _mm512_set1_epi32(four ^ 0x80808080);
-        part[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)part[r][0], a, s);
-        part[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)part[r][1], b, s);
-      }
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-      const i16v all = load<i16v>(data);
-      const Pairs a_lo = pairs_of(all.lo, 0), a_hi = pairs_of(all.hi, 0), b_lo = pairs_of(all.lo, 4), b_hi = pairs_of(all.hi, 4);
-      UNROLL for (int r = 0; r < R; ++r) {
-        int32_t even, odd;
-        pairs_of(rows + r * x.stride + k, 128, even, odd);
-        part[r][0].lo += a_lo.times(even, odd), part[r][0].hi += a_hi.times(even, odd);
-        part[r][1].lo += b_lo.times(even, odd), part[r][1].hi += b_hi.times(even, odd);
-      }
-#else
-      const i16v all = load<i16v>(data);
-      for (int j = 0; j < 4; ++j) {
-        i16v a = (all >> (8 * j)) & 15, b = (all >> (8 * j + 4)) & 15;
-        UNROLL for (int r = 0; r < R; ++r) {
-          int32_t s = int32_t(rows[r * x.stride + k + j]) - 128;
-          part[r][0] += a * s, part[r][1] += b * s;
-        }
+  in_strips<rows_of_halves>(rows, [&](int64_t row, int64_t count, bool many) {
+    f16v sum[strip_rows][2] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint8_t* piece = data + g * group_length * block_width / 2;
+      const f16v left = load16(scales + g * block_width), right = load16(scales + g * block_width + 16);
+      auto add = [&](auto products) {
+        in_lines<rows_of_halves>(count, [&](auto R, int64_t r) {
+          constexpr int together = decltype(R)::value;
+          i16v part[together][2] = {};
+          products(R, x.at(row + r, g * group_length), part);
+          UNROLL for (int i = 0; i < together; ++i) {
+            int32_t offset = 8 * x.sums[(row + r + i) * groups + g];
+            sum[r + i][0] += float_of(part[i][0] - offset) * left;
+            sum[r + i][1] += float_of(part[i][1] - offset) * right;
+          }
+        });
+      };
+#if defined(PAIRS)
+      if (many) {
+        Pairs pairs[group_length];
+        for (int64_t i = 0; i < group_length; ++i) pairs[i] = pairs_of(piece + 16 * (i & ~3) + 32 * (i & 1), 2 * (i & 2));
+        add([&](auto R, const RowByte* from, auto part) { dot<R()>(from, x.stride, pairs, group_length, part); });
+        continue;
       }
 #endif
+      add([&](auto R, const RowByte* from, auto part) { dot_halves<R()>(from, x.stride, piece, group_length, part); });
     }
-    f16v left = load16(scales), right = load16(scales + 16);
-    UNROLL for (int r = 0; r < R; ++r) {
-      int32_t offset = 8 * x.sums[(row + r) * groups + g];
-      sum[r][0] += float_of(part[r][0] - offset) * left;
-      sum[r][1] += float_of(part[r][1] - offset) * right;
+    for (int c = 0; c < 2; ++c) {
+      int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
+      f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
+      for (int64_t r = 0; r < count; ++r) put(y + (row + r) * w.out + at, sum[r][c] * x.scale[row + r] + bias, n);
     }
-  }
-  for (int c = 0; c < 2; ++c) {
-    int64_t at = first + 16 * c, n = std::clamp<int64_t>(w.out - at, 0, 16);
-    f16v bias = some<f16v>(w.bias ? w.bias + at : nullptr, n);
-    UNROLL for (int r = 0; r < R; ++r) put(y + (row + r) * w.out + at, sum[r][c] * x.scale[row + r] + bias, n);
-  }
+  });
 }
 
 // 16 numbers, rounded to the nearest whole number, of equally near ones to the even one.
-inline void put_bytes(uint8_t* to, f16v x) {
+inline void put_bytes(int8_t* to, f16v x) {
 #if defined(__AVX512F__)
   __m128i y = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)x));
-  y = _mm_xor_si128(y, _mm_set1_epi8(-128));
   std::memcpy(to, &y, 16);
+#elif defined(__AVX2__)
+  const __m256i halves = _mm256_packs_epi32(_mm256_cvtps_epi32((__m256)x.lo), _mm256_cvtps_epi32((__m256)x.hi));
+  const __m256i y = _mm256_permute4x64_epi64(halves, 0xd8);
+  store(to, _mm_packs_epi16(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1)));
 #else
   float all[16];
   store(all, x);
-  for (int t = 0; t < 16; ++t) to[t] = uint8_t(int32_t(std::nearbyint(all[t])) + 128);
+  for (int t = 0; t < 16; ++t) to[t] = int8_t(std::nearbyint(all[t]));
 #endif
 }
+
+// Rounded numbers of a row, a multiple of 4, as they are multiplied.
+#if defined(PAIRS)
+inline void put_row(const int8_t* numbers, int64_t count, int32_t* to) {
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {  // each four in the order 0, 2, 1, 3
+    const __m256i wide = _mm256_cvtepi8_epi16(load<__m128i>(numbers + i));
+    store(to + i / 2, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(wide, 0xd8), 0xd8));
+  }
+  for (; i < count; i += 4)
+    for (int j = 0; j < 2; ++j) to[i / 2 + j] = int32_t(uint32_t(uint16_t(numbers[i + j])) | uint32_t(numbers[i + j + 2]) << 16);
+}
+#else
+inline void put_row(const int8_t* numbers, int64_t count, uint8_t* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(numbers[i] + 128);
+}
+#endif
 
 template <typename T>
 void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
   const int64_t whole = in / 16 * 16;
-  to.stride = (in + 3) / 4 * 4;
-  to.data.assign(rows * to.stride, 128);
+  to.in = (in + 3) / 4 * 4, to.stride = to.in / row_bytes_step;
+  to.data.resize(rows * to.stride);
   to.scale.resize(rows);
   const int64_t groups = summed ? in / group_length : 0;
   to.sums.resize(rows * groups);
   at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+    std::vector<int8_t> bytes(to.in);
     for (int64_t r = begin; r < end; ++r) {
       const T* row = x + r * in;
       // Without their signs numbers have the order of their bits, and a NaN is above all: it becomes the row's scale, and is seen.
@@ -322,14 +485,14 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
       for (int64_t i = whole; i < in; ++i) top = std::max(top, std::bit_cast<int32_t>(std::fabs(value_of(row[i]))));
       float most = std::bit_cast<float>(top);
       float inverse = most > 0 ? 127.0f / most : 0.0f;
-      uint8_t* bytes = to.data.data() + r * to.stride;
-      for (int64_t i = 0; i < whole; i += 16) put_bytes(bytes + i, load16(row + i) * inverse);
-      for (int64_t i = whole; i < in; ++i) bytes[i] = uint8_t(int32_t(std::nearbyint(value_of(row[i]) * inverse)) + 128);
+      for (int64_t i = 0; i < whole; i += 16) put_bytes(bytes.data() + i, load16(row + i) * inverse);
+      for (int64_t i = whole; i < in; ++i) bytes[i] = int8_t(std::nearbyint(value_of(row[i]) * inverse));
+      put_row(bytes.data(), to.in, to.data.data() + r * to.stride);
       to.scale[r] = most / 127.0f;
       for (int64_t g = 0; g < groups; ++g) {
         int32_t sum = 0;
         for (int64_t i = g * group_length; i < (g + 1) * group_length; ++i) sum += bytes[i];
-        to.sums[r * groups + g] = sum - 128 * int32_t(group_length);
+        to.sums[r * groups + g] = sum;
       }
     }
   });
@@ -367,16 +530,16 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
       const Weight& w = *weights[i];
       T* y = outs[i];
       int64_t first = (t - (i ? ends[i - 1] : 0)) * block_width;
-      if (w.scales)  // two sums for each row and vector
-        in_groups<(row_group + 1) / 2>(rows, [&](auto count, int64_t row) { block_of_halves<count()>(w, *rounded, row, y, first); });
+      if (w.scales)
+        block_of_halves(w, *rounded, rows, y, first);
       else if (w.scale && tiled)
         block_of_tiles(w, *rounded, rows, y, first);
       else if (w.scale)
-        in_groups<row_group>(rows, [&](auto count, int64_t row) { block<count()>(w, *rounded, row, y, first); });
+        block(w, *rounded, rows, y, first);
       else if (std::is_same_v<T, bf16> && tiled)
         block_of_tiles(w, (const bf16*)x, rows, (bf16*)y, first);
       else
-        in_groups<row_group>(rows, [&](auto count, int64_t row) { block<count()>(w, wide + row * w.in, y + row * w.out, first); });
+        block(w, wide, rows, y, first);
     }
   });
 }

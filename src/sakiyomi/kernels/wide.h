@@ -13,6 +13,20 @@
 namespace {
 
 #if defined(__AVX512F__)
+constexpr int native_bytes = 64;
+#elif defined(__AVX2__)
+constexpr int native_bytes = 32;
+#else
+constexpr int native_bytes = 16;
+#endif
+
+// A vector of the processor's own.
+template <typename T>
+struct Native {
+  typedef T type __attribute__((vector_size(native_bytes)));
+};
+
+#if defined(__AVX512F__)
 
 typedef float f16v __attribute__((vector_size(64)));
 typedef uint32_t u16v __attribute__((vector_size(64)));
@@ -27,17 +41,6 @@ inline i16v whole_of(f16v x) { return __builtin_convertvector(x, i16v); }  // to
 inline f16v float_of(i16v x) { return __builtin_convertvector(x, f16v); }
 
 #else
-
-#if defined(__AVX2__)
-constexpr int native_bytes = 32;
-#else
-constexpr int native_bytes = 16;
-#endif
-
-template <typename T>
-struct Native {
-  typedef T type __attribute__((vector_size(native_bytes)));
-};
 
 template <typename T, int bytes>
 struct Wide {
