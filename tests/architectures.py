@@ -142,22 +142,84 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 """Not promised, but they work; when one stops to, it should be known."""
 
-REFUSED: dict[str, Callable[[], Any]] = {
-    "mamba": lambda: hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4),
-    "rwkv": lambda: hf.RwkvConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2),
-    "recurrent_gemma": lambda: hf.RecurrentGemmaConfig(
-        **_without(_GROUPED, "max_position_embeddings", "num_hidden_layers"), num_hidden_layers=3, lru_width=32
-    ),
-    "jamba": lambda: hf.JambaConfig(
-        **_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
-    ),
-    "qwen3_next": lambda: hf.Qwen3NextConfig(
-        **_GROUPED,
-        num_experts=2,
-        num_experts_per_tok=1,
-        layer_types=["linear_attention", "linear_attention", "full_attention"],
-    ),
+_HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_BARE = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, **_NO_ENDS}
+_ZAMBA = _without(_SIZES, "num_hidden_layers") | {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+    "mamba_d_state": 8,
+}
+
+HYBRIDS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: hf.Lfm2Config(**_GROUPED, layer_types=["conv", "full_attention", "conv"]),
+    "lfm2_moe": lambda: hf.Lfm2MoeConfig(
+        **_GROUPED, **_MOE, layer_types=["conv", "full_attention", "conv"], num_dense_layers=1
+    ),
+    "lfm3": lambda: hf.Lfm3Config(**_GROUPED, layer_types=["conv", "full_attention", "conv"]),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_GROUPED, **_MOE, **_DELTA, **_HYBRID, head_dim=8, shared_expert_intermediate_size=16
+    ),
+    "qwen3_5": lambda: hf.Qwen3_5TextConfig(**_GROUPED, **_DELTA, **_HYBRID, head_dim=8),
+    "qwen3_5_moe": lambda: hf.Qwen3_5MoeTextConfig(
+        **_GROUPED, **_MOE, **_DELTA, **_HYBRID, head_dim=8, shared_expert_intermediate_size=16
+    ),
+    "olmo_hybrid": lambda: hf.OlmoHybridConfig(**_GROUPED, **(_DELTA | {"linear_num_key_heads": 4}), **_HYBRID),
+    "kimi_linear": lambda: hf.KimiLinearConfig(**(_SIZES | {"num_key_value_heads": 4}), **_HYBRID),
+    "bailing_hybrid": lambda: hf.BailingHybridConfig(**(_SIZES | {"num_key_value_heads": 4}), **_HYBRID),
+    "granitemoehybrid": lambda: hf.GraniteMoeHybridConfig(
+        **_GROUPED,
+        **_MAMBA,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+    ),
+    "bamba": lambda: hf.BambaConfig(**_GROUPED, **_MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": lambda: hf.FalconH1Config(**_GROUPED, **_MAMBA, head_dim=8, mamba_d_ssm=64),
+    "nemotron_h": lambda: hf.NemotronHConfig(
+        **_without(_GROUPED, "num_hidden_layers"),
+        hybrid_override_pattern="M*-M",
+        head_dim=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=16,
+    ),
+    "zamba2": lambda: hf.Zamba2Config(
+        **_ZAMBA, mamba_expand=2, mamba_ngroups=1, n_mamba_heads=8, num_mem_blocks=2, chunk_size=16, use_mem_rope=True
+    ),
+    "zamba": lambda: hf.ZambaConfig(**_ZAMBA, n_mamba_heads=2, num_key_value_heads=4),
+    "mamba2": lambda: hf.Mamba2Config(**_BARE, state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=16),
+    "mamba": lambda: hf.MambaConfig(**_BARE, state_size=4),
+    "falcon_mamba": lambda: hf.FalconMambaConfig(**_BARE, state_size=4),
+    "jamba": lambda: hf.JambaConfig(
+        **_GROUPED, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4
+    ),
+    "recurrent_gemma": lambda: hf.RecurrentGemmaConfig(
+        **_without(_GROUPED, "max_position_embeddings", "num_hidden_layers"),
+        num_hidden_layers=3,
+        lru_width=32,
+        attention_window_size=WINDOW,
+    ),
+}
+"""Models with recurrent layers or convolutions, at least one family of each kind of state."""
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "rwkv": lambda: hf.RwkvConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2),
+    "minimax": lambda: hf.MiniMaxConfig(
+        **_GROUPED, **_HYBRID, num_local_experts=2, num_experts_per_tok=1, head_dim=8, block_size=16
+    ),
+    "zaya": lambda: hf.ZayaConfig(**_GROUPED),
     "bloom": lambda: hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
     "mpt": lambda: hf.MptConfig(vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, max_seq_len=256),
     "falcon-alibi": lambda: hf.FalconConfig(**(_FALCON | {"alibi": True})),
@@ -174,8 +236,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
         eos_token_id=None,
     ),
 }
-"""What cannot work: a recurrent state cannot be rolled back, ALiBi keys know columns instead of positions, attention
-sinks and masks that the model makes itself are unknown to our operators, gpt_neo cuts its own mask by columns."""
+"""What cannot work: recurrent states that are not known here cannot be rolled back, ALiBi keys know columns instead of
+positions, attention sinks and masks that the model makes itself are unknown to our operators, gpt_neo cuts its own mask
+by columns."""
 
 ALL = CONFIGS | VARIANTS | OTHERS
 
@@ -212,8 +275,8 @@ def make(config: Any, seed: int = 0) -> Any:
 
 @cache
 def model_of(name: str) -> Any:
-    """The model of a name in ``ALL``, the same object every time: not to be changed."""
-    return make(ALL[name]())
+    """The model of a name in ``ALL`` or ``HYBRIDS``, the same object every time: not to be changed."""
+    return make((ALL | HYBRIDS)[name]())
 
 
 def refused_model(name: str) -> Any:

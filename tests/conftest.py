@@ -1,4 +1,6 @@
-"""Settings of the whole suite, made before torch is imported, and turns for tests that watch the clock."""
+"""Settings of the whole suite, made before torch is imported, turns for tests that watch the clock, and a limit of what
+a test may cost.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,36 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What somebody has tuned on this machine is not what draft "auto" is tested with.
 os.environ["SAKIYOMI_PROFILES"] = str(Path(__file__).with_name("no-profiles"))
+
+MOST_SECONDS = 60.0
+"""Of computing, by this process and programs that a test has waited for; by the processor's clock, which other work on
+the machine changes little.
+"""
+
+
+def _affordable(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test, or what it is set up with, that computes for too long fails: all of them are run for every change."""
+    before = os.times()
+    result = yield
+    used = sum(now - then for now, then in zip(os.times()[:4], before[:4], strict=True))
+    if used > MOST_SECONDS and item.get_closest_marker("slow") is None:
+        pytest.fail(
+            f"it computed for {used:.0f} s, and {MOST_SECONDS:.0f} are allowed: make it smaller, share what it makes, "
+            "start programs by warm.py, or mark it slow"
+        )
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    """See ``_affordable``; for fixtures of its module, too."""
+    return (yield from _affordable(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """See ``_affordable``."""
+    return (yield from _affordable(item))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from processes import own_environment
 from sakiyomi.core.embedded import embedded
 from sakiyomi.core.errors import LoadError
 from sakiyomi.core.tree import DRAFT_KINDS
 from sakiyomi.drafters.base import Context
 from sakiyomi.sampling.verifiers.base import Rule
+from warm import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 TRANSFORMERS = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
@@ -27,9 +26,8 @@ def run(*arguments: str) -> str:
         embedded("tales")
     except LoadError:
         pytest.skip("the model tales has not been trained in this checkout")
-    environment = own_environment(HF_HUB_OFFLINE="1")
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    command = [*warm(), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from processes import own_environment
 from sakiyomi.core.embedded import embedded
+from warm import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,6 +59,6 @@ def test_python_block_runs() -> None:
     embedded("tales")  # its files are part of the package: a LoadError here is a failure
     (code,) = blocks("python")
     environment = own_environment(HF_HUB_OFFLINE="1")
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run([*warm(), "-c", code], env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert "tokens per pass" in done.stdout

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.layer_state import LAYER_STATES
+from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.build import build_runner
 from toys import character_tokenizer, tiny_llama
@@ -84,9 +85,12 @@ class WindowState:
     def reserve(self, slot: int, columns: int) -> None:
         """It grows with what is written."""
 
-    def forward(self, rows: Tensor, plan: BatchPlan) -> Tensor:
-        gate, inputs = self.module.into(rows).chunk(2, -1)
-        windows = inputs.new_zeros(*rows.shape[:2], WINDOW, inputs.shape[2])
+    def begin(self, plan: BatchPlan) -> None:
+        """Nothing has to be done."""
+
+    def forward(self, rows: Sequence[Tensor], fixed: Sequence[Tensor], plan: BatchPlan) -> Tensor:
+        gate, inputs = self.module.into(rows[0]).chunk(2, -1)
+        windows = inputs.new_zeros(*inputs.shape[:2], WINDOW, inputs.shape[2])
         for i, (slot, first, count, length, _) in enumerate(plan.table):
             self._trim(slot, length - plan.parts[i].done)
             held = self.inputs[slot][: length - self.first[slot]].to(inputs)
@@ -245,6 +249,9 @@ def test_greedy_text_alone_and_in_a_batch(draft: str) -> None:
 def test_a_state_that_keeps_refused_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYER_STATES, "WindowMixer", ForgettingState)
     texts = [greedy(tokens) for tokens in PROMPTS]
+    with pytest.raises(UnsupportedError, match="other logits through our cache"):
+        llm_with()
+    monkeypatch.setattr("sakiyomi.model_executor.build.prove", lambda runner: None)
     llm = llm_with(Branching(texts_of(PROMPTS, texts), "sometimes", VOCAB))
     assert [out.token_ids for out in llm.generate(PROMPTS, GREEDY)] != texts
 

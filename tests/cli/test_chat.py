@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from sakiyomi.cli.lines import Lines
 from sakiyomi.cli.talk import Chat
 from sakiyomi.engine.chat_template import Dialogue
 from toys import save_model, tiny_llama, tiny_tokenizer
+from warm import warm
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -389,17 +389,14 @@ def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(
 @pytest.fixture
 def terminal(models: Path) -> Iterator[Callable[[str, str], str]]:
     """A chat on a pseudo terminal: wait for a text, then type; gives what was shown by then."""
+    start = warm()
     process, screen = pty.fork()
     if process == 0:
-        root = Path(__file__).resolve().parents[2]
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), *(path for path in sys.path if path)])
-        os.environ |= {"TERM": "xterm", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        code = "from sakiyomi.cli import main; main()"
+        os.environ |= {"TERM": "xterm", "NO_COLOR": "1"}
         letter = tiny_tokenizer()("a")["input_ids"][0]
         arguments = ["chat", str(models / "plain"), "--draft", "none", "--compile", "false", "--json"]
         arguments += ["--max-new-tokens", "480", "--logit-bias", f"{letter}=1000"]
-        os.execv(sys.executable, [sys.executable, "-W", "ignore", "-c", code, *arguments])
+        os.execv(start[0], [*start, "-W", "ignore", "-m", "sakiyomi", *arguments])
     shown, place = "", 0
 
     def until(text: str, then: str) -> str:

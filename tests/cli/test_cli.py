@@ -7,7 +7,6 @@ import functools
 import inspect
 import io
 import json
-import os
 import re
 import runpy
 import signal
@@ -19,6 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from processes import own_environment
 from sakiyomi import LLM, SamplingParams, __version__
 from sakiyomi.cli import app
 from sakiyomi.cli.common import flag_help, parsed
@@ -27,13 +27,9 @@ from sakiyomi.core.outputs import TokenTrace
 from sakiyomi.engine.config import LLMConfig
 from sakiyomi.engine.llm import LLM as Engine
 from toys import save_model, tiny_llama, tiny_tokenizer
+from warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *(path for path in sys.path if path)]),
-    "OMP_NUM_THREADS": "1",
-}
-COMMAND = [sys.executable, "-m", "sakiyomi"]
 runner = CliRunner()
 
 
@@ -89,7 +85,9 @@ def test_compile_is_a_word(given: str, value: object) -> None:
 
 def test_help_is_quick_and_light() -> None:
     code = "import sys, sakiyomi.cli\nprint([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=own_environment(), capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -400,8 +398,7 @@ def test_info(models: Path, no_compiler: None) -> None:
 def test_interrupt_ends_with_130_and_one_line(models: Path) -> None:
     arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", "none", "--compile", "false"]
     process = subprocess.Popen(
-        [*COMMAND, *arguments, "--max-new-tokens", "90000", "--ignore-eos"],
-        env=ENVIRONMENT,
+        [*warm(), "-m", "sakiyomi", *arguments, "--max-new-tokens", "90000", "--ignore-eos"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # Whoever runs the tests in the background may have had it ignored.
@@ -422,8 +419,7 @@ def test_interrupt_ends_with_130_and_one_line(models: Path) -> None:
 def test_a_reader_that_goes_away(models: Path) -> None:
     arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", "none", "--compile", "false"]
     process = subprocess.Popen(
-        [*COMMAND, *arguments, "--max-new-tokens", "90000", "--ignore-eos"],
-        env=ENVIRONMENT,
+        [*warm(), "-m", "sakiyomi", *arguments, "--max-new-tokens", "90000", "--ignore-eos"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -447,11 +443,16 @@ def test_what_target_and_draft_both_lack_is_said_once(models: Path, tmp_path: Pa
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'error: one' >&2\necho 'two' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    environment = ENVIRONMENT | {"CXX": str(compiler), "SAKIYOMI_CACHE_DIR": str(tmp_path / "cache")}
+    environment = own_environment() | {"CXX": str(compiler), "SAKIYOMI_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["generate", "Once", "--target", str(models / "target"), "--draft", f"model:{models / 'draft'}"]
     arguments += ["--compile", "true", "--max-new-tokens", "4"]
     done = subprocess.run(
-        [*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "sakiyomi", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

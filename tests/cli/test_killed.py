@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from processes import own_environment
 from train_toys import stories, story_file, tiny_target
+from warm import warm
 
 KILLED = Path(__file__).parents[1] / "killed.py"
 KILLS = int(os.environ.get("SAKIYOMI_KILLS", "3"))
@@ -47,8 +46,8 @@ def test_the_next_run_ends_as_if_nothing_had_been(tmp_path: Path, name: str) -> 
     asked = {"folder": str(made), "command": commands(tmp_path, made)[name], "most": KILLS, "resume": "train" in name}
     asked["base"] = str(tmp_path / "tiny")
     done = subprocess.run(
-        [sys.executable, str(KILLED)], input=json.dumps(asked), capture_output=True, text=True, check=False,
-        env=own_environment(OMP_NUM_THREADS="1"), timeout=300,
+        [*warm(), str(KILLED)], input=json.dumps(asked), capture_output=True, text=True, check=False,
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from warm import warm
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_workers_end_when_they_are_released() -> None:
@@ -26,5 +28,5 @@ without = threads()
 sums.append(numbers.sum().item())
 print(with_workers - before, without - before, threads() - before, *sums)
 """
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+    said = subprocess.run([*warm(), "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     assert said.split() == ["3", "0", "3", "1048576.0", "1048576.0"]

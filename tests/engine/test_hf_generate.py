@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -29,6 +28,7 @@ from seq2seq_toys import build as build_seq2seq
 from seq2seq_toys import model_of as seq2seq_of
 from statistical.harness import LEVEL, p_value
 from toys import tiny_llama, tiny_tokenizer
+from warm import warm
 
 OURS = sakiyomi.custom_generate.using(compile=False)
 NEW = 24
@@ -84,7 +84,7 @@ assert transformers.GenerationMixin._extract_generation_mode_kwargs.__wrapped__ 
 sakiyomi.custom_generate.using(gamma=3)
 assert transformers.GenerationMixin._extract_generation_mode_kwargs.__wrapped__ is method, "wrapped twice"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([*warm(), "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -27,12 +27,11 @@ from sakiyomi.engine.machine import bandwidth, conditions, costs, describe, lack
 from sakiyomi.engine.plain import EngineView
 from sakiyomi.evaluation.audit.engine_reference import EngineReference
 from sakiyomi.evaluation.bench import bookkeeping as bookkeeping_row
-from sakiyomi.evaluation.bench import compiling, llamacpp, suites
+from sakiyomi.evaluation.bench import compiling, suites
 from sakiyomi.evaluation.bench import passes as passes_row
 from sakiyomi.evaluation.bench import speed as speed_row
 from sakiyomi.evaluation.bench.config import BenchConfig
 from sakiyomi.evaluation.bench.exactness import RandomTrees
-from sakiyomi.evaluation.bench.llamacpp import missing
 from sakiyomi.evaluation.bench.lookup import Given
 from sakiyomi.evaluation.bench.meter import Meter, round_figures
 from sakiyomi.evaluation.bench.models import NearTies, Numbers, random_llama, random_prompts
@@ -635,35 +634,6 @@ def test_given_texts_are_written_by_everybody(pair: BenchConfig) -> None:
     assert Transformers(target.model).generate([5, 6, 7], SamplingParams(max_new_tokens=8, ignore_eos=True)) != text
 
 
-def test_row_of_peers(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(llamacpp, "cache_folder", lambda: tmp_path)
-    file = tmp_path / "held-out.txt"
-    file.write_text("Once upon a time there was a fox. " * 20, encoding="utf-8")
-    found = suites.measure("peers", dataclasses.replace(pair, quality=str(file)))
-    assert all(line["perplexity"] > 1 for line in found.lines)
-    assert len({line["perplexity"] for line in found.lines if "q8_0" in line["name"]}) <= 1
-    names = [line["name"] for line in found.lines]
-    assert names[:5] == [
-        "transformers plain",
-        "transformers assisted",
-        "transformers prompt lookup",
-        "sakiyomi plain",
-        "sakiyomi speculative",
-    ]
-    if missing() is None:
-        wanted = ["f32 plain", "q8_0 plain", "q8_0 with its draft", "q4_0 plain"]
-        dead = {note.split()[1] for note in found.notes if "llama.cpp dies by SIG" in note}
-        wanted = [f"llama.cpp {name}" for name in wanted if name.split()[0] not in dead]
-        assert names[5 : 5 + len(wanted)] == wanted
-        assert all(1 <= line["tau"] <= 3 for line in found.lines if line["name"] == "llama.cpp q8_0 with its draft")
-    others = {line["name"]: line["equal"] for line in found.lines if line.get("weights") == "other"}
-    assert all(("q8_0" in name or "q4_0" in name or "int" in name) for name in others)
-    assert all(equal is None for name, equal in others.items() if "llama.cpp" in name)
-    assert all(equal for name, equal in others.items() if "sakiyomi" in name)
-    assert all(line["equal"] for line in found.lines if line["name"] not in others)
-    assert all(line["tokens_per_second"] > 0 for line in found.lines)
-
-
 @pytest.mark.skipif(native() is None, reason="no compiled kernels here")
 def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None:
     LLM(pair.target, draft="none", compile=False, quantize="int8")
@@ -671,15 +641,6 @@ def test_a_packed_copy_is_refused_before_any_row_runs(pair: BenchConfig) -> None
     for values in ({"target": copy}, {"draft": f"model:{copy}"}):
         with pytest.raises(UnsupportedError, match=r"sakiyomi-int8-float32' is a packed copy.* the model's own folder"):
             suites.run(dataclasses.replace(pair, rows=("passes", "peers"), **values))
-
-
-def test_row_of_peers_says_who_is_left_out(pair: BenchConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llamacpp, "find_spec", lambda name: None)
-    monkeypatch.setattr("sakiyomi.kernels.native.native", lambda: None)
-    found = suites.measure("peers", pair)
-    assert len(found.lines) == 5
-    assert found.notes[-3].startswith("llama.cpp is left out: gguf and llama-cpp-python not installed; pip install")
-    assert {note[:17] for note in found.notes[-2:]} == {"int8 is left out:", "int4 is left out:"}
 
 
 def test_row_across_tokenizers(pair: BenchConfig, tmp_path: Path) -> None:
@@ -848,22 +809,19 @@ def test_machine_is_described() -> None:
 
 def test_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("sakiyomi.engine.machine._flags", lambda: {"avx512f", "avx512_bf16"})
+    monkeypatch.setattr("sakiyomi.engine.machine.features", lambda: {"avx512f", "avx512_bf16"})
     assert [line for line in lacks() if "AVX" in line] == [
         "no AVX-512 VNNI: weights in 8 and 4 bits gain less in passes of many rows"
     ]
-    monkeypatch.setattr("sakiyomi.engine.machine._flags", set)  # nobody can tell
+    monkeypatch.setattr("sakiyomi.engine.machine.features", set)  # nobody can tell
     assert not any("AVX" in line for line in lacks())
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert any(line.startswith("arm64: the CPU kernels") for line in lacks())
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sakiyomi.kernels.build.compiler", lambda: None)
-    monkeypatch.setattr("sakiyomi.kernels.build.native", lambda: None)
-    text = " ".join(lacks())
-    assert "C++ compiler" in text
-    assert "kernels" in text
+    monkeypatch.setattr("sakiyomi.kernels.build._native", lambda: (None, "no C++ compiler found"))
+    assert lacks()[0].startswith("no CPU kernels (no C++ compiler found): plain torch runs instead")
 
 
 def test_costs_of_a_pair(pair: BenchConfig) -> None:

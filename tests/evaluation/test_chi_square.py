@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 from scipy import stats
 
 from sakiyomi.evaluation.audit import chi_square
+from warm import warm
 
 WITHOUT_SCIPY = """
 import sys
@@ -29,7 +29,7 @@ assert abs(chance_to_see(shift_to_see(0.9, 2, 1e-6), 2, 1e-6) - 0.9) < 1e-9
 
 
 def test_a_plain_install_tests_sampled_text() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_SCIPY], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*warm(), "-c", WITHOUT_SCIPY], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 

@@ -5,12 +5,7 @@ A failure here is the first cause of failures elsewhere: look at it before the g
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backends import backend_on, begin
-from processes import until
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.slots import SlotCache
-from sakiyomi.core.digests import file_digest
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.kernels.native import PackedWeights, can_pack, pack_weight
@@ -416,103 +409,3 @@ def test_filler_rows_are_not_computed() -> None:
     got = layer(x)
     torch.testing.assert_close(got[:, :5], F.linear(x, weight)[:, :5], rtol=1e-5, atol=1e-5)
     assert not got[:, 5:].any()
-
-
-# ---------------------------------------------------------------- building
-
-
-def compiler_that(folder: Path, does: str) -> dict[str, str]:
-    """Environment with a stand-in for the C++ compiler; `$out` is the file that it shall write."""
-    script = folder / "compiler"
-    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nout="$2"\n{does}\n')
-    script.chmod(0o755)
-    return {"CXX": str(script), "SAKIYOMI_CACHE_DIR": str(folder / "cache")}
-
-
-def files(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir()]
-
-
-def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in compiler_that(tmp_path, 'echo half > "$out"; echo out of paper >&2; exit 1').items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(OSError, match="out of paper"):
-        build._build()
-    assert not files(tmp_path / "cache" / "kernels")
-
-
-def test_a_build_outlives_the_process_that_began_it(tmp_path: Path) -> None:
-    environment = os.environ | compiler_that(tmp_path, 'sleep 1; echo library > "$out"')
-    code = """
-import time
-from sakiyomi.kernels.build import native_at_hand
-print(native_at_hand())
-time.sleep(0.4)
-"""
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
-    folder = tmp_path / "cache" / "kernels"
-    until(lambda: bool(list(folder.glob("*.so"))))
-    [path] = folder.iterdir()
-    assert path.read_text() == "library\n"
-    assert path.stem.endswith(f"-{file_digest(path)}")
-
-
-def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
-    environment = os.environ | compiler_that(tmp_path, 'sleep 0.3; echo library > "$out"')
-    code = "from sakiyomi.kernels import build; print(build._build().read_text())"
-    both = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [process.communicate(timeout=120)[0].strip() for process in both] == ["library"] * 2
-    assert len(files(tmp_path / "cache" / "kernels")) == 1
-
-
-def test_what_a_killed_build_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kill -9 of all of it, in the middle of the compiler's writing."""
-    environment = os.environ | compiler_that(tmp_path, f'echo half > "$out"; echo $$ > {tmp_path}/group; sleep 60')
-    folder = tmp_path / "cache" / "kernels"
-    code = "from sakiyomi.kernels import build; build._build()"
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
-    until(lambda: (tmp_path / "group").exists() and (tmp_path / "group").read_text().strip() != "", 60)
-    process.kill()
-    os.killpg(os.getpgid(int((tmp_path / "group").read_text())), signal.SIGKILL)
-    process.wait()
-    assert [path.read_text() for path in folder.iterdir()] == ["half\n"]
-    for name, value in compiler_that(tmp_path, 'echo library > "$out"').items():
-        monkeypatch.setenv(name, value)
-    assert build._build().read_text() == "library\n"
-    assert len(files(folder)) == 1
-
-
-@pytest.mark.skipif(os.name != "posix", reason="a file that is no folder")
-def test_without_a_place_for_kernels_there_are_none(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    environment = os.environ | compiler_that(tmp_path, 'echo library > "$out"')
-    environment |= {"SAKIYOMI_CACHE_DIR": str(tmp_path / "file" / "cache")}
-    code = "from sakiyomi.kernels.build import native; print(native())"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None" and "plain torch runs instead" in done.stderr
-
-
-@pytest.mark.parametrize("damage", ["cut", "zeroed", "empty", "flipped"])
-def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    """Loading one that is cut off ends the process by SIGBUS, at every start."""
-    for name, value in compiler_that(tmp_path, 'echo library > "$out"').items():
-        monkeypatch.setenv(name, value)
-    path = build._build()
-    whole = path.read_bytes()
-    path.write_bytes({"cut": whole[:4], "zeroed": bytes(8), "empty": b"", "flipped": b"L" + whole[1:]}[damage])
-    assert build.built() is None
-    assert not path.exists()
-    assert build._build().read_bytes() == whole
-
-
-@pytest.mark.skipif(
-    build.compiler() is None or os.environ.get("SAKIYOMI_NATIVE") == "0",
-    reason="there is no compiler, or the kernels are switched off",
-)
-def test_the_kernels_compile_where_a_compiler_is() -> None:
-    """Else the tests of the kernels would be skipped, and everything would run on plain torch, slower, unseen."""
-    assert build.native() is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,10 +15,9 @@ from architectures import VOCAB, model_of, prompt
 from backends import begin
 from sakiyomi import LLM, InputError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
-from sakiyomi.kernels import quantization as rounding
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
-from sakiyomi.kernels.quantization import QUANTIZATIONS, check_quantization, choose_bits, compare, layer_errors
+from sakiyomi.kernels.quantization import QUANTIZATIONS, choose_bits, compare, layer_errors
 from toys import tiny_llama, tiny_tokenizer
 
 pytestmark = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
@@ -174,58 +171,6 @@ def test_siblings_of_mixed_bits(dtype: torch.dtype) -> None:
                 assert torch.equal(together[i], layer(x))
 
 
-# --- the self-test ----------------------------------------------------------------------------------------------------
-
-
-def saturating(x: Tensor, layer: PackedLinear) -> Tensor:
-    """What instructions before VNNI make of it: two products of bytes are added in 16 bits."""
-    numbers = layer.tensors()["data"].permute(0, 2, 1, 3).flatten(0, 1).flatten(1)[: layer.out_features]
-    own, scale = rounded(x[0])
-    pairs = ((own + 128)[:, None, :] * numbers).unflatten(2, (-1, 2)).sum(3).clamp(-32768, 32767)
-    tensors = layer.tensors()
-    return ((pairs.sum(2) - 128.0 * tensors["sum"]) * scale * tensors["scale"])[None]
-
-
-def broken(kind: str) -> Any:
-    forward = PackedLinear.forward
-
-    def run(self: PackedLinear, x: Tensor) -> Tensor:
-        if kind == "saturates" and self.bits == 8:
-            return saturating(x, self)
-        if kind == "upper half" and self.bits == 4:  # of the two channels in a byte one is taken for the other
-            return forward(self, x).roll(16, -1)
-        if kind == "one step" and self.bits == 4:  # the offset of 8 is forgotten
-            return forward(self, x) + 1.0
-        return forward(self, x)
-
-    return run
-
-
-def test_the_self_test_sees_broken_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_quantization("this", torch.float32)
-    for kind in ("saturates", "upper half", "one step"):
-        with monkeypatch.context() as patch:
-            patch.setattr(PackedLinear, "forward", broken(kind))
-            with pytest.raises(UnsupportedError, match="this: the compiled CPU kernels fail their self-test"):
-                check_quantization("this", torch.float32)
-
-
-def test_what_saturating_would_do() -> None:
-    """The broken kernel above is right where nothing is large, so that the self-test does see saturation."""
-    model = tables()
-    layer = model.add_linear(0.5 * torch.eye(32, 64), None, bits=8)
-    begin(model, 2)
-    x = torch.randn(1, 2, 64)
-    torch.testing.assert_close(saturating(x, layer), layer(x), rtol=1e-5, atol=1e-5)
-
-
-def test_a_failed_self_test_refuses_to_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(rounding, "_adds_up", lambda native: False)
-    for target in ("tales", (model_of("llama"), TOKENIZER)):
-        with pytest.raises(UnsupportedError, match=r"quantize='int8': .* self-test, .*; remove .*, or use .*without"):
-            LLM(target, "none", quantize="int8", compile=False)
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +270,7 @@ def test_compare() -> None:
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="quantize='int3'; expected None, 'int8' or 'int4'"):
         LLM("tales", quantize="int3")
-    monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
+    monkeypatch.setattr("sakiyomi.kernels.quantization.native", lambda: None)
     with pytest.raises(UnsupportedError, match="quantize='int8' needs the compiled CPU kernels"):
         LLM((model_of("llama"), TOKENIZER), "none", quantize="int8", compile=False)
 

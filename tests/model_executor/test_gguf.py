@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from architectures import prompt
 from damage import DAMAGES, refusals
 from sakiyomi import LLM, LoadError, MemoryLimitError, SakiyomiError, SamplingParams, UnsupportedError
-from sakiyomi.evaluation.bench import llamacpp
+from sakiyomi.evaluation.bench.engines import gguf_files
 from sakiyomi.kernels.native import PackedWeights
 from sakiyomi.model_executor.loading import load_model
 from toys import save_model, tiny_llama, tiny_tokenizer
@@ -22,24 +21,6 @@ from toys import save_model, tiny_llama, tiny_tokenizer
 gguf = pytest.importorskip("gguf")
 native_only = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 TEXTS = ["The fox went", "むかし"]
-
-
-def tokenized(writer: type[Any]) -> type[Any]:
-    """A writer whose files hold the tiny tokenizer."""
-
-    class Tokenized(writer):  # type: ignore[misc]
-        def add_tokenizer_model(self, name: str) -> None:
-            tokenizer = tiny_tokenizer()
-            numbers = tokenizer.get_vocab()
-            merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-            super().add_tokenizer_model("gpt2")
-            self.add_tokenizer_pre("gpt-2")
-            self.add_token_list(sorted(numbers, key=numbers.__getitem__))
-            self.add_token_types([gguf.TokenType.CONTROL] + [gguf.TokenType.NORMAL] * (len(numbers) - 1))
-            self.add_token_merges([" ".join(pair) for pair in merges])
-            self.add_eos_token_id(0)
-
-    return Tokenized
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("files")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "GGUFWriter", tokenized(gguf.GGUFWriter))
-        for kind in ("F32", "BF16", "F16", "Q8_0", "Q4_0"):
-            llamacpp._write(place / f"{kind}.gguf", tiny_llama(), kind)
+    for kind in ("F32", "BF16", "F16", "Q8_0", "Q4_0"):
+        gguf_files._write(place / f"{kind}.gguf", tiny_llama(), tiny_tokenizer(), kind)
     return place
 
 
@@ -127,14 +106,15 @@ def test_a_file_is_named_like_a_folder(file: Path) -> None:
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
-def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
-    llamacpp._write(tmp_path / "bare.gguf", tiny_llama(), "F32")
+def test_a_file_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_files, "_add_vocabulary", lambda writer, *_: writer.add_tokenizer_model("no_vocab"))
+    gguf_files._write(tmp_path / "bare.gguf", tiny_llama(), None, "F32")
     refused(LoadError, "holds no tokenizer", "(model, tokenizer)", target=tmp_path / "bare.gguf")
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
-    writer = tokenized(gguf.GGUFWriter)(tmp_path / "other.gguf", "nonesuch")
-    writer.add_tokenizer_model("gpt2")
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "nonesuch")
+    gguf_files._add_vocabulary(writer, tiny_tokenizer(), 320)
     writer.add_tensor("token_embd.weight", torch.zeros(4, 4).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

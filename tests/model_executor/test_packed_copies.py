@@ -23,10 +23,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import sakiyomi.kernels.native
 import toys
 from architectures import ALL, CONFIGS, make, model_of, prompt
-from processes import own_environment
 from sakiyomi import LLM, InputError, LoadError, MemoryLimitError, SamplingParams, UnsupportedError
 from sakiyomi.cli import app
 from sakiyomi.core.embedded import embedded
@@ -42,6 +40,7 @@ from sakiyomi.model_executor.loading.accelerated import torchao
 from sakiyomi.model_executor.loading.reader import Reader
 from sakiyomi.model_executor.structural_copy import structural_copy
 from toys import tiny_llama, tiny_tokenizer
+from warm import warm
 
 pytestmark = pytest.mark.skipif(PackedWeights.create() is None, reason="the C++ kernels cannot be compiled here")
 TOKENIZER = tiny_tokenizer()
@@ -285,10 +284,8 @@ def test_a_copy_in_a_folder_that_cannot_be_written(
 
 def test_two_first_loads_at_once(fresh: Path) -> None:
     code = "import sys; from sakiyomi import LLM; LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
-    environment = own_environment()
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, str(fresh)], env=environment, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen([*warm(), "-c", code, str(fresh)], stderr=subprocess.PIPE, text=True) for _ in range(2)
     ]
     for process in processes:
         said = process.communicate(timeout=200)[1]
@@ -446,8 +443,7 @@ def killed_while_saving(fresh: Path) -> Path:
         "packed.save_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "LLM(sys.argv[1], 'none', quantize='int8', compile=False)"
     )
-    environment = own_environment()
-    done = subprocess.run([sys.executable, "-c", code, str(fresh)], env=environment, timeout=200, check=False)
+    done = subprocess.run([*warm(), "-c", code, str(fresh)], timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL
     (left,) = [path for path in fresh.iterdir() if path.is_dir()]
     assert left.name.startswith(f"{COPY}.") and left.suffix == ".tmp"
@@ -485,14 +481,6 @@ def test_what_may_still_be_written_stays(tmp_path: Path) -> None:
     packed.remove_leftovers(tmp_path / COPY)
     assert {path.name for path in tmp_path.iterdir()} == set(kept)
     packed.remove_leftovers(tmp_path / "nowhere" / COPY)
-
-
-def test_the_self_test_runs_once_a_load(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[PackedWeights] = []
-    monkeypatch.setattr("sakiyomi.kernels.quantization._adds_up", lambda native: runs.append(native) or True)
-    for count, target in enumerate((fresh, fresh, fresh / COPY, (tiny_llama(), TOKENIZER)), start=1):
-        load(target, quantize=None if target == fresh / COPY else "int8")
-        assert len(runs) == count
 
 
 def test_ctrl_c_while_saving(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,7 +535,7 @@ def test_a_dtype_that_the_kernels_do_not_know(fresh: Path) -> None:
 def test_no_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before weights are read."""
     monkeypatch.setattr(Reader, "read", lambda *_, **__: pytest.fail("weights were read"))
-    monkeypatch.setattr(sakiyomi.kernels.native, "native", lambda: None)
+    monkeypatch.setattr("sakiyomi.kernels.quantization.native", lambda: None)
     for target, options in ((folder, {"quantize": "int8"}), (folder / COPY, {}), (folder, {"quantize": "int4"})):
         refused(UnsupportedError, "compiled CPU kernels", "sakiyomi info", "without quantize", target=target, **options)
 

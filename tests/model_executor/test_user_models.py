@@ -10,7 +10,6 @@ import copy
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from architectures import ALL, VOCAB, greedy, logits_after, make, model_of, prom
 from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SakiyomiError, SamplingParams
 from toys import character_tokenizer, save_model, tiny_llama
+from warm import warm
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
 PROMPTS = [prompt(11, 1), prompt(3, 2)]
@@ -241,12 +241,10 @@ def test_tensor_parallel_in_two_processes(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", model, TOKENIZER)
     script = tmp_path / "sharded.py"
     script.write_text(textwrap.dedent(SHARDED), encoding="utf-8")
-    tests = Path(__file__).resolve().parents[1]
-    paths = [str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    settings = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     # What torch's launcher would set; it is one more process that loads torch.
     settings |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, str(script), str(folder), str(VOCAB), json.dumps(PROMPTS)]
+    command = [*warm(), str(script), str(folder), str(VOCAB), json.dumps(PROMPTS)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank)],

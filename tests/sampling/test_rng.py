@@ -38,6 +38,26 @@ def test_support_changes_nothing(size: int) -> None:
         assert RequestNoise(3).top(7, row, 2, support) == RequestNoise(3).top(7, row, 2)
 
 
+def test_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [weights(32000, seed, spread=seed % 7) for seed in range(20)]
+    supports = [None, np.arange(3, 32000, 7)]
+
+    def ranked() -> list[tuple[list[int], list[float]]]:
+        return [
+            RequestNoise(4).ranked(
+                i, row if support is None else np.where(np.isin(np.arange(32000), support), row, 0), 5, support
+            )
+            for i, row in enumerate(rows)
+            for support in supports
+        ]
+
+    compiled = ranked()
+    monkeypatch.setattr("sakiyomi.sampling.rng.loaded", lambda: None)
+    for (tokens, sums), (same, others) in zip(compiled, ranked(), strict=True):
+        assert list(tokens) == same
+        assert list(sums) == pytest.approx(others, rel=1e-9)
+
+
 def test_top_gives_no_token_of_weight_zero() -> None:
     row = np.zeros(32000, np.float32)
     row[[5, 31999]] = 0.5
@@ -56,12 +76,11 @@ def test_noise_is_a_function_of_its_key() -> None:
     row = weights(1000)
     alone = {position: RequestNoise(5, 2).top(position, row) for position in range(60)}
     noise = RequestNoise(5, 2)
-    # Any order, any repetition, other calls in between, more positions than are held.
+    # Any order, any repetition, other calls in between.
     for position in [*range(59, -1, -1), 3, 50, 3]:
         noise.uniform()
         noise.fork("draft").uniform()
         assert noise.top(position, row) == alone[position]
-    noise.forget(30)
     assert noise.top(3, row) == alone[3]
 
 

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ from sakiyomi.server.logs import set_up
 from sakiyomi.server.run import check
 from server_toys import client, figures, running, toy_llm, web
 from toys import save_model, tiny_llama, tiny_tokenizer
+from warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 ENDLESS: dict[str, Any] = {"model": "toy", "prompt": "Once", "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
@@ -503,13 +503,9 @@ def process(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str
     save_model(tmp_path / "toy", tiny_llama(max_position_embeddings=100_000), tokenizer)
 
     def start(*flags: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
-        command = [sys.executable, "-W", "ignore", "-c", "from sakiyomi.cli import main; main()", "serve", *flags]
+        command = [*warm(), "-W", "ignore", "-m", "sakiyomi", "serve", *flags]
         command += ["--target", str(tmp_path / "toy"), "--compile", "false", "--port", "0"]
-        path = os.pathsep.join([str(ROOT / "src"), *(p for p in sys.path if p)])
-        run = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment,
-        )  # fmt: skip
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
         started.append(run)
         assert run.stderr is not None
         for line in run.stderr:

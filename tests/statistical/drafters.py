@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 from sakiyomi.core.tree import Draft, DraftKind, Draw, TokenTree
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.rows import draw, draw_distinct, top_tokens
+from sakiyomi.sampling.rows import draw_distinct, top_tokens
 from statistical.harness import Propose, Table, as_probs
 
 
+def from_rows(table: Table) -> Callable[[int, float], int]:
+    """The token that ``draw`` gives for a row and a uniform, by bisection of sums that are made once."""
+    sums = [row.astype(np.float64).cumsum().tolist() for row in table]
+    return lambda last, uniform: bisect_right(sums[last], uniform * sums[last][-1])
+
+
 def chain(table: Table, gamma: int) -> Propose:
+    pick = from_rows(table)
+
+    @cache
+    def drawn(*tokens: int) -> Draft:
+        return Draft.chain(tokens[1:], "draft", as_probs(table, list(tokens[:-1])))
+
     def propose(token: int, position: int, noise: RequestNoise) -> Draft:
         stream = noise.fork("draft")
         tokens = [token]
         for _ in range(gamma):
-            tokens.append(draw(table[tokens[-1]], stream.uniform()))
-        return Draft.chain(tokens[1:], "draft", as_probs(table, tokens[:-1]))
+            tokens.append(pick(tokens[-1], stream.uniform()))
+        return drawn(*tokens)
 
     return propose
 
@@ -72,9 +86,11 @@ def _tree(
 
 
 def iid_tree(table: Table, branches: int, depth: int) -> Propose:
+    pick = from_rows(table)
+
     def siblings(last: int, position: int, noise: RequestNoise, count: int) -> list[int]:
         stream = noise.fork("draft")
-        return [draw(table[last], stream.uniform()) for _ in range(count)]
+        return [pick(last, stream.uniform()) for _ in range(count)]
 
     return _tree(table, "iid", branches, depth, siblings, True)
 
@@ -104,6 +120,7 @@ def coupled_tree(table: Table, branches: int, depth: int) -> Propose:
 
 def merged(table: Table, other: Table, depth: int) -> Propose:
     """Under each place a draw of one model, a draw of another, and a guess: two rows and a point mass."""
+    pick, pick_other = from_rows(table), from_rows(other)
 
     def propose(token: int, position: int, noise: RequestNoise) -> Draft:
         first, second = noise.fork("first"), noise.fork("second")
@@ -118,8 +135,8 @@ def merged(table: Table, other: Table, depth: int) -> Propose:
                 nodes: dict[int, int] = {}
                 rows += [table[last], other[last]]
                 proposals = (
-                    ("first", draw(table[last], first.uniform()), len(rows) - 2),
-                    ("second", draw(other[last], second.uniform()), len(rows) - 1),
+                    ("first", pick(last, first.uniform()), len(rows) - 2),
+                    ("second", pick_other(last, second.uniform()), len(rows) - 1),
                     ("guess", (last + 1) % len(table), None),
                 )
                 for name, sibling, row in proposals:

@@ -36,7 +36,7 @@ from toys import save_model, tiny_llama, tiny_tokenizer
 
 PROMPTS = ["Once upon a time", "The fox"]
 PARTS = (1, 4, 16)
-SHORT = AuditConfig(max_new_tokens=32, gammas=(2,), seeds=(0,), samples=32_000, texts=4)
+SHORT = AuditConfig(max_new_tokens=32, gammas=(2,), seeds=(0,), samples=24_000, texts=4)
 
 
 class BonusFromDraft(broken.BonusFromDraft):
@@ -124,10 +124,11 @@ def audited(
     return audit(*pair, prompts=PROMPTS, config=replace(config, verifiers=names), options={"compile": False})
 
 
-def test_every_broken_rule_is_found(monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]) -> None:
+@pytest.mark.parametrize("half", [0, 1])  # by themselves, so that two processes can have one each
+def test_every_broken_rule_is_found(half: int, monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]) -> None:
     """On the user's pair, under names that say nothing; all kept in ``broken``, and some more."""
-    rules = [Named(make(), takes, "ratio") for make, takes in RATIO]
-    rules += [Named(make(), DRAFT_KINDS, "coupled") for make in COUPLED]
+    rules = [Named(make(), takes, "ratio") for make, takes in RATIO[half::2]]
+    rules += [Named(make(), DRAFT_KINDS, "coupled") for make in COUPLED[half::2]]
     rules.sort(key=lambda rule: rule.name)
     report = audited(monkeypatch, pair, rules, replace(SHORT, texts=0))
     names = {rule.name: type(rule.inner).__name__ for rule in rules}
@@ -138,10 +139,8 @@ def test_every_broken_rule_is_found(monkeypatch: pytest.MonkeyPatch, pair: tuple
     assert {names[rule] for rule in set(names) - found} == set()
     assert not report.ok
     # Uniforms that requests share are found beside each other, and nowhere else for certain.
-    beside = next(
-        check for check in report.sampled if check.how == "neighbours" and names[check.rule] == "SharedByRequests"
-    )
-    assert not beside.fit.ok
+    beside = [check for check in report.sampled if check.how == "neighbours"]
+    assert [check.fit.ok for check in beside if names[check.rule] == "SharedByRequests"] == [False] * half
 
 
 def test_right_rules_pass(monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]) -> None:

@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from numpy.typing import NDArray
 
+from architectures import make
 from medusa_toys import new_heads
 from sakiyomi import LLM, SamplingParams
+from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.tree import Draft
 from sakiyomi.drafters import Context
@@ -68,9 +71,9 @@ def exact(params: SamplingParams, target: Any = None) -> NDArray[np.float64]:
     return joint / joint.sum()
 
 
-def sample(drafter: Any, params: SamplingParams, least: float = 1.5) -> NDArray[np.int64]:
+def sample(drafter: Any, params: SamplingParams, least: float = 1.5, target: Any = None) -> NDArray[np.int64]:
     """Texts by number; ``least``: draft tokens a text without which this would be a test of plain decoding."""
-    llm = LLM((model(0), TOKENIZER), drafter, compile=False, max_batch=50)
+    llm = LLM((target or model(0), TOKENIZER), drafter, compile=False, max_batch=50)
     done = llm.generate([PROMPT], params)[0]
     assert not llm.engine._speculation.broken, "the drafter raised"
     if not isinstance(drafter, str):
@@ -115,6 +118,48 @@ WARPS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.8},
     "penalty": {"repetition_penalty": 1.8, "logit_bias": {2: 1.0}},
 }
+
+
+_TINY = {
+    "vocab_size": V, "hidden_size": 16, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+_ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+_DELTA = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "head_dim": 8,
+}  # fmt: skip
+HYBRIDS: dict[str, Any] = {
+    "window": lambda: hf.Lfm2Config(**_TINY, **_ATTENTION, layer_types=["conv", "full_attention"]),
+    "delta": lambda: hf.Qwen3_5TextConfig(
+        **_TINY, **_ATTENTION, **_DELTA, layer_types=["linear_attention", "full_attention"]
+    ),
+    "mamba2": lambda: hf.Mamba2Config(**_TINY, state_size=8, num_heads=4, head_dim=8, n_groups=1, chunk_size=8),
+    "mamba": lambda: hf.MambaConfig(**_TINY, state_size=4),
+}
+"""One model of each of the main kinds of recurrent states."""
+
+
+class Forgetful(RecurrentStore):
+    """Broken: rows of refused tokens stay in the state."""
+
+    def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """Nothing moves."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"), [("window", False), ("delta", False), ("mamba2", False), ("mamba", False), ("delta", True)]
+)
+def test_trees_for_recurrent_targets(kind: str, broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The joint distribution of four tokens, by trees of which a path is kept in the state."""
+    target = make(HYBRIDS[kind]())
+    if broken:
+        monkeypatch.setattr("sakiyomi.model_executor.build.prove", lambda runner: None)
+        monkeypatch.setattr("sakiyomi.cache.layer_state.RecurrentStore", Forgetful)
+    values = params(acceptance="ratio", tree="static", nodes=6, n=SAMPLES // 2)
+    p, distance = p_value(sample(drafter(), values, target=target), exact(values, target))
+    print(f"{kind}: p = {p:.3g}, TV = {distance:.4f}")
+    assert (p < LEVEL) if broken else (p > LEVEL)
 
 
 def test_the_pair_is_far_apart() -> None:

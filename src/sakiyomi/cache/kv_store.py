@@ -52,7 +52,7 @@ class KVStore:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.starts: list[list[int]] = []
-        heads, most = max(shape.heads for shape in self.shapes), sizing.max_slots
+        heads, most = max((shape.heads for shape in self.shapes), default=0), sizing.max_slots
         limited = sizing.limits is not None
         self.dropped = torch.zeros(most, len(self.shapes), heads, dtype=torch.int32) if limited else None
         self._least = [0] * most  # dropped by every head

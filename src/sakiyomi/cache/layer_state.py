@@ -1,10 +1,11 @@
 """What a layer keeps of a text between passes: the protocol of all kinds, and the registry of those beside attention.
 
-Keys and values are the first kind (``kv_store.py``). A layer of another kind (a convolution over the last tokens, a
-recurrent state) keeps something else of each slot. To add one, write a class with the methods of ``ModuleState`` and
-register how it is made, by the class name of the transformers module that it serves::
+Keys and values are the first kind (``kv_store.py``). A layer of another kind keeps something else of each slot. Where
+transformers computes it in a function that goes on from token to token, as all convolutions and recurrences of its own
+models are, see ``recurrent.py`` and ``model_executor/recurrences``. For any other layer, write a class with the methods
+of ``ModuleState`` and register how it is made, by the class name of the module that it serves::
 
-    LAYER_STATES["Lfm2ShortConv"] = ShortConvState
+    LAYER_STATES["TheirMixer"] = MixerState
 
 In our structural copy of a model, every such module then calls its state instead of its own forward. ``SlotCache``
 has the states of all layers and passes on to them whatever happens to a slot.
@@ -15,15 +16,30 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from sakiyomi.cache.recurrent import Site
+from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.kernels.batch import BatchPlan
 
-__all__ = ["LAYER_STATES", "LayerState", "ModuleState", "begin_pass", "make_states", "serve_modules"]
+__all__ = [
+    "LAYER_STATES",
+    "LayerState",
+    "LayerStates",
+    "ModuleState",
+    "Served",
+    "begin_pass",
+    "in_pass",
+    "layer_state",
+    "make_states",
+    "next_number",
+    "serve_modules",
+]
 
 
 class LayerState(Protocol):
@@ -37,6 +53,9 @@ class LayerState(Protocol):
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
+
+    def begin(self, plan: BatchPlan) -> None:
+        """A pass begins. It may run twice, or again after it has failed, and then writes the same rows again."""
 
     def clear(self, slot: int) -> None:
         """A text begins in this slot."""
@@ -72,86 +91,135 @@ class LayerState(Protocol):
         """Fill an empty slot with what ``snapshot`` gave."""
 
 
-class ModuleState(LayerState, Protocol):
-    """The state of one module of the model, which computes what the module would."""
+class SiteForward(Protocol):
+    """What computes the outputs of a module, or of a state function that it calls."""
 
-    def forward(self, rows: Tensor, plan: BatchPlan) -> Tensor:
-        """The module's output for the rows of a pass, and the rows written; (1, N, hidden) each.
+    def forward(self, rows: Sequence[Tensor], fixed: Sequence[Tensor], plan: BatchPlan) -> Tensor:
+        """The output for the rows of a pass, shaped like the first tensor, and the rows written.
 
-        Rows beyond ``plan.rows`` fill the pass up: nothing is written for them, and anything may come out.
+        Args:
+            rows: of a module its input, (1, N, hidden); of a function its inputs by row, (N, ...) each. Rows beyond
+                ``plan.rows`` fill the pass up: nothing is written for them, and anything may come out.
+            fixed: of a function what is the same for all rows.
+            plan: of the pass.
         """
+
+
+class ModuleState(LayerState, SiteForward, Protocol):
+    """The state of one module of the model, which computes what the module would."""
 
 
 LAYER_STATES: dict[str, Callable[[Any, int], ModuleState]] = {}
 """By the class name of a transformers module: makes the state of one such module for so many slots."""
 
-States = Mapping[int, ModuleState]
-"""The states of one cache by the number of the module that each serves."""
+Served = nn.Module | Site
+"""What keeps a state: a module of a registered class, or a call of a state function."""
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What the layers of one cache keep beside keys and values.
+
+    Attributes:
+        stores: told of whatever happens to a slot.
+        sites: who computes, by the number that the model's modules know.
+    """
+
+    stores: Sequence[LayerState] = ()
+    sites: Mapping[int, SiteForward] = field(default_factory=dict)
+
 
 _numbers = itertools.count()
+
+
+def next_number() -> int:
+    """A number for a module or a call that keeps a state."""
+    return next(_numbers)
 
 
 class _Pass(threading.local):
     """The running pass of this thread, and whose it is: a graph that is compiled in the background has none."""
 
     plan: BatchPlan | None = None
-    states: States = MappingProxyType({})
+    sites: Mapping[int, SiteForward] = MappingProxyType({})
 
 
 _pass = _Pass()
 
 
-def begin_pass(plan: BatchPlan | None, states: States) -> None:
+def begin_pass(plan: BatchPlan | None, states: LayerStates) -> None:
     """Say what this thread's next pass looks like, and which states it reads and writes; None: it is over."""
-    _pass.plan, _pass.states = plan, states
+    _pass.plan, _pass.sites = plan, states.sites
+    if plan is not None:
+        for store in states.stores:
+            store.begin(plan)
+
+
+def in_pass() -> bool:
+    """Whether a pass has begun in this thread; what is called besides runs on a text of its own."""
+    return _pass.plan is not None
 
 
 def serve_modules(model: nn.Module) -> dict[int, nn.Module]:
     """Have every module of a registered class call the state that a pass has for it; by numbers of their own.
 
-    The layers with attention are numbered anew without them.
-
     Args:
         model: our structural copy; changed in place.
     """
     served: list[Any] = [module for module in model.modules() if type(module).__name__ in LAYER_STATES]
-    found = {next(_numbers): module for module in served}
+    found = {next_number(): module for module in served}
     for number, module in found.items():
         module.forward = _through(number)
-    theirs = {int(module.layer_idx) for module in served}
-    others: list[Any] = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    for module in others if theirs else ():
-        if module.layer_idx not in theirs:
-            module.layer_idx -= sum(number < module.layer_idx for number in theirs)
     return found
 
 
-def make_states(served: Mapping[int, nn.Module], slots: int) -> States:
-    """States of these modules for a cache of so many slots."""
-    return {number: LAYER_STATES[type(module).__name__](module, slots) for number, module in served.items()}
+def make_states(served: Mapping[int, Served], slots: int, available: Callable[[], int] | None = None) -> LayerStates:
+    """States of these modules and calls for a cache of so many slots.
+
+    Args:
+        served: by number.
+        slots: of the cache.
+        available: returns the bytes that may still be allocated; None: no limit is known.
+    """
+    sites = {number: site for number, site in served.items() if isinstance(site, Site)}
+    modules = {
+        number: LAYER_STATES[type(module).__name__](module, slots)
+        for number, module in served.items()
+        if not isinstance(module, Site)
+    }
+    stores: list[LayerState] = list(modules.values())
+    if not sites:
+        return LayerStates(stores, modules)
+    recurrent = RecurrentStore(sites, slots, available)
+    return LayerStates([*stores, recurrent], {**modules, **recurrent.sites})
+
+
+def layer_state(rows: Sequence[Tensor], fixed: Sequence[Tensor], number: int, *, compiled: bool = False) -> Tensor:
+    """The operator that stands in a model for what keeps a state, see ``SiteForward``; that of the compiled kernels."""
+    operator = torch.ops.sakiyomi_cpu.recur if compiled else torch.ops.sakiyomi.layer_state
+    found: Tensor = operator(list(rows), list(fixed), number)
+    return found
 
 
 def _through(number: int) -> Callable[..., Tensor]:
     """A forward that goes through an operator, so that graphs are made of a model with states like of any other."""
 
     def forward(*inputs: Tensor, **named: Any) -> Tensor:
-        rows = inputs[0] if inputs else named["hidden_states"]
-        found: Tensor = torch.ops.sakiyomi.layer_state(rows, number)
-        return found
+        return layer_state([inputs[0] if inputs else named["hidden_states"]], [], number)
 
     return forward
 
 
-def _layer_state(rows: Tensor, number: int) -> Tensor:
-    state, plan = _pass.states.get(number), _pass.plan
-    return torch.zeros_like(rows) if state is None or plan is None else state.forward(rows, plan)
+def _layer_state(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor:
+    site, plan = _pass.sites.get(number), _pass.plan
+    return torch.zeros_like(rows[0]) if site is None or plan is None else site.forward(rows, fixed, plan)
 
 
 _library = torch.library.Library("sakiyomi", "FRAGMENT")
-_library.define("layer_state(Tensor rows, int number) -> Tensor")
+_library.define("layer_state(Tensor[] rows, Tensor[] fixed, int number) -> Tensor")
 _library.impl("layer_state", _layer_state, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("sakiyomi::layer_state", lib=_library)  # type: ignore[untyped-decorator]
-def _(rows: Tensor, number: int) -> Tensor:
-    return torch.empty_like(rows)
+def _(rows: list[Tensor], fixed: list[Tensor], number: int) -> Tensor:
+    return torch.empty_like(rows[0])

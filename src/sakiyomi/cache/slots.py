@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sakiyomi.cache.kv_store import KVStore
-from sakiyomi.cache.layer_state import States, begin_pass
+from sakiyomi.cache.layer_state import LayerStates, begin_pass
 from sakiyomi.cache.layout import LayerShape
 from sakiyomi.cache.mapped_files import MappedFiles
 from sakiyomi.cache.quantized import QuantizedKV
@@ -56,11 +55,12 @@ class SlotCache(KVStore):
         limits: Sequence[Sequence[int]] | None = None,
         packed: QuantizedKV | None = None,
         offloaded: MappedFiles | None = None,
-        states: States = MappingProxyType({}),
+        states: LayerStates | None = None,
     ) -> None:
         sizing = Sizing(tuple(shapes), dtype, max_slots + extra, spare, limits, packed, available, offloaded)
         super().__init__(sizing, on_move)
-        self.max_slots, self.extra, self.states = max_slots, extra, states
+        self.max_slots, self.extra = max_slots, extra
+        self.states = states or LayerStates()
         self._free = list(range(max_slots - 1, -1, -1))
 
     # ------------------------------------------------------------ who has a slot
@@ -106,36 +106,36 @@ class SlotCache(KVStore):
 
     def begin(self, plan: BatchPlan | None) -> None:
         """Say what this thread's next pass looks like, where layers without keys and values ask; None: it is over."""
-        if self.states:
+        if self.states.stores:
             begin_pass(plan, self.states)
 
     @property
     def bytes(self) -> int:
         """Bytes allocated now."""
-        return super().bytes + sum(state.bytes for state in self.states.values())
+        return super().bytes + sum(state.bytes for state in self.states.stores)
 
     def reserve(self, slot: int, columns: int) -> None:
         """Make room for `columns` tokens in a slot, see ``KVStore.reserve``."""
         super().reserve(slot, columns)
-        for state in self.states.values():
+        for state in self.states.stores:
             state.reserve(slot, columns)
 
     def clear(self, slot: int) -> None:
         """A text begins in this slot."""
         super().clear(slot)
-        for state in self.states.values():
+        for state in self.states.stores:
             state.clear(slot)
 
     def commit(self, slot: int, length: int, rows: Sequence[int]) -> None:
         """Of a pass's rows keep these, see ``KVStore.commit``."""
         super().commit(slot, length, rows)
-        for state in self.states.values():
+        for state in self.states.stores:
             state.commit(slot, length, rows)
 
     def resumable(self, slot: int, length: int, multiple: int = 1) -> int:
         """The longest beginning of at most `length` tokens, a multiple of so many, from which all layers can go on."""
         length -= length % multiple
-        for state in self.states.values():
+        for state in self.states.stores:
             if (found := state.resumable(slot, length)) < length:
                 return self.resumable(slot, found, multiple)
         return length
@@ -148,26 +148,26 @@ class SlotCache(KVStore):
 
     def roll_back(self, slot: int, length: int) -> None:
         """Forget what lies behind so many tokens, a length that is resumable."""
-        for state in self.states.values():
+        for state in self.states.stores:
             state.roll_back(slot, length)
 
     def fork(self, slot: int, other: int, first: int, last: int) -> None:
         """Copy what another slot holds of its first `last` tokens, which are resumable there; see ``KVStore``."""
         super().fork(slot, other, first, last)
-        for state in self.states.values():
+        for state in self.states.stores:
             state.fork(slot, other, first, last)
 
     def snapshot(self, slot: int, length: int) -> dict[str, Tensor]:
         """A copy of what a slot holds of its first so many tokens, by name."""
         known = super().snapshot(slot, length)
-        for i, state in enumerate(self.states.values()):
+        for i, state in enumerate(self.states.stores):
             known |= {f"state.{i}.{name}": tensor for name, tensor in state.snapshot(slot, length).items()}
         return known
 
     def restore(self, slot: int, length: int, known: Mapping[str, Tensor]) -> None:
         """Fill an empty slot with what ``snapshot`` gave."""
         super().restore(slot, length, known)
-        for i, state in enumerate(self.states.values()):
+        for i, state in enumerate(self.states.stores):
             mine = f"state.{i}."
             state.restore(
                 slot, length, {name.removeprefix(mine): own for name, own in known.items() if name.startswith(mine)}

@@ -41,9 +41,12 @@ def info(options: InfoOptions, output: JsonOption) -> None:
     """
     with progress("inspecting the machine") as status:
         from sakiyomi.engine import machine
+        from sakiyomi.kernels import build
 
         quiet()
         found: dict[str, Any] = machine.describe()
+        status.update("loading the CPU kernels; the first time they may have to be compiled")
+        found["kernels"] = build.origin() if build.native() is not None else None
         status.update("measuring memory bandwidth")
         found["bandwidth_bytes_per_second"] = machine.bandwidth()
         found["lacks"] = machine.lacks()
@@ -63,6 +66,7 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
     names = ("sakiyomi", "commit", "python", "torch", "transformers", "system", "processor", "cores", "threads")
     shown = {name: found[name] for name in names if found[name] is not None}
     shown["features"] = " ".join(found["processor_features"]) or "none of those that the kernels use"
+    shown["kernels"] = found["kernels"] or "none"
     shown["memory"] = f"{found['memory_available_bytes'] / 1e9:.1f} GB available"
     shown["bandwidth"] = f"{found['bandwidth_bytes_per_second'] / 1e9:.1f} GB/s read, measured"
     shown["devices"] = ", ".join(found["devices"])

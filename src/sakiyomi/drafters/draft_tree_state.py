@@ -44,6 +44,7 @@ class DraftTreeState:
         unread: candidates that the model reads in the next pass.
         listed: for each candidate that was read (-1: the last committed token) the number of its first child, and all
             tokens that were listed as children, with their scores.
+        first: position of the tokens of the first level.
     """
 
     context: Context
@@ -61,10 +62,10 @@ class DraftTreeState:
     _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
     _drawn_from: list[Row] = field(default_factory=list)
     _row_of: dict[int, int] = field(default_factory=dict)
-    _first: int = field(init=False)  # position of the tokens of the first level
+    first: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._first = len(self.context.tokens)
+        self.first = len(self.context.tokens)
 
     @property
     def worth(self) -> TokenValue | None:
@@ -74,17 +75,28 @@ class DraftTreeState:
     @property
     def columns(self) -> int:
         """Columns of the slot that are in use after the next pass."""
-        return self._first + len(self.rows) + len(self.unread)
+        return self.first + len(self.rows) + len(self.unread)
+
+    @property
+    def missing(self) -> Sequence[int]:
+        """Committed tokens that the model has not read."""
+        return self.context.tokens[self.held :]
+
+    def drew(self, probs: Sequence[float], drawn_from: Sequence[Row] = ()) -> None:
+        """Take the draft's probabilities of all candidates, and the distributions of a drawn chain."""
+        self._probs = list(probs)
+        self._drawn_from = list(drawn_from)
+        self._row_of = {place: place + 1 for place in range(-1, len(self._drawn_from) - 1)}
 
     def segment(self) -> SequenceRows:
         """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""
         candidates, done = self.candidates, len(self.rows)
         if not candidates.levels:
-            return SequenceRows(self.slot, self.held, self.context.tokens[self.held :])
+            return SequenceRows(self.slot, self.held, self.missing)
         rows = {candidate: row for row, candidate in enumerate((*self.rows, *self.unread))}
         parents = tuple(rows.get(candidates.parents[candidate], -1) for candidate in rows)
         tokens = [candidates.tokens[candidate] for candidate in self.unread]
-        return SequenceRows(self.slot, self._first + done, tokens, parents, done=done)
+        return SequenceRows(self.slot, self.first + done, tokens, parents, done=done)
 
     def learn(self, tokens: Sequence[int]) -> list[int]:
         """Learn from what the target chose at every node that it reached.
@@ -96,7 +108,7 @@ class DraftTreeState:
             Rows of the accepted path, without the last committed token, whose logits are still wanted.
         """
         rows = {candidate: row for row, candidate in enumerate(self.rows)}
-        first, place = self._first, -1
+        first, place = self.first, -1
         path: list[int] = []
         for position in range(first, len(tokens)):
             if place not in self.listed:
@@ -160,7 +172,7 @@ class DraftTreeState:
             tokens, scores = ranked[0][:count], ranked[1][:count]
             probs: list[float | None] = [math.exp(score) for score in scores]
         else:
-            tokens, probs, scores = self._candidates(place, logits, count, self._first + candidates.levels - 1)
+            tokens, probs, scores = self._candidates(place, logits, count, self.first + candidates.levels - 1)
         chances = (
             self.confidence_at(candidates.levels - 1).chances(scores)
             if len(scores) > 1

@@ -20,6 +20,7 @@ from sakiyomi.core.tree import Draft, DraftKind
 from sakiyomi.drafters.base import Context, Drafter
 from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
@@ -28,7 +29,6 @@ __all__ = ["LevelDrafter", "TreeReader", "begin_tree", "is_drawn", "kind_of"]
 
 DRAWN: dict[str, DraftKind] = {"chain": "chain", "static": "without_replacement", "choices": "without_replacement"}
 """The kind of draft for each shape that is known before anything is drawn: only these are drawn for the ratio rule."""
-_FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
 # How much sharper than the draft's own softmax its chances of acceptance are, before anything was seen (docs/log.md).
 SHARPNESS = {"greedy": 2.0, "coupled": 1.4, "ratio": 1.0}
 
@@ -82,6 +82,7 @@ class TreeReader:
         self.passes = 0
         self.confidence = {rule: Confidence(sharpness) for rule, sharpness in SHARPNESS.items()}
         self._vocab_size = vocab_size
+        self._native = NativeTrees(model, vocab_size)
         self._besides = 1e-4  # seconds of a level outside the model
 
     def begin(
@@ -112,8 +113,10 @@ class TreeReader:
         Afterwards the cache holds all committed tokens, and behind them the rows of the candidates that were read. A
         tree for which memory runs out stays as it is.
         """
-        active = [state for state in states if self._has_room(state)]
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
+        grown = self._native.grow(states, self._besides)
+        self.passes += grown or 0
+        active = [state for state in states if self._has_room(state)] if grown is None else []
         while active:
             segments = [state.segment() for state in active]
             logits = self.model.score(segments).logits
@@ -154,7 +157,7 @@ class TreeReader:
         if state.worth is None or not places:
             return True
         price, values = state.worth.price(state.candidates.nodes), state.candidates.values
-        gain = sum(max(0.0, _FOLLOWED * values[place] - price) for place in places)
+        gain = sum(max(0.0, FOLLOWED * values[place] - price) for place in places)
         return state.worth.pays(gain, self.model.pass_seconds(len(places)) + self._besides)
 
 

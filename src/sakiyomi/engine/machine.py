@@ -19,6 +19,7 @@ from sakiyomi.core.memory import available_bytes
 from sakiyomi.core.version import __version__
 from sakiyomi.kernels import build
 from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.kernels.variants import cpuinfo, features
 
 if TYPE_CHECKING:
     from sakiyomi.drafters import Drafter
@@ -41,7 +42,7 @@ def describe() -> dict[str, Any]:
         "transformers": version("transformers"),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
-        "processor_features": [flag for flag in _FLAGS if flag in _flags()],
+        "processor_features": [flag for flag in _FLAGS if flag in features()],
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "memory_available_bytes": available_bytes("cpu"),
@@ -76,19 +77,14 @@ _SPEED = {
 def lacks() -> list[str]:
     """What would make this machine faster and is not there; one sentence each, with the remedy."""
     found = []
-    if build.compiler() is None:
-        found.append(
-            "no C++ compiler: plain torch runs in the place of our kernels, slower; install g++ or clang++, or set CXX"
-        )
     if build.native() is None:
-        why = "SAKIYOMI_NATIVE=0 is set" if os.environ.get("SAKIYOMI_NATIVE") == "0" else "they cannot be built here"
-        found.append(f"no compiled CPU kernels ({why}): plain torch runs instead, with the same tokens")
+        found.append(f"no CPU kernels ({build.origin()}): plain torch runs instead, slower, with the same tokens")
     if not torch.cuda.is_available():
         found.append("no CUDA device that torch can use: models run on the CPU")
     if platform.machine() not in ("x86_64", "AMD64"):
         found.append(f"{platform.machine()}: the CPU kernels name instructions of x86 only")
         return found
-    flags = _flags()
+    flags = features()
     return found + [what for flag, what in _SPEED.items() if flags and flag not in flags]
 
 
@@ -178,14 +174,10 @@ def _commit() -> str | None:
 def processor() -> str:
     """Its name, as the system tells it."""
     for key in ("model name", "Model"):
-        for line in build.cpuinfo():
+        for line in cpuinfo():
             if line.startswith(key):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _flags() -> set[str]:
-    return {flag for line in build.cpuinfo() if line.startswith(("flags", "Features")) for flag in line.split()}
 
 
 def _cores() -> int:

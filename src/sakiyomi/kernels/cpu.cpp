@@ -1,8 +1,9 @@
-// Three operators for packed rows on a CPU, compiled at first use (see build.py). Rows of logits are in row.h.
+// Four operators for packed rows on a CPU, compiled for each kind of them (see variants.py). Rows of logits are in row.h.
 //
 //   sakiyomi_cpu::linear  rows x prepacked weight, for the few rows of a decoding pass
 //   sakiyomi_cpu::attend  cache write and tree attention of all requests of a pass
 //   sakiyomi_cpu::cross   attention over what is kept of each request's source (encoder-decoder models)
+//   sakiyomi_cpu::recur   states that go on from row to row: convolutions, linear attention, state-space models
 //
 // All compute every row alone: the order of additions of a row depends neither on how many rows the pass has nor on where the
 // row stands in it. That is what `exact=True` rests on, and it costs nothing here, because these passes are bound by reading
@@ -11,26 +12,22 @@
 // What a pass looks like (which request, which cache slot, which tree) is set by sk_begin() before the model runs, so compiled
 // graphs hold only layer and weight numbers.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/ones.h>
-#include <ATen/ops/zeros.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "attention.h"
+#include "growth.h"
 #include "linear.h"
+#include "recurrent.h"
 #include "row.h"
+#include "selftest.h"
+#include "torch.h"
 #include "vector.h"
 
 namespace {
@@ -53,16 +50,19 @@ struct Session {
   const int32_t* dropped = nullptr;  // [slots][layers][dropped_heads], see Layer
   const int32_t* packed_count = nullptr;  // likewise
   int64_t dropped_heads = 0;
+  std::map<int64_t, Site> sites;  // by the numbers that the model's modules know
 };
 
 struct Pass {
-  const Session* session = nullptr;
+  Session* session = nullptr;
   int64_t size = -1;  // rows with the ones that only fill it up; -1 where there are none but those
   std::vector<Segment> segments;
   std::vector<int32_t> path_start;  // see Paths
   std::vector<int32_t> path;
-  at::Tensor source;  // what siblings have been computed from together
-  std::vector<std::pair<int64_t, at::Tensor>> waiting;  // results of theirs that nobody has asked for yet
+  std::vector<int32_t> parents;  // of the rows of every segment's tree
+  std::vector<Text> texts;
+  Tensor source;  // what siblings have been computed from together
+  std::vector<std::pair<int64_t, Tensor>> waiting;  // results of theirs that nobody has asked for yet
   int64_t calls = 0;  // attention calls since sk_begin: proof that every layer came here
 };
 
@@ -71,111 +71,139 @@ thread_local Pass current;
 
 // ---------------------------------------------------------------- linear
 
-template <typename T>
-void multiply_into(const std::vector<const Weight*>& weights, const at::Tensor& x, const std::vector<at::Tensor>& outs, int64_t rows) {
-  std::vector<T*> places;
-  for (const at::Tensor& out : outs) places.push_back((T*)out.mutable_data_ptr());
-  multiply<T>(weights, (const T*)x.const_data_ptr(), places, rows);
-}
+int32_t dtype_of(bool half) { return half ? torch.aoti_torch_dtype_bfloat16 : torch.aoti_torch_dtype_float32; }
 
-at::Tensor linear(const at::Tensor& input, int64_t index, int64_t out) {
+Tensor linear(const Tensor& input, int64_t index, int64_t out) {
   Pass& pass = current;
-  TORCH_CHECK(pass.session && index < (int64_t)pass.session->weights->weights.size(), "sakiyomi_cpu::linear called outside a pass");
+  check(pass.session && index < (int64_t)pass.session->weights->weights.size(), "sakiyomi_cpu::linear called outside a pass");
   const std::vector<Weight>& table = pass.session->weights->weights;
   const Weight& w = table[index];
-  at::Tensor x = input.contiguous();
-  TORCH_CHECK(x.size(-1) == w.in && out == w.out, "sakiyomi_cpu::linear: shapes differ from the packed weight");
-  TORCH_CHECK(x.scalar_type() == (w.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::linear: wrong dtype");
-  if (pass.source.defined() && pass.source.const_data_ptr() == x.const_data_ptr() && pass.source.sizes() == x.sizes())
+  Tensor copy;
+  const bool whole = input.is_contiguous();
+  if (!whole) copy = input.contiguous_copy();
+  const Tensor& x = whole ? input : copy;
+  std::vector<int64_t> shape = x.shape();
+  check(!shape.empty() && shape.back() == w.in && out == w.out, "sakiyomi_cpu::linear: shapes differ from the packed weight");
+  check(x.dtype() == dtype_of(w.half), "sakiyomi_cpu::linear: wrong dtype");
+  if (pass.source.defined() && pass.source.data() == x.data() && pass.source.shape() == shape)
     for (size_t i = 0; i < pass.waiting.size(); ++i)
       if (pass.waiting[i].first == index) {
-        at::Tensor y = std::move(pass.waiting[i].second);
+        Tensor y = std::move(pass.waiting[i].second);
         pass.waiting.erase(pass.waiting.begin() + i);
-        if (pass.waiting.empty()) pass.source = at::Tensor();
+        if (pass.waiting.empty()) pass.source = Tensor();
         return y;
       }
   // Rows that only fill the pass up to its size are not computed: a graph of 64 rows costs what its 40 real ones cost.
   // Where a layer does not get the pass as it came, (1, N, in), which of its rows are real is not known (experts).
   int64_t all = x.numel() / w.in, rows = all;
-  if (all == pass.size && x.dim() == 3 && x.size(0) == 1) rows = (int64_t)pass.path_start.size() - 1;
+  if (all == pass.size && shape.size() == 3 && shape[0] == 1) rows = (int64_t)pass.path_start.size() - 1;
   // A copy of an input that is not contiguous is another one for each sibling.
-  bool alone = w.siblings.empty() || !input.is_contiguous();
-  std::vector<int64_t> group = alone ? std::vector<int64_t>{index} : w.siblings;
+  bool alone = w.siblings.empty() || !whole;
+  const int64_t *group = alone ? &index : w.siblings.data(), *end = group + (alone ? 1 : w.siblings.size());
   std::vector<const Weight*> weights;
-  std::vector<at::Tensor> outs;
-  at::Tensor mine;
+  std::vector<void*> outs;
+  Tensor mine;
   pass.waiting.clear();
-  for (int64_t i : group) {
+  for (; group < end; ++group) {
+    const int64_t i = *group;
     const Weight& each = table[i];
-    auto shape = x.sizes().vec();
     shape.back() = each.out;
-    at::Tensor y = at::empty(shape, x.options());
+    Tensor y = Tensor::empty(shape, dtype_of(w.half));
     int64_t line = each.out * y.element_size();
-    if (rows < all) std::memset((char*)y.mutable_data_ptr() + rows * line, 0, (all - rows) * line);
-    weights.push_back(&each), outs.push_back(y);
+    if (rows < all) std::memset((char*)y.data() + rows * line, 0, (all - rows) * line);
+    weights.push_back(&each), outs.push_back(y.data());
     if (i == index)
-      mine = y;
+      mine = std::move(y);
     else
-      pass.waiting.emplace_back(i, y);
+      pass.waiting.emplace_back(i, std::move(y));
   }
   // Held, so that no other tensor can come to lie where this one does.
-  pass.source = pass.waiting.empty() ? at::Tensor() : x;
+  pass.source = pass.waiting.empty() ? Tensor() : x.another();
   if (w.half)
-    multiply_into<bf16>(weights, x, outs, rows);
+    multiply(weights, (const bf16*)x.data(), outs.data(), rows);
   else
-    multiply_into<float>(weights, x, outs, rows);
+    multiply(weights, (const float*)x.data(), outs.data(), rows);
   return mine;
 }
 
 // ---------------------------------------------------------------- attention
 
+// (1, heads, rows, dim) of zeros, as rows of all heads one behind the other.
+Tensor nothing_attended(const Tensor& query, int64_t dim) {
+  Tensor out = Tensor::empty({1, query.size(2), query.size(1), dim}, query.dtype());
+  std::memset(out.data(), 0, out.numel() * out.element_size());
+  return out;
+}
+
 // A chunk of a prompt has hundreds of rows: arithmetic bounds it, and torch's blocked kernel is the fast one. Its rows need not
 // equal those of other row counts, since where the chunks of a prompt begin depends on the prompt alone.
 // Heads [first, last) have rooms of one size and have dropped equally much.
-void attend_prompt(const Layer& layer, const Segment& seg, int64_t first, int64_t last, const at::Tensor& q, const at::Tensor& k,
-                   const at::Tensor& v, at::Tensor& out, double scaling, int64_t window) {
-  auto options = q.options();
-  int64_t group = q.size(1) / layer.heads, heads = last - first;
-  int64_t packed = layer.before(seg.slot, first), room = layer.starts[first + 1] - layer.starts[first];
-  auto store = [&](char* data, int64_t dim) {
-    int64_t bytes = dim * (layer.half ? 2 : 4);
-    return at::from_blob(data + layer.first_row(seg.slot, first) * bytes, {heads, room, dim}, options);
-  };
-  at::Tensor keys = store(layer.keys, layer.key_dim), values = store(layer.values, layer.value_dim);
+void attend_prompt(const Layer& layer, const Segment& seg, int64_t first, int64_t last, const View& q, const View& k, const View& v,
+                   const Tensor& out, int64_t all_heads, double scaling, int64_t window) {
+  const int64_t bytes = layer.half ? 2 : 4, group = all_heads / layer.heads, heads = last - first;
+  const int64_t packed = layer.before(seg.slot, first), room = layer.starts[first + 1] - layer.starts[first];
+  const int32_t dtype = dtype_of(layer.half);
   int64_t length = seg.length - layer.gone(seg.slot, first), end = length + seg.rows;
-  keys.narrow(1, length, seg.rows).copy_(k[0].narrow(0, first, heads).narrow(1, seg.row, seg.rows));
-  values.narrow(1, length, seg.rows).copy_(v[0].narrow(0, first, heads).narrow(1, seg.row, seg.rows));
+  // Rows of a head, each of `dim` numbers: (heads, count, dim).
+  auto some = [&](const void* data, int64_t head, int64_t row, int64_t from, int64_t count, int64_t dim) {
+    return Tensor::view((const char*)data + from * row * bytes, {heads, count, dim}, {head, row, 1}, dtype);
+  };
+  auto fresh = [&](const View& x, int64_t dim) {
+    return some(x.data + first * x.head * bytes, x.head, x.row, seg.row, seg.rows, dim);
+  };
+  struct Store {  // (heads, step / dim, dim)
+    char* data;
+    int64_t step;
+  };
+  auto kept = [&](char* data, int64_t dim) { return Store{data + layer.first_row(seg.slot, first) * dim * bytes, room * dim}; };
+  Store keys = kept(layer.keys, layer.key_dim), values = kept(layer.values, layer.value_dim);
+  some(keys.data, keys.step, layer.key_dim, length, seg.rows, layer.key_dim).copy_(fresh(k, layer.key_dim));
+  some(values.data, values.step, layer.value_dim, length, seg.rows, layer.value_dim).copy_(fresh(v, layer.value_dim));
+  Tensor all_keys, all_values;
   if (packed) {  // hundreds of rows read them: unpacked once, of one layer at a time
-    at::Tensor all_keys = at::empty({heads, packed + end, layer.key_dim}, options);
-    at::Tensor all_values = at::empty({heads, packed + end, layer.value_dim}, options);
-    auto unpack = [&]<typename T>(T*) {
-      at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t stop) {
+    all_keys = Tensor::empty({heads, packed + end, layer.key_dim}, dtype);
+    all_values = Tensor::empty({heads, packed + end, layer.value_dim}, dtype);
+    auto unpack = [&]<typename T>(T* to_keys, T* to_values) {
+      parallel_for(0, heads, 1, [&](int64_t begin, int64_t stop) {
         for (int64_t head = begin; head < stop; ++head)
           unpack_head(layer.packed, layer.leveled, seg.slot * layer.heads + first + head, first + head, packed, layer.key_dim,
-                      layer.value_dim, (T*)all_keys.mutable_data_ptr() + head * (packed + end) * layer.key_dim,
-                      (T*)all_values.mutable_data_ptr() + head * (packed + end) * layer.value_dim);
+                      layer.value_dim, to_keys + head * (packed + end) * layer.key_dim, to_values + head * (packed + end) * layer.value_dim);
       });
     };
-    if (layer.half) unpack((bf16*)nullptr);
-    else unpack((float*)nullptr);
-    all_keys.narrow(1, packed, end).copy_(keys.narrow(1, 0, end));
-    all_values.narrow(1, packed, end).copy_(values.narrow(1, 0, end));
-    keys = all_keys, values = all_values, length += packed, end += packed;
+    if (layer.half) unpack((bf16*)all_keys.data(), (bf16*)all_values.data());
+    else unpack((float*)all_keys.data(), (float*)all_values.data());
+    auto append = [&](Store& store, const Tensor& all, int64_t dim) {
+      const Store whole{(char*)all.data(), (packed + end) * dim};
+      some(whole.data, whole.step, dim, packed, end, dim).copy_(some(store.data, store.step, dim, 0, end, dim));
+      store = whole;
+    };
+    append(keys, all_keys, layer.key_dim), append(values, all_values, layer.value_dim);
+    length += packed, end += packed;
   }
-  at::Tensor rows = q.narrow(1, first * group, heads * group).narrow(2, seg.row, seg.rows);
-  std::optional<at::Tensor> mask;
-  bool causal = length == 0 && window <= 0;
+  auto batch = [&](const Store& store, int64_t dim) { return Tensor::view(store.data, {1, heads, end, dim}, {heads * store.step, store.step, dim, 1}, dtype); };
+  const int64_t query_heads = heads * group;
+  auto rows = [&](const void* data, int64_t head, int64_t row, int64_t dim) {
+    const int64_t at = first * group * head + seg.row * row;
+    return Tensor::view((const char*)data + at * bytes, {1, query_heads, seg.rows, dim}, {query_heads * head, head, row, 1}, dtype);
+  };
+  Value mask = 0;
+  const bool causal = length == 0 && window <= 0;
   if (!causal) {
-    at::Tensor seen = at::ones({seg.rows, end}, options.dtype(at::kBool)).tril_(length);
-    if (window > 0) seen.logical_and_(at::ones({seg.rows, end}, options.dtype(at::kBool)).triu_(length - window + 1));
-    mask = seen;
+    Tensor seen = Tensor::empty({seg.rows, end}, torch.aoti_torch_dtype_bool);
+    for (int64_t r = 0; r < seg.rows; ++r) {
+      const int64_t stop = length + r + 1, begin = window > 0 ? std::max<int64_t>(0, stop - window) : 0;
+      char* line = (char*)seen.data() + r * end;
+      std::memset(line, 0, end), std::memset(line + begin, 1, stop - begin);
+    }
+    mask = optional(seen.release());
   }
-  at::Tensor y = at::scaled_dot_product_attention(rows, keys.narrow(1, 0, end).unsqueeze(0), values.narrow(1, 0, end).unsqueeze(0), mask, 0.0,
-                                                  causal, scaling, group != 1);
-  out.narrow(1, seg.row, seg.rows).narrow(2, first * group, heads * group).copy_(y.transpose(1, 2));
+  Value stack[] = {rows(q.data, q.head, q.row, layer.key_dim).release(), batch(keys, layer.key_dim).release(),
+                   batch(values, layer.value_dim).release(), mask, bits_of(0.0), causal, optional(bits_of(scaling)), group != 1};
+  TORCH_CALL(torch_call_dispatcher, "aten::scaled_dot_product_attention", "", stack, built_for);
+  rows(out.data(), layer.value_dim, all_heads * layer.value_dim, layer.value_dim).copy_(Tensor(stack[0]));
 }
 
-void attend_prompt(const Layer& layer, const Segment& seg, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, at::Tensor& out,
+void attend_prompt(const Layer& layer, const Segment& seg, const View& q, const View& k, const View& v, const Tensor& out, int64_t heads,
                    double scaling, int64_t window) {
   auto alike = [&](int64_t a, int64_t b) {
     return layer.gone(seg.slot, a) == layer.gone(seg.slot, b) && layer.before(seg.slot, a) == layer.before(seg.slot, b) &&
@@ -183,17 +211,24 @@ void attend_prompt(const Layer& layer, const Segment& seg, const at::Tensor& q, 
   };
   for (int64_t first = 0, last = 1; last <= layer.heads; ++last)
     if (last == layer.heads || !alike(first, last)) {
-      attend_prompt(layer, seg, first, last, q, k, v, out, scaling, window);
+      attend_prompt(layer, seg, first, last, q, k, v, out, heads, scaling, window);
       first = last;
     }
 }
 
-at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, int64_t index, double scaling,
-                  double softcap, int64_t window) {
+// A tensor whose last dimension lies without gaps; `copy` holds it where that is another one.
+const Tensor& dense(const Tensor& x, Tensor& copy) {
+  if (x.stride(-1) == 1) return x;
+  copy = x.contiguous_copy();
+  return copy;
+}
+
+View view_of(const Tensor& x) { return {(const char*)x.data(), x.stride(1), x.stride(2)}; }
+
+Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64_t index, double scaling, double softcap, int64_t window) {
   Pass& pass = current;
-  if (pass.segments.empty())  // a graph that is run once for its compilation
-    return at::zeros({1, query.size(2), query.size(1), value.size(3)}, query.options());
-  TORCH_CHECK(pass.session && index < (int64_t)pass.session->layers.size(), "sakiyomi_cpu::attend called outside a pass");
+  if (pass.segments.empty()) return nothing_attended(query, value.size(3));  // a graph that is run once for its compilation
+  check(pass.session && index < (int64_t)pass.session->layers.size(), "sakiyomi_cpu::attend called outside a pass");
   Layer layer = pass.session->layers[index];
   layer.bias = pass.session->bias, layer.far = pass.session->far;
   if (pass.session->dropped) {
@@ -201,61 +236,60 @@ at::Tensor attend(const at::Tensor& query, const at::Tensor& key, const at::Tens
     layer.dropped_stride = (int64_t)pass.session->layers.size() * pass.session->dropped_heads;
     if (pass.session->packed_count) layer.packed_count = pass.session->packed_count + index * pass.session->dropped_heads;
   }
-  auto fit = [](const at::Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
-  at::Tensor q = fit(query), k = fit(key), v = fit(value);
-  TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::attend: wrong dtype");
-  TORCH_CHECK(k.size(1) == layer.heads && q.size(3) == layer.key_dim && v.size(3) == layer.value_dim,
-              "sakiyomi_cpu::attend: shapes differ from the cache");
+  Tensor copies[3];
+  const Tensor &q = dense(query, copies[0]), &k = dense(key, copies[1]), &v = dense(value, copies[2]);
+  check(q.dtype() == dtype_of(layer.half), "sakiyomi_cpu::attend: wrong dtype");
+  check(k.size(1) == layer.heads && q.size(3) == layer.key_dim && v.size(3) == layer.value_dim,
+        "sakiyomi_cpu::attend: shapes differ from the cache");
   int64_t heads = q.size(1), rows = q.size(2), group = heads / layer.heads;
-  at::Tensor out = at::empty({1, rows, heads, layer.value_dim}, q.options());
-  auto view = [](const at::Tensor& x) { return View{(const char*)x.const_data_ptr(), x.stride(1), x.stride(2)}; };
-  View qv = view(q), kv = view(k), vv = view(v);
+  Tensor out = Tensor::empty({1, rows, heads, layer.value_dim}, q.dtype());
+  char* to = (char*)out.data();
+  View qv = view_of(q), kv = view_of(k), vv = view_of(v);
   Paths paths{pass.path_start.data(), pass.path.data()};
   ++pass.calls;
   int64_t work = 0, used = 0;
   std::vector<const Segment*> short_segments;
   for (const Segment& s : pass.segments) {
     if (s.prompt && softcap <= 0 && !layer.bias)
-      attend_prompt(layer, s, q, k, v, out, scaling, window);
+      attend_prompt(layer, s, qv, kv, vv, out, heads, scaling, window);
     else
       short_segments.push_back(&s);
     work += s.rows * (s.length + s.rows) * layer.key_dim * group * 2;
     used += s.rows;
   }
   // Rows that only fill the pass up to its size must not carry garbage (a NaN there would be harmless but alarming).
-  if (used < rows)
-    std::memset((char*)out.mutable_data_ptr() + used * heads * layer.value_dim * q.element_size(), 0,
-                (rows - used) * heads * layer.value_dim * q.element_size());
+  const int64_t line = heads * layer.value_dim * q.element_size();
+  if (used < rows) std::memset(to + used * line, 0, (rows - used) * line);
   int64_t tasks = (int64_t)short_segments.size() * layer.heads;
   int64_t grain = std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work));
-  at::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const Segment& seg = *short_segments[t / layer.heads];
       int64_t head = t % layer.heads;
       if (layer.half)
-        attend_group<bf16>(paths, layer, seg, head, group, qv, kv, vv, (bf16*)out.mutable_data_ptr(), heads, scaling, softcap, window);
+        attend_group<bf16>(paths, layer, seg, head, group, qv, kv, vv, (bf16*)to, heads, scaling, softcap, window);
       else
-        attend_group<float>(paths, layer, seg, head, group, qv, kv, vv, (float*)out.mutable_data_ptr(), heads, scaling, softcap, window);
+        attend_group<float>(paths, layer, seg, head, group, qv, kv, vv, (float*)to, heads, scaling, softcap, window);
     }
   });
   return out;
 }
 
 // Rows of filling, and those of a request without a source, are zeros.
-at::Tensor cross(const at::Tensor& query, int64_t index, double scaling) {
+Tensor cross(const Tensor& query, int64_t index, double scaling) {
   Pass& pass = current;
-  int64_t heads = query.size(1), rows = query.size(2);
   // A graph that is run once for its compilation, or a pass before any source was read.
-  if (pass.segments.empty() || (pass.session && pass.session->sources.empty()))
-    return at::zeros({1, rows, heads, query.size(3)}, query.options());
-  TORCH_CHECK(pass.session && index < (int64_t)pass.session->sources.size(), "sakiyomi_cpu::cross called outside a pass");
+  if (pass.segments.empty() || (pass.session && pass.session->sources.empty())) return nothing_attended(query, query.size(3));
+  check(pass.session && index < (int64_t)pass.session->sources.size(), "sakiyomi_cpu::cross called outside a pass");
   const Layer& layer = pass.session->sources[index];
-  at::Tensor q = query.stride(-1) == 1 ? query : query.contiguous();
-  TORCH_CHECK(q.scalar_type() == (layer.half ? at::kBFloat16 : at::kFloat), "sakiyomi_cpu::cross: wrong dtype");
-  TORCH_CHECK(heads % layer.heads == 0 && q.size(3) == layer.key_dim, "sakiyomi_cpu::cross: shapes differ from the cache");
-  int64_t group = heads / layer.heads, work = 0;
-  at::Tensor out = at::zeros({1, rows, heads, layer.value_dim}, q.options());
-  View qv{(const char*)q.const_data_ptr(), q.stride(1), q.stride(2)};
+  Tensor copy;
+  const Tensor& q = dense(query, copy);
+  int64_t heads = q.size(1), group = heads / layer.heads, work = 0;
+  check(q.dtype() == dtype_of(layer.half), "sakiyomi_cpu::cross: wrong dtype");
+  check(heads % layer.heads == 0 && q.size(3) == layer.key_dim, "sakiyomi_cpu::cross: shapes differ from the cache");
+  Tensor out = nothing_attended(q, layer.value_dim);
+  void* to = out.data();
+  View qv = view_of(q);
   Paths paths{pass.path_start.data(), pass.path.data()};
   std::vector<Segment> segments;
   for (Segment s : pass.segments) {
@@ -264,22 +298,98 @@ at::Tensor cross(const at::Tensor& query, int64_t index, double scaling) {
     work += s.rows * s.length * layer.key_dim * group * 2;
   }
   int64_t tasks = (int64_t)segments.size() * layer.heads;
-  at::parallel_for(0, tasks, std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {
+  parallel_for(0, tasks, std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const Segment& seg = segments[t / layer.heads];
       int64_t head = t % layer.heads;
       if (layer.half)
-        attend_group<bf16, true>(paths, layer, seg, head, group, qv, View{}, View{}, (bf16*)out.mutable_data_ptr(), heads, scaling, 0, 0);
+        attend_group<bf16, true>(paths, layer, seg, head, group, qv, View{}, View{}, (bf16*)to, heads, scaling, 0, 0);
       else
-        attend_group<float, true>(paths, layer, seg, head, group, qv, View{}, View{}, (float*)out.mutable_data_ptr(), heads, scaling, 0, 0);
+        attend_group<float, true>(paths, layer, seg, head, group, qv, View{}, View{}, (float*)to, heads, scaling, 0, 0);
     }
   });
   return out;
 }
 
+// ---------------------------------------------------------------- recurrence
+
+// As float32, one number behind the other: the tensor itself where it is that already.
+Tensor wide(const Tensor& x) {
+  if (x.dtype() == torch.aoti_torch_dtype_float32 && x.is_contiguous()) return x.another();
+  Tensor y = Tensor::empty(x.shape(), torch.aoti_torch_dtype_float32);
+  y.copy_(x);
+  return y;
+}
+
+// `rows`: (N, ...) each, the first `kept` of them in the order of Site; `fixed`: what is the same for all rows.
+Tensor recur(const std::vector<Tensor>& rows, const std::vector<Tensor>& fixed, int64_t number) {
+  Pass& pass = current;
+  check(!rows.empty() && rows.size() <= most_parts, "sakiyomi_cpu::recur: too many tensors, or none");
+  Tensor out = Tensor::empty(rows[0].shape(), torch.aoti_torch_dtype_float32);
+  std::memset(out.data(), 0, 4 * out.numel());
+  if (!pass.segments.empty()) {  // else a graph that is run once for its compilation
+    check(pass.session, "sakiyomi_cpu::recur called outside a pass");
+    auto found = pass.session->sites.find(number);
+    check(found != pass.session->sites.end(), "sakiyomi_cpu::recur: a site that is not known");
+    Site& site = found->second;
+    site.weights = fixed.size() > 0 ? wide(fixed[0]) : Tensor();
+    site.bias = fixed.size() > 1 ? wide(fixed[1]) : Tensor();
+    Tensor held[most_parts];
+    Work work{site, {}, (float*)out.data()};
+    for (size_t i = 0; i < rows.size(); ++i) {
+      held[i] = wide(rows[i]);
+      check(held[i].numel() == held[i].size(0) * site.parts[i], "sakiyomi_cpu::recur: shapes differ from the site");
+      work.fresh[i] = (const float*)held[i].data();
+    }
+    run_site(site, pass.texts, work);
+  }
+  if (rows[0].dtype() == torch.aoti_torch_dtype_float32) return out;
+  Tensor narrow = Tensor::empty(rows[0].shape(), rows[0].dtype());
+  narrow.copy_(out);
+  return narrow;
+}
+
+// ---------------------------------------------------------------- as torch calls them
+
+void call_linear(Value* stack, uint64_t, uint64_t) { stack[0] = linear(Tensor(stack[0]), stack[1], stack[2]).release(); }
+
+void call_attend(Value* stack, uint64_t, uint64_t) {
+  Tensor q(stack[0]), k(stack[1]), v(stack[2]);
+  stack[0] = attend(q, k, v, stack[3], number_of(stack[4]), number_of(stack[5]), stack[6]).release();
+}
+
+void call_cross(Value* stack, uint64_t, uint64_t) { stack[0] = cross(Tensor(stack[0]), stack[1], number_of(stack[2])).release(); }
+
+void call_recur(Value* stack, uint64_t, uint64_t) {
+  const std::vector<Tensor> rows = tensors_of(stack[0]), fixed = tensors_of(stack[1]);
+  stack[0] = recur(rows, fixed, stack[2]).release();
+}
 }  // namespace
 
 extern "C" {
+
+// Registers the operators in torch, once in a process. `library`: what dlopen gave of torch, or of something that needs it. Answers
+// what does not work; null: all does.
+const char* sk_bind(void* library) try {
+  bind_torch(library);
+  LibraryHandle names, kernels;  // they stay registered as long as the process lives
+  TORCH_CALL(aoti_torch_library_init_def, "sakiyomi_cpu", __FILE__, __LINE__, &names);
+  TORCH_CALL(aoti_torch_library_init_impl, "sakiyomi_cpu", "CPU", __FILE__, __LINE__, &kernels);
+  auto add = [&](const char* name, const char* schema, void (*kernel)(Value*, uint64_t, uint64_t)) {
+    TORCH_CALL(aoti_torch_library_def, names, schema);
+    TORCH_CALL(torch_library_impl, kernels, name, kernel, built_for);
+  };
+  add("linear", "linear(Tensor x, int index, int out) -> Tensor", &call_linear);
+  add("attend", "attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor", &call_attend);
+  add("cross", "cross(Tensor q, int layer, float scaling) -> Tensor", &call_cross);
+  add("recur", "recur(Tensor[] rows, Tensor[] fixed, int number) -> Tensor", &call_recur);
+  return nullptr;
+} catch (const std::exception& error) {
+  static const std::string why = error.what();
+  return why.c_str();
+}
+
+int sk_self_test() { return self_test(); }
 
 // Whether layers may use the matrix unit from now on. Answers whether there is one.
 int sk_tiles(int wanted) {
@@ -297,7 +407,7 @@ double sk_chance(const void* row, int half, int64_t n, int64_t token) {
 
 // Rows one behind the other; `totals` of each row.
 void sk_leading(const void* logits, int half, int64_t n, int64_t rows, int64_t count, int64_t* tokens, float* found, double* totals) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       int64_t at = r * count;
       totals[r] = half ? leading((const bf16*)logits + r * n, n, count, tokens + at, found + at)
@@ -401,6 +511,30 @@ void sk_source(int64_t m, int64_t index, void* keys, void* values, int64_t heads
   ((Session*)m)->lengths = lengths;
 }
 
+// `sizes`: see Site, from its size to its values, in that order.
+void sk_site(int64_t m, int64_t number, int64_t kind, float* states, float* rows, int64_t* at, const int64_t* first, const int64_t* sizes) {
+  Site& site = ((Session*)m)->sites[number];
+  site.kind = kind, site.states = states, site.rows = rows, site.at = at, site.first = first;
+  site.size = sizes[0], site.room = sizes[1], site.width = sizes[2], site.kept = sizes[3];
+  std::copy(sizes + 4, sizes + 4 + most_parts, site.parts);
+  const int64_t* shape = sizes + 4 + most_parts;
+  site.heads = shape[0], site.groups = shape[1], site.key = shape[2], site.value = shape[3];
+}
+
+// Fold the rows of a slot's committed tokens into its states.
+void sk_fold(int64_t m, int64_t slot, int64_t length) {
+  for (auto& [number, site] : ((Session*)m)->sites) fold_site(site, slot, length);
+}
+
+// Of a slot's rows from token `first` on keep these, in this order; they are counted from there and ascend.
+void sk_keep_rows(int64_t m, int64_t slot, int64_t first, int64_t count, const int64_t* rows) {
+  for (auto& [number, site] : ((Session*)m)->sites) {
+    float* at = site.rows + (slot * site.room + first - site.first[slot]) * site.width;
+    for (int64_t i = 0; i < count; ++i)
+      if (rows[i] != i) std::memcpy(at + i * site.width, at + rows[i] * site.width, 4 * site.width);
+  }
+}
+
 // `bias`: see Layer; null where there is none.
 void sk_distances(int64_t m, const float* bias, int64_t far) { ((Session*)m)->bias = bias, ((Session*)m)->far = far; }
 
@@ -408,7 +542,7 @@ void sk_distances(int64_t m, const float* bias, int64_t far) { ((Session*)m)->bi
 void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
   Pass& pass = current;
   pass.size = count ? size : -1;
-  pass.session = (const Session*)m;
+  pass.session = (Session*)m;
   pass.segments.assign((const Segment*)table, (const Segment*)table + count);
   pass.path_start.assign(1, 0);
   pass.path.clear();
@@ -422,22 +556,20 @@ void sk_begin(int64_t m, int64_t count, int64_t size, const int32_t* table) {
     }
     parent += s.done + s.rows;
   }
-  pass.source = at::Tensor();
+  pass.texts.clear();
+  if (!pass.session->sites.empty()) {
+    const int32_t* first = table + count * sizeof(Segment) / sizeof(int32_t);
+    pass.parents.assign(first, parent);
+    const int32_t* own = pass.parents.data();
+    for (const Segment& s : pass.segments) {
+      pass.texts.emplace_back(s, own);
+      own += s.done + s.rows;
+    }
+  }
+  pass.source = Tensor();
   pass.waiting.clear();
   pass.calls = 0;
 }
 
 int64_t sk_calls() { return current.calls; }
-}
-
-TORCH_LIBRARY(sakiyomi_cpu, m) {
-  m.def("linear(Tensor x, int index, int out) -> Tensor");
-  m.def("attend(Tensor q, Tensor k, Tensor v, int layer, float scaling, float softcap, int window) -> Tensor");
-  m.def("cross(Tensor q, int layer, float scaling) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(sakiyomi_cpu, CPU, m) {
-  m.impl("linear", &linear);
-  m.impl("attend", &attend);
-  m.impl("cross", &cross);
 }

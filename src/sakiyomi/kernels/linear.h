@@ -7,8 +7,6 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -17,6 +15,7 @@
 #include <vector>
 
 #include "tiles.h"
+#include "torch.h"
 #include "vector.h"
 
 namespace {
@@ -107,9 +106,11 @@ APART void dot(const float* x, int64_t stride, const float* w, int64_t in, f16v 
   sum.put(sums);
 }
 
+// Products of pairs of bf16 where they are faster than those of fp32 (BF16_PAIRS, see variants.py): on a Zen 4 core `vdpbf16ps` takes as
+// long as `vfmadd231ps`, on an Intel one four times as long (.72 and .18 ns at 2.8 GHz), and rows and weights are widened instead.
 template <int R>
 APART void dot(const bf16* x, int64_t stride, const bf16* w, int64_t in, f16v sum[R][2]) {
-#if defined(__AVX512BF16__)
+#if defined(BF16_PAIRS)
   __m512 left[R], right[R];
   UNROLL for (int r = 0; r < R; ++r) left[r] = (__m512)sum[r][0], right[r] = (__m512)sum[r][1];
   for (int64_t k = 0; k < in; k += 2, w += 2 * block_width) {
@@ -470,7 +471,7 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
   to.scale.resize(rows);
   const int64_t groups = summed ? in / group_length : 0;
   to.sums.resize(rows * groups);
-  at::parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, 8, [&](int64_t begin, int64_t end) {
     std::vector<int8_t> bytes(to.in);
     for (int64_t r = begin; r < end; ++r) {
       const T* row = x + r * in;
@@ -500,7 +501,7 @@ void to_bytes(const T* x, int64_t rows, int64_t in, bool summed, Bytes& to) {
 
 // Several layers on the same rows: their blocks are shared out among the threads as if they were one layer's.
 template <typename T>
-void multiply(const std::vector<const Weight*>& weights, const T* x, const std::vector<T*>& outs, int64_t rows) {
+void multiply(const std::vector<const Weight*>& weights, const T* x, void* const* outs, int64_t rows) {
   std::vector<int64_t> ends;
   for (const Weight* w : weights) ends.push_back((ends.empty() ? 0 : ends.back()) + (w->out + block_width - 1) / block_width);
   static thread_local Bytes bytes;
@@ -511,24 +512,25 @@ void multiply(const std::vector<const Weight*>& weights, const T* x, const std::
   // Below about 100k multiplications a second thread costs more than it brings.
   int64_t grain = std::max<int64_t>(1, 100000 / std::max<int64_t>(1, block_width * weights[0]->in * rows));
   const bool tiled = tiles_fit(weights[0]->in);
-#if defined(__AVX512BF16__)
+#if defined(BF16_PAIRS)
   const T* wide = x;
 #else
   static thread_local std::vector<float> widened;
   const float* wide = (const float*)x;
   if constexpr (std::is_same_v<T, bf16>) {
-    widened.resize(rows * weights[0]->in);
-    for (int64_t i = 0; i < rows * weights[0]->in; ++i) widened[i] = widen(x[i]);
+    const bool needed = !tiled && any([](const Weight* w) { return !w->rounded(); });
+    widened.resize(needed ? rows * weights[0]->in : 0);
+    for (int64_t i = 0; i < (int64_t)widened.size(); ++i) widened[i] = widen(x[i]);
     wide = widened.data();  // this thread's, for all threads
   }
 #endif
-  at::parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, ends.back(), grain, [&](int64_t begin, int64_t end) {
     std::optional<Tiles> tiles;
     if (tiled) tiles.emplace(rows);
     for (int64_t t = begin, i = 0; t < end; ++t) {
       while (t >= ends[i]) ++i;
       const Weight& w = *weights[i];
-      T* y = outs[i];
+      T* y = (T*)outs[i];
       int64_t first = (t - (i ? ends[i - 1] : 0)) * block_width;
       if (w.scales)
         block_of_halves(w, *rounded, rows, y, first);

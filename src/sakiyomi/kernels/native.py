@@ -34,6 +34,7 @@ def _register_shapes() -> None:
     torch.library.register_fake("sakiyomi_cpu::linear", lambda x, index, out: x.new_empty(*x.shape[:-1], out))
     torch.library.register_fake("sakiyomi_cpu::attend", attend_shape)
     torch.library.register_fake("sakiyomi_cpu::cross", cross_shape)
+    torch.library.register_fake("sakiyomi_cpu::recur", lambda rows, fixed, number: torch.empty_like(rows[0]))
 
 
 def pack_weight(weight: Tensor) -> dict[str, Tensor]:

@@ -19,6 +19,10 @@ def is_linear(module: nn.Module) -> bool:
     return kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+class ReadLinear(nn.Linear):
+    """A linear layer whose weight its parent reads by itself: it is not packed."""
+
+
 class Watch:
     """Sees which linear layers of a module read the same tensor: q, k and v of an attention, gate and up of an MLP.
 
@@ -42,6 +46,13 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def leave_unread(self, parents: Sequence[nn.Module]) -> None:
+        """Have linear layers of these modules that were never called stay as they are when the others are packed."""
+        called = {id(layer) for layer, *_ in self._calls}
+        for child in (child for parent in parents for child in parent.children()):
+            if type(child) is nn.Linear and id(child) not in called:
+                child.__class__ = ReadLinear
 
     def siblings(self) -> list[list[nn.Module]]:
         """Groups of two and more layers, each called once."""
@@ -101,6 +112,8 @@ def pack_linears(
             if id(child) in done:
                 setattr(parent, name, done[id(child)])
                 continue
+            if isinstance(child, ReadLinear) and free and hasattr(child, "_hf_hook"):
+                _load(child)
             if not is_linear(child) or type(child.weight) is not nn.Parameter:
                 continue
             if child._forward_pre_hooks or child._forward_hooks or (hasattr(child, "_hf_hook") and not free):
@@ -118,6 +131,14 @@ def pack_linears(
     for group in siblings:
         join_siblings(native, [done[id(layer)] for layer in group if id(layer) in done])
     return len(done)
+
+
+def _load(layer: nn.Module) -> None:
+    """Have a layer's weights lie in memory from now on."""
+    from accelerate.hooks import remove_hook_from_module
+
+    layer._hf_hook.pre_forward(layer)  # type: ignore[operator,union-attr]
+    remove_hook_from_module(layer)
 
 
 def linear_beside(

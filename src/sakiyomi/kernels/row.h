@@ -3,14 +3,13 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <vector>
 
+#include "torch.h"
 #include "vector.h"
 
 namespace {
@@ -34,17 +33,18 @@ Stretch look(const T* row, int64_t n, float sharpness, float* out) {
   std::fill(rest, rest + 64, nothing);
   for (int64_t i = full; i < n; ++i) *end++ = value_of(row[i]);
   f16v tops[4];
-  i16v strange = {};
-  for (int u = 0; u < 4; ++u) tops[u] = load16(rest + 16 * u), strange |= (i16v)(tops[u] != tops[u]);
+  Strange strange[4];
+  for (int u = 0; u < 4; ++u) tops[u] = load16(rest + 16 * u), strange[u].see(tops[u]);
   for (int64_t i = 0; i < full; i += 64)
-    for (int u = 0; u < 4; ++u) {
+    UNROLL for (int u = 0; u < 4; ++u) {
       f16v x = load16(row + i + 16 * u);
-      strange |= (i16v)(x != x);
-      tops[u] = chosen(x > tops[u], x, tops[u]);
+      strange[u].see(x);
+      tops[u] = larger(x, tops[u]);
     }
-  float highest = nothing;
-  int32_t bad = 0;
-  for (int t = 0; t < 64; ++t) highest = std::max(highest, tops[t / 16][t % 16]), bad |= strange[t % 16];
+  float all[16];
+  store16(all, larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
+  const float highest = *std::max_element(all, all + 16);
+  const bool bad = strange[0].found() || strange[1].found() || strange[2].found() || strange[3].found();
   if (bad || highest == INFINITY) return {NAN, 0};
   if (highest == nothing) {
     if (out) std::memset(out, 0, 4 * n);
@@ -53,7 +53,7 @@ Stretch look(const T* row, int64_t n, float sharpness, float* out) {
   if (!summed) return {highest, 0};
   f16v sums[4] = {};
   auto add = [&](const auto* from, float* to) {
-    for (int u = 0; u < 4; ++u) {
+    UNROLL for (int u = 0; u < 4; ++u) {
       f16v e = exp16((load16(from + 16 * u) - highest) * sharpness);
       sums[u] += e;
       if (to) store16(to + 16 * u, e);
@@ -70,7 +70,7 @@ template <bool summed = true, typename T>
 std::vector<Stretch> look_all(const T* row, int64_t n, float sharpness, float* out) {
   int64_t count = (n + stretch - 1) / stretch;
   std::vector<Stretch> all(count + 1);
-  at::parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s)
       all[s] = look<summed>(row + s * stretch, std::min(stretch, n - s * stretch), sharpness, out ? out + s * stretch : nullptr);
   });
@@ -91,7 +91,7 @@ Stretch softmax(const T* logits, int64_t n, float sharpness, float* out) {
   auto all = look_all(logits, n, sharpness, out);
   Stretch whole = all.back();
   if (std::isnan(whole.top)) return whole;
-  at::parallel_for(0, (int64_t)all.size() - 1, 4, [&](int64_t begin, int64_t end) {
+  parallel_for(0, (int64_t)all.size() - 1, 4, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; ++s) {
       float scale = std::exp((all[s].top - whole.top) * sharpness) / whole.sum;
       float *at = out + s * stretch, *stop = out + std::min(n, (s + 1) * stretch);
@@ -265,11 +265,25 @@ int64_t warp(const T* row, int64_t n, double temperature, int64_t top_k, double 
     whole = softmax(row, n, sharpness, out);
     if (std::isnan(whole.top)) return -2;
     if (top_p >= 1 && min_p <= 0) return -1;
-    // Numbers below (1 - top_p) / n sum to less than 1 - top_p: top-p never reaches them. Half of it, for rounding.
-    left = not_below((const float*)out, n, 0.5 * (top_p < 1 ? (1 - top_p) / n : min_p / whole.sum));
-    // Equal logits get equal weights, in whatever stretch they stand.
-    for (Candidate& c : left) c.weight = std::exp((value_of(row[c.token]) - whole.top) * sharpness);
     total = whole.sum;
+    // Numbers below (1 - top_p) / n sum to less than 1 - top_p: top-p never reaches them (half of it, for rounding). Mostly it does not
+    // reach much larger ones either: those are tried first.
+    for (double spare = top_p < 1 ? 32 : 0.5;; spare = std::max(spare / 8, 0.5)) {
+      left = not_below((const float*)out, n, spare * (top_p < 1 ? (1 - top_p) / n : min_p / whole.sum));
+      double mass = 0;
+      // Equal logits get equal weights, in whatever stretch they stand.
+      for (size_t i = 0; i < left.size(); i += 16) {
+        const size_t count = std::min<size_t>(16, left.size() - i);
+        float some[16];
+        std::fill(some, some + 16, nothing);
+        for (size_t t = 0; t < count; ++t) some[t] = (value_of(row[left[i + t].token]) - whole.top) * sharpness;
+        const f16v weights = exp16(load16(some));
+        mass += ::total(weights);
+        store16(some, weights);
+        for (size_t t = 0; t < count; ++t) left[i + t].weight = some[t];
+      }
+      if (spare == 0.5 || mass > (top_p + 1e-5) * total) break;
+    }
   }
   Border border = top_p < 1 ? border_of(left, top_p * total) : Border{};
   float largest = 0;

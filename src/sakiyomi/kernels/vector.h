@@ -120,12 +120,38 @@ inline void in_groups(int64_t rows, F f, int64_t first = 0) {
     if (rows) in_groups<most - 1>(rows, f, first);
 }
 
+// The larger of two numbers; of a number and something else the second one.
+inline f16v larger(f16v a, f16v b) {
+#if defined(__AVX512F__)
+  return (f16v)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return chosen(a > b, a, b);
+#endif
+}
+
+// Whether there was something among numbers that is none.
+struct Strange {
+#if defined(__AVX512F__)
+  __mmask16 any = 0;
+  void see(f16v x) { any |= _mm512_cmp_ps_mask((__m512)x, (__m512)x, _CMP_UNORD_Q); }
+  bool found() const { return any; }
+#else
+  i16v any = {};
+  void see(f16v x) { any |= (i16v)(x != x); }
+  bool found() const {
+    int32_t all = 0;
+    for (int t = 0; t < 16; ++t) all |= any[t];
+    return all;
+  }
+#endif
+};
+
 // exp of numbers up to 0 by Cody-Waite reduction and a polynomial of degree 6: relative error about 2e-7 on [-86, 0]; at most
 // 1e-37 below that, and 0 at -inf.
 inline f16v exp16(f16v x) {
 #if defined(__AVX512F__)
   const f16v low = f16v{} - 200.0f;
-  x = chosen(x < low, low, x);
+  x = larger(x, low);
   f16v n = (f16v)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0);
 #else
   const f16v low = f16v{} - 87.0f;

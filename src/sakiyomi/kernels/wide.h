@@ -69,6 +69,7 @@ struct Wide {
   SAKIYOMI_OPERATOR(+)
   SAKIYOMI_OPERATOR(-)
   SAKIYOMI_OPERATOR(*)
+  SAKIYOMI_OPERATOR(/)
 #undef SAKIYOMI_OPERATOR
 #define SAKIYOMI_OPERATOR(op)                                                                \
   friend inline Wide operator op(Wide a, Wide b) { return {a.lo op b.lo, a.hi op b.hi}; }    \
@@ -76,6 +77,7 @@ struct Wide {
   Wide& operator op##=(Wide b) { return *this = *this op b; }
   SAKIYOMI_OPERATOR(&)
   SAKIYOMI_OPERATOR(|)
+  SAKIYOMI_OPERATOR(^)
 #undef SAKIYOMI_OPERATOR
 #define SAKIYOMI_OPERATOR(op)                                                                                                      \
   friend inline Mask operator op(Wide a, Wide b) { return {half_mask(a.lo op b.lo), half_mask(a.hi op b.hi)}; }                    \

@@ -18,6 +18,7 @@ from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.kernels.build import native_at_hand
 from sakiyomi.model_executor.attention import choose_backend
 from sakiyomi.model_executor.loading.prepared import Prepared
+from sakiyomi.model_executor.proof import prove
 from sakiyomi.model_executor.row_invariance import TRIAL, invariant_sizes
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import SIZES, TARGET_SIZES
@@ -99,6 +100,7 @@ def build_runner(
     if quantize:
         with cache.lent(len(weights.text)) as slot:
             weights.judge(runner.score([SequenceRows(slot, 0, weights.text, prompt=True)]).logits)
+    prove(runner)
     if exact:
         _make_exact(runner)
     if eviction is not None:
@@ -127,7 +129,7 @@ def _caches(
         available=left if offloaded is None else offloaded.available,
         limits=capacity.limits,
         packed=capacity.packed,
-        states=make_states(weights.stateful, max_slots + extra),
+        states=make_states(weights.stateful, max_slots + extra, left),
         offloaded=offloaded,
     )
     if encoder is None:

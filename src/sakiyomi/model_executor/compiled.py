@@ -19,7 +19,7 @@ from torch import Tensor
 from sakiyomi.core.files import cache_folder
 from sakiyomi.core.process import TORCH_STATE
 from sakiyomi.kernels.batch import BatchPlan
-from sakiyomi.kernels.build import compiler
+from sakiyomi.kernels.variants import compiler
 from sakiyomi.model_executor.attention.registry import BeginPass, PassForward, PassResult
 
 __all__ = ["CompiledPasses"]
@@ -119,8 +119,12 @@ class CompiledPasses:
 
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult | None:
         """The pass that `begin` described; None: it has no graph."""
-        graph = self._graphs.get(ids.shape[1])
+        graph = self.pass_of(ids.shape[1])
         return graph(ids, positions) if graph is not None else None
+
+    def pass_of(self, rows: int) -> PassForward | None:
+        """The graph of so many rows."""
+        return self._graphs.get(rows)
 
     def record(self, begin: BeginPass, rows: int) -> None:
         """Compile the graph of so many rows now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,31 @@ from sakiyomi.kernels.pack import Watch
 from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.attention.hf_cache import HFCacheBackend
 
-__all__ = ["Probed", "probe"]
+__all__ = ["Probed", "expected_logits", "probe", "proof_text"]
+
+PROOF = 11  # tokens of the proof at load
 
 Probed = tuple[list[LayerShape], list[list[nn.Module]], bool]
 """Shapes of the cache by layer; groups of linear layers that read the same input; whether the class keeps its own
 attention."""
 
 
-def probe(model: Any, vocab_size: int, layers: int, dtype: torch.dtype, device: torch.device) -> Probed:
+def probe(
+    model: Any,
+    vocab_size: int,
+    layers: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    stateful: Sequence[nn.Module],
+) -> Probed:
     """Run a model on two tokens; its attention is left switched.
+
+    Args:
+        model: our structural copy.
+        vocab_size: of the model.
+        layers: attention layers; None: other layers, whose states are served, are among them.
+        dtype, device: of the model.
+        stateful: modules that call state functions.
 
     Raises:
         UnsupportedError: it does not run on a cache of ours.
@@ -45,8 +62,28 @@ def probe(model: Any, vocab_size: int, layers: int, dtype: torch.dtype, device: 
                 "use transformers for this model"
             ) from error
         if shapes is not None:
+            watch.leave_unread(stateful)
             return shapes, watch.siblings(), False
+        if layers is None:
+            raise UnsupportedError(
+                f"{type(model).__name__} has recurrent layers beside attention of its own, which cannot be switched to "
+                "ours; use transformers for this model"
+            )
         return _own_shapes(model, ids, layers, dtype), watch.siblings(), True
+
+
+def proof_text(vocab_size: int) -> list[int]:
+    """Tokens on which a model's path is compared with its own forward; the last two stand beside the text."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocab_size, (PROOF + 2,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def expected_logits(model: Any, vocab_size: int, device: torch.device) -> Tensor:
+    """Logits (PROOF, V) of a model's own forward on the text of the proof, without any cache."""
+    text = torch.tensor([proof_text(vocab_size)[:PROOF]], device=device)
+    logits: Tensor = model(input_ids=text, use_cache=False).logits[0].float()
+    return logits
 
 
 def _own_shapes(model: Any, ids: Tensor, layers: int, dtype: torch.dtype) -> list[LayerShape]:

@@ -1,7 +1,8 @@
 """A model that runs from a recording of its passes: its weights and a script, without transformers' class of it.
 
 The script (TorchScript) goes from token ids to what the head over the vocabulary reads, by the very operators of the
-traced passes; the head is a module of its own. `loading/recording.py` writes and reads recordings.
+traced passes; the head is a module of its own, behind which some models have a tail, a second script. Recordings are
+read by `loading/recording.py` and written by `loading/recorder.py`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class RecordedModel(nn.Module):
         config, generation_config: of the model.
         script: from token ids and positions (1, N), the rows to keep (K) and the weights to what the head reads, (1, K,
             hidden).
+        tail: from what the head gives to logits, as for a soft cap; None: these are the logits.
         weights: what the script reads, by name, in its order.
         embeddings: names of modules that hold rows of which a pass reads a few.
         layers: the packed linear layers, by name.
@@ -52,6 +54,7 @@ class RecordedModel(nn.Module):
         config: RecordedConfig,
         generation_config: RecordedConfig,
         script: Callable[..., Tensor],
+        tail: Callable[[Tensor], Tensor] | None,
         weights: Mapping[str, Tensor],
         embeddings: Sequence[str],
         layers: Mapping[str, PackedLinear],
@@ -61,7 +64,7 @@ class RecordedModel(nn.Module):
         super().__init__()
         self.config, self.generation_config, self.whole = config, generation_config, whole
         self.layers: dict[str, PackedLinear] = dict(layers)
-        self._script, self._weights = script, list(weights.values())
+        self._script, self._tail, self._weights = script, tail, list(weights.values())
         self._all: dict[int, Tensor] = {}
         for name, tensor in weights.items():
             parent, _, own = name.rpartition(".")
@@ -113,8 +116,8 @@ class RecordedModel(nn.Module):
         """Token ids and positions (1, N) to an object with logits, (1, N, V), or of the rows to keep, (1, K, V)."""
         keep = logits_to_keep if isinstance(logits_to_keep, Tensor) else self._every(input_ids.shape[1])
         with interpreted():
-            hidden = self._script(input_ids, position_ids, keep, *self._weights)
-        return SimpleNamespace(logits=self.layers[self._head](hidden))
+            logits = self.layers[self._head](self._script(input_ids, position_ids, keep, *self._weights))
+            return SimpleNamespace(logits=logits if self._tail is None else self._tail(logits))
 
     def _every(self, rows: int) -> Tensor:
         if rows not in self._all:
@@ -142,6 +145,10 @@ class RecordedPasses:
     def run(self, begin: BeginPass, plan: BatchPlan, ids: Tensor, positions: Tensor) -> PassResult:
         """The pass that `begin` described."""
         return self._forward(ids, positions)
+
+    def pass_of(self, rows: int) -> PassForward:
+        """The pass."""
+        return self._forward
 
     def record(self, begin: BeginPass, rows: int) -> None:
         """Nothing is left to be recorded."""

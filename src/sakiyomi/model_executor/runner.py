@@ -7,9 +7,13 @@ rows, slots and logits; it knows no drafts and no sampling.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import Source
@@ -102,7 +106,6 @@ class ModelRunner(Session):
         with self.lock, torch.no_grad():
             ids, positions = self._inputs(plan, size)
             self.begin(plan, size)
-            self.cache.begin(plan)
             prompts = self._prompts if plan.prompts else None
             take_over(prompts)
             if prompts is not None:
@@ -184,6 +187,57 @@ class ModelRunner(Session):
         plan = BatchPlan([SequenceRows(slot, 0, [token])])
         plan.positions = [position]
         self.run(plan, self.padded(1))
+
+    # ------------------------------------------------------------ passes that compiled code describes
+
+    def native_session(self, rows: int) -> int | None:
+        """The kernels' number of this session, if they may describe decoding passes of up to so many rows themselves.
+
+        That is so where such passes are replayed, and nobody listens to them: see ``replaying``.
+        """
+        session = self.backend.session
+        if session is None or self.recorder is None or not self._proven or rows > self.sizes[-1]:
+            return None
+        simple = not (self.watchers or self._reassigned or self.cache.states.stores or self.sources is not None)
+        if not simple or self._note is not None or self.eviction.observations is not None:
+            return None
+        for size in self.sizes[: bisect_left(self.sizes, rows) + 1]:
+            if self.recorder.pass_of(size) is None and self.recorder.has(size) and self.cache.free:
+                with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
+                    self.score([SequenceRows(slot, 0, [0] * size)])
+            if self.recorder.pass_of(size) is None:
+                return None
+        return session
+
+    def pass_buffers(self) -> dict[int, NDArray[np.int64]]:
+        """By row count the token ids and positions, (2, rows), that a pass reads."""
+        for size in self.sizes:
+            self._inputs(BatchPlan([]), size)
+        return {size: self._buffers[size][0] for size in self.sizes}
+
+    @contextmanager
+    def replaying(self) -> Iterator[Callable[[int], Tensor]]:
+        """Run passes that the kernels have described, and whose inputs they have written to ``pass_buffers``.
+
+        Yields:
+            What runs a pass of so many rows, and gives its logits, (rows, V).
+        """
+        with self.lock, torch.no_grad():
+            take_over(None)
+            observe.listen(None, None)
+            yield self._replay
+
+    def _replay(self, size: int) -> Tensor:
+        assert self.recorder is not None
+        replay = self.recorder.pass_of(size)
+        assert replay is not None, "native_session has asked for it"
+        _, ids, positions = self._buffers[size]
+        began = time.perf_counter()
+        logits, _ = replay(ids, positions)
+        spent = time.perf_counter() - began
+        self.clock.add(size, True, spent)
+        self.forward_seconds += spent
+        return logits[0]
 
     # ------------------------------------------------------------ what passes cost
 

@@ -209,7 +209,7 @@ class Session:
         found = self.backend.recorder(self.forward) if self.module is weights.module else None
         if found is not None or self.device.type != "cpu" or weights.own_attention:
             return found
-        if self.compile is True:
+        if self.compile is True and not weights.stateful:
             return CompiledPasses(self.forward, self.device, self.sizes)
         return TracedPasses(self.forward, self.module, self.sizes)
 
@@ -219,6 +219,7 @@ class Session:
             for size in sizes if self.recorder is not None else ():
                 assert self.recorder is not None
                 self.recorder.record(self.begin, size)
+            self.cache.begin(None)
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -253,7 +254,8 @@ class Session:
         return self.recorder.mode if self.recorder is not None and self.recorded() else "eager"
 
     def begin(self, plan: BatchPlan, size: int) -> None:
-        """Describe this thread's next pass of the session; `size` counts filler rows too."""
+        """Describe this thread's next pass of the session; `size` counts filler rows too. It may run twice."""
+        self.cache.begin(plan)
         if self.weights.packed is not None and not self.backend.runs_packed:
             self.weights.packed.begin(plan, size)
         self.backend.begin(plan, size)

@@ -9,13 +9,15 @@ pass is compared with an eager one, and a row count that differs gets a trace of
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import linecache
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +80,7 @@ class TracedPasses:
         if not self._serves(size):
             return None
         if size in self._proven:
-            return self._replay(size, ids, positions)
+            return self._replay(ids, positions)
         if not self._traces:
             self._passes += bool(plan.rows)
             if self._passes <= WORTH_IT:
@@ -87,6 +89,10 @@ class TracedPasses:
             begin(plan, size)
             self.fresh = True
         return self._prove(begin, plan, size, ids, positions) if plan.rows else None
+
+    def pass_of(self, rows: int) -> PassForward | None:
+        """The trace that serves so many rows, if its logits were compared with those of an eager pass."""
+        return self._replay if rows in self._proven else None
 
     def _trace(self, begin: BeginPass, rows: int) -> None:
         ids = torch.zeros(1, rows, dtype=torch.int64)
@@ -114,14 +120,14 @@ class TracedPasses:
 
     def _agrees(self, expected: PassResult, rows: int, size: int, ids: Tensor, positions: Tensor) -> bool:
         try:
-            found = self._replay(size, ids, positions)
+            found = self._replay(ids, positions)
         except RuntimeError:  # a size in it is not that of these rows
             return False
         pairs = zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True)
         return all(a.shape == b.shape and torch.equal(a[:, :rows], b[:, :rows]) for a, b in pairs)
 
-    def _replay(self, size: int, ids: Tensor, positions: Tensor) -> PassResult:
-        replay = self._traces.get(size) or next(iter(self._traces.values()))
+    def _replay(self, ids: Tensor, positions: Tensor) -> PassResult:
+        replay = self._traces.get(ids.shape[1]) or next(iter(self._traces.values()))
         with interpreted():
             logits, states = replay(ids, positions)
         return logits, states
@@ -141,10 +147,30 @@ def trace(forward: Callable[..., Any], module: nn.Module, *inputs: Tensor) -> An
     with warnings.catch_warnings(record=True) as told, _detached(module):
         warnings.simplefilter("always")
         made = torch.jit.trace(forward, inputs, check_trace=False)
-    doubts = [w for w in told if issubclass(w.category, TracerWarning) and not w.filename.startswith(_BY_SIZE)]
+    doubts = [w for w in told if issubclass(w.category, TracerWarning) and not _by_size(w.filename, w.lineno)]
     if doubts:
         raise UnsupportedError(f"{doubts[0].filename}:{doubts[0].lineno}: {doubts[0].message}")
     return made
+
+
+def _by_size(filename: str, line: int) -> bool:
+    """Whether what stands there decides by sizes alone, which a comparison with an eager pass finds out."""
+    if filename.startswith(_BY_SIZE):
+        return True
+    try:
+        statement = ast.parse(f"{linecache.getline(filename, line).strip()} pass").body[0]
+    except SyntaxError:
+        return False
+    if not isinstance(statement, ast.If):
+        return False
+    sizes = {id(node.value) for node in ast.walk(statement.test) if _is_size(node)}
+    plain = (ast.BoolOp, ast.Compare, ast.Constant, ast.Subscript, ast.boolop, ast.cmpop, ast.expr_context)
+    return all(id(node) in sizes or _is_size(node) or isinstance(node, plain) for node in ast.walk(statement.test))
+
+
+def _is_size(node: ast.AST) -> TypeGuard[ast.Attribute]:
+    """Whether this is ``name.shape`` or ``name.ndim``."""
+    return isinstance(node, ast.Attribute) and node.attr in ("shape", "ndim") and isinstance(node.value, ast.Name)
 
 
 @contextmanager
@@ -163,12 +189,12 @@ def _detached(module: nn.Module) -> Iterator[None]:
             part._parameters[name] = parameter
 
 
-@contextmanager
-def interpreted() -> Iterator[None]:
+class interpreted:
     """Run traces as they are: profiling and fusing them takes seconds, and gains nothing between our operators."""
-    before = torch._C._get_graph_executor_optimize()
-    torch._C._set_graph_executor_optimize(False)
-    try:
-        yield
-    finally:
-        torch._C._set_graph_executor_optimize(before)
+
+    def __enter__(self) -> None:
+        self._before = torch._C._get_graph_executor_optimize()
+        torch._C._set_graph_executor_optimize(False)
+
+    def __exit__(self, *raised: object) -> None:
+        torch._C._set_graph_executor_optimize(self._before)

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.cache.layer_state import serve_modules
+from sakiyomi.cache.layer_state import Served, serve_modules
+from sakiyomi.cache.recurrent import Site
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
+from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import is_linear, pack_linears
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
@@ -27,8 +29,9 @@ from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
-from sakiyomi.model_executor.probe import probe
+from sakiyomi.model_executor.probe import expected_logits, probe
 from sakiyomi.model_executor.recorded import RecordedModel
+from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
 from sakiyomi.model_executor.structural_copy import structural_copy
 
 __all__ = ["ModelWeights"]
@@ -65,6 +68,7 @@ class ModelWeights:
         stream: where those come from that lie in files; None: no weights do.
         shapes: of the cache, by layer.
         stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
+        expected: logits of the model's own forward, for the proof that ours gives the same; None: none is made.
         own_attention: the class keeps its own attention and cannot be switched to another.
         packed: linear layers in the compiled kernels; None: none are.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
@@ -117,14 +121,23 @@ class ModelWeights:
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._together: list[list[nn.Module]] = []
-        self.stateful = serve_modules(self.module)
+        callers = stateful_modules(self.module)
+        # Quantized, it gives other logits; and what is packed by now has no forward of its own.
+        proven = bool(callers) and not (recorded or prepared is not None or quantize)
+        self.expected = expected_logits(self.module, self.vocab_size, self.device) if proven else None
+        modules = serve_modules(self.module)
+        callers = [module for module in callers if all(module is not other for other in modules.values())]
+        calls = serve_functions(callers)
         self.own_attention = False
-        if prepared is not None and prepared.shapes is not None:
+        if prepared is not None and prepared.shapes is not None and not (callers or modules):
             self.shapes = prepared.shapes
         else:
-            layers = int(self.config.num_hidden_layers) - len(self.stateful)
-            found = probe(self.module, self.vocab_size, layers, self.dtype, self.device)
+            if prepared is not None and prepared.native is not None:
+                prepared.native.begin(BatchPlan([]), 0)
+            layers = None if callers or modules else int(self.config.num_hidden_layers)
+            found = probe(self.module, self.vocab_size, layers, self.dtype, self.device, callers)
             self.shapes, self._together, self.own_attention = found
+        self.stateful: dict[int, Served] = {**modules, **calls}
         self._before: Tensor | None = None
 
     @property
@@ -149,7 +162,7 @@ class ModelWeights:
             UnsupportedError: the model has an encoder, no such layers, or none that can be found.
         """
         self.unfold()
-        name, count = type(self.module).__name__, len(self.shapes) + len(self.stateful)
+        name, count = type(self.module).__name__, int(self.config.num_hidden_layers)
         if self.encoder is not None:
             raise UnsupportedError(f"{name} has an encoder: its hidden states are not captured")
         if not all(0 <= layer < count for layer in layers):
@@ -176,7 +189,7 @@ class ModelWeights:
     @property
     def one_device(self) -> bool:
         """Whether all layers lie where the model does."""
-        return {shape.device for shape in self.shapes} == {self.device}
+        return all(shape.device == self.device for shape in self.shapes)
 
     @property
     def has_experts(self) -> bool:
@@ -230,6 +243,9 @@ class ModelWeights:
     def pack(self) -> None:
         """Put the linear layers into the compiled kernels, where these serve them; quantize them, if that was asked."""
         self.packed = self._given.prepared.native if self._given.prepared is not None else self._packed()
+        for site in self.stateful.values():
+            if isinstance(site, Site):
+                site.compiled = self.packed is not None
         self.generation += 1
 
     def _packed(self) -> PackedWeights | None:

@@ -15,7 +15,7 @@ from sakiyomi.core.params import SamplingParams
 from sakiyomi.kernels.build import loaded
 from sakiyomi.sampling.rows import Row, Tokens, as_row, top_tokens
 
-__all__ = ["best", "best_token", "chance", "fill_row", "leading", "reference_probs", "require_number"]
+__all__ = ["NOTHING_LEFT", "best", "best_token", "chance", "fill_row", "leading", "reference_probs", "require_number"]
 
 # Longest list of tokens that the kernel returns, and its answer for a row that is no distribution (row.h).
 _FEW, _NO_NUMBER = 1024, -2
@@ -23,7 +23,7 @@ _FEW, _NO_NUMBER = 1024, -2
 _COLD = 1e-3
 _FLOAT, _INT = struct.Struct("=f"), struct.Struct("=I")
 _NATIVE = (torch.float32, torch.bfloat16)
-_NOTHING_LEFT = (
+NOTHING_LEFT = (
     "no token is left to choose: every logit is -inf or not a number; loosen bad_words, logit_bias or "
     "logits_processors, or look for an overflow in the model (float16 weights?)"
 )
@@ -61,7 +61,7 @@ def fill_row(logits: Tensor, out: Row, params: SamplingParams) -> Tokens | None:
     warp = params.temperature, min(params.top_k, out.size), params.top_p, params.min_p
     count: int = kernels.sk_warp(*row, *warp, out.ctypes.data, support.ctypes.data)
     if count == _NO_NUMBER:
-        raise InputError(_NOTHING_LEFT)
+        raise InputError(NOTHING_LEFT)
     return support[:count] if count >= 0 else None
 
 
@@ -86,7 +86,7 @@ def require_number(value: float) -> None:
         InputError: it is NaN, or -inf.
     """
     if not value > -math.inf:
-        raise InputError(_NOTHING_LEFT)
+        raise InputError(NOTHING_LEFT)
 
 
 def best_token(logits: Tensor) -> int:

@@ -8,6 +8,7 @@ number.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from functools import lru_cache
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from sakiyomi.kernels.build import loaded
 from sakiyomi.sampling.rows import Row, Tokens, largest
 
 __all__ = ["RequestNoise", "Uniforms"]
@@ -32,10 +34,6 @@ _FIRST, _SECOND = 0x7FEB352D, 0x31848BAB
 _SCALE = 2.0**-32 * (1 - 2.0**-24)
 # Rounding of a float32 quotient must not hide a winner.
 _SLACK = 1 - 1e-6
-# Positions whose noise is held at once: more than a round's depth. 128 KB each at a vocabulary of 32000.
-_HELD = 24
-_NO_HASHES: Hashes = np.empty(0, np.uint32)
-_NO_NOISE: Row = np.empty(0, np.float32)
 
 
 def _mix(value: int) -> int:
@@ -47,17 +45,21 @@ def _mix(value: int) -> int:
 
 
 class Uniforms:
-    """A stream of uniforms in [0, 1), determined by its key (64 bits): splitmix64, which needs no set-up."""
+    """A stream of uniforms in [0, 1), determined by its key (64 bits): splitmix64, which needs no set-up.
 
-    __slots__ = ("_next",)
+    Attributes:
+        counter: where it stands.
+    """
+
+    __slots__ = ("counter",)
 
     def __init__(self, key: int) -> None:
-        self._next = key
+        self.counter = key
 
     def uniform(self) -> float:
         """The next one, a multiple of 2^-53."""
-        value = _mix(self._next)
-        self._next += _GOLDEN
+        value = _mix(self.counter)
+        self.counter = (self.counter + _GOLDEN) & _MASK
         return (value >> 11) * 2.0**-53
 
 
@@ -72,7 +74,7 @@ class RequestNoise(Uniforms):
         state: 64 bits that determine all keyed noise: equal for equal (seed, key).
     """
 
-    __slots__ = ("_forks", "_held", "_scratch", "_spare", "state")
+    __slots__ = ("_forks", "state")
 
     def __init__(self, seed: int, *key: int) -> None:
         state = _mix(seed & _MASK)
@@ -82,9 +84,6 @@ class RequestNoise(Uniforms):
         super().__init__(_mix(state ^ 0x5EED))
         self.state = state
         self._forks: dict[str, Uniforms] = {}
-        self._held: dict[int, Row] = {}
-        self._spare: list[Row] = []
-        self._scratch = (_NO_HASHES, _NO_HASHES, _NO_NOISE)
 
     def fork(self, name: str) -> Uniforms:
         """The stream called ``name``, for instance a drafter's; every call returns the same one."""
@@ -119,28 +118,23 @@ class RequestNoise(Uniforms):
         Returns:
             (tokens, sums), as many of each.
         """
+        kernels = loaded()
+        if kernels is not None:
+            weights, count = np.ascontiguousarray(weights, np.float32), min(count, weights.size)
+            tokens, sums = (ctypes.c_int64 * count)(), (ctypes.c_double * count)()
+            known = (None, 0) if support is None else (support.ctypes.data, support.size)
+            row = weights.ctypes.data, weights.size, count
+            found: int = kernels.sk_ranked(*row, self.state, position, *known, tokens, sums)
+            return tokens[:found], sums[:found]
         if support is not None:
             return _best(weights[support], self._noise(position, support), support, count)
-        noise = self._hold(position, weights.size)[: weights.size]
-        bound = np.divide(weights, noise, out=self._scratch[2][: weights.size])
-        if count == 1:
-            likely = int(bound.argmax())
-            floor = float(weights[likely]) / -math.log1p(float(noise[likely]) * -_SCALE) * _SCALE * _SLACK
-            peak, bound[likely] = bound[likely], 0.0
-            if bound.max() < floor:
-                return [likely], [math.log(floor / (_SCALE * _SLACK))]
-            bound[likely] = peak
-        else:
-            some = largest(bound, count)
-            scores = np.sort(weights[some] / _exponential(noise[some]))
-            floor = float(scores[-min(count, scores.size)]) * _SCALE * _SLACK
-        tokens = (bound >= floor).nonzero()[0]
-        return _best(weights[tokens], noise[tokens], tokens, count)
-
-    def forget(self, before: int) -> None:
-        """Free the noise of positions before this one, which are committed. If needed, it would be computed again."""
-        for position in [held for held in self._held if held < before]:
-            self._spare.append(self._held.pop(position))
+        noise = self._noise(position, np.arange(weights.size))
+        bound = weights / noise
+        some = largest(bound, count)
+        scores = np.sort(weights[some] / _exponential(noise[some]))
+        floor = float(scores[-min(count, scores.size)]) * _SCALE * _SLACK
+        likely = (bound >= floor).nonzero()[0]
+        return _best(weights[likely], noise[likely], likely, count)
 
     def gumbel(self, position: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Standard Gumbel noise of one position, (V,) float32 on ``device``; a prefix of that of any larger V.
@@ -163,28 +157,6 @@ class RequestNoise(Uniforms):
         _stir(hashed, hashed, np.empty_like(hashed), *self._keys(position))
         hashed |= np.uint32(1)
         return hashed.astype(np.float32)
-
-    def _hold(self, position: int, vocab_size: int) -> Row:
-        """Noise of a position's whole vocabulary, (>= V,) float32, unscaled, kept for later calls."""
-        held = self._held.get(position)
-        if held is not None and held.size >= vocab_size:
-            return held
-        if vocab_size > self._scratch[0].size:
-            # Draft and target may differ in size: both then read the wider one.
-            width = _width(vocab_size)
-            self._scratch = (np.empty(width, np.uint32), np.empty(width, np.uint32), np.empty(width, np.float32))
-            self._held.clear()
-            self._spare.clear()
-        hashed, shifted, _ = self._scratch
-        if len(self._held) >= _HELD:
-            # The lowest position is the one least likely to be asked for again.
-            self._spare.append(self._held.pop(min(self._held)))
-        noise = self._spare.pop() if self._spare else np.empty(hashed.size, np.float32)
-        _stir(_token_table(hashed.size), hashed, shifted, *self._keys(position))
-        np.bitwise_or(hashed, 1, out=hashed)
-        np.copyto(noise, hashed)
-        self._held[position] = noise
-        return noise
 
 
 def _width(vocab_size: int) -> int:

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -187,19 +188,25 @@ def chance_to_see(shift: float, freedom: int, level: float) -> float:
     """
     if not freedom or not shift:
         return 0.0
-    bound = _solve(lambda value: -_tail(value, freedom), -level)
     # A noncentral chi-square is a central one whose degrees of freedom grow by twice a Poisson number.
     mean = shift / 2
     spread = 12 * mean**0.5 + 60
     extra = torch.arange(max(mean - spread, 0) // 1, mean + spread, dtype=torch.float64)
     weights = (extra * math.log(mean) - mean - torch.special.gammaln(extra + 1)).exp()
-    half = torch.tensor(bound / 2, dtype=torch.float64)
+    half = torch.tensor(_bound(freedom, level) / 2, dtype=torch.float64)
     return float((weights * torch.special.gammaincc(freedom / 2 + extra, half)).sum())
 
 
+@lru_cache(maxsize=256)  # an audit asks after every batch of texts
 def shift_to_see(power: float, freedom: int, level: float) -> float:
     """The noncentrality at which ``chance_to_see`` is so large."""
     return _solve(lambda shift: chance_to_see(shift, freedom, level), power)
+
+
+@lru_cache(maxsize=256)
+def _bound(freedom: int, level: float) -> float:
+    """The statistic that false alarms exceed with odds of ``level``."""
+    return _solve(lambda value: -_tail(value, freedom), -level)
 
 
 def _tail(statistic: float, freedom: int) -> float:

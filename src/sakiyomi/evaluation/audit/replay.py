@@ -221,6 +221,9 @@ class TableModel:
         """There is nothing but the text."""
         return True
 
+    def native_session(self, rows: int) -> None:
+        """Nothing: no compiled code runs these passes."""
+
     def known_seconds(self, rows: int) -> None:
         """Passes cost nothing that is worth a thought."""
 

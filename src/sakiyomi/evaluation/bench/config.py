@@ -33,8 +33,8 @@ class BenchConfig:
         dtype: of target and draft: auto (as stored), float32, bfloat16 or float16.
         device: where everything runs: auto (a GPU if torch sees one), cpu, cuda or cuda:N; row compiling: the CPU.
         quantize: int8 or int4: quantize the weights of our own target. Its drafted text is then compared with its plain
-            text, not with that of other programs. Rows bookkeeping and dropin ignore it, rows passes and peers measure
-            every kind.
+            text, not with that of other programs. Rows bookkeeping and dropin ignore it, row passes measures every
+            kind, row peers this one beside the pair's dtype, and every kind without it.
         gamma: draft tokens a round, the same for every contender.
         repeats: measured laps; one lap before them warms up.
         max_new_tokens: new tokens of each text.
@@ -46,8 +46,11 @@ class BenchConfig:
         batch_sizes: concurrent requests of rows sweep and never-slower (again for each), as far as memory suffices.
         quality: file of held-out text. Rows about a pair then show the perplexity of each contender's weights on its
             beginning and, where prompts carry a reference or an answer, the share of texts that begin with it.
-        peers: measure other programs too: transformers, and in row peers llama.cpp.
-        compile: wait for compiled graphs and use them; otherwise everything runs eagerly.
+        peers: measure other programs too: transformers, and in row peers other engines.
+        environments: folder of the environments of other engines, one each: openvino, vllm, llamacpp, onnxruntime; by
+            default engines in the cache folder. Row peers says how to make those that are not there.
+        compile: wait for compiled graphs and use them (row peers: the traced passes of an LLM that was asked for
+            nothing); otherwise everything runs eagerly.
     """
 
     rows: tuple[str, ...] = ()
@@ -68,6 +71,7 @@ class BenchConfig:
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     quality: str | None = None
     peers: bool = True
+    environments: str | None = None
     compile: bool = True
 
     def __post_init__(self) -> None:

@@ -114,7 +114,11 @@ class PairRow:
         return partial(our_lap, way, prompts, self.params(**more), together=together)
 
     def race(
-        self, contenders: Mapping[str, Run] | Sequence[Contender], judge: Judge | None = None, where: str = ""
+        self,
+        contenders: Mapping[str, Run] | Sequence[Contender],
+        judge: Judge | None = None,
+        where: str = "",
+        lost: list[str] | None = None,
     ) -> list[Standing]:
         """Let contenders take turns.
 
@@ -122,11 +126,16 @@ class PairRow:
             contenders: the baseline first; or what does a lap, by name.
             judge: of those that are given by name; None: their outputs are their own.
             where: names one of several races in what is told.
+            lost: takes a line for each optional contender that failed and was left out.
         """
         if isinstance(contenders, Mapping):
             contenders = [Contender(name, run, judge) for name, run in contenders.items()]
         before = f"{where}, " if where else ""
-        return race(contenders, repeats=self.config.repeats, note=lambda text: self.note(before + text))
+
+        def tell(text: str) -> None:
+            self.note(before + text)
+
+        return race(contenders, repeats=self.config.repeats, note=tell, lost=lost)
 
     def warm(self, runs: Mapping[str, Run], llm: LLM) -> None:
         """Run all of them once, and wait for the graphs of all sizes that they meet."""

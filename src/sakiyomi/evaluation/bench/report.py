@@ -22,6 +22,7 @@ HEADS = {
     "kv_bytes": ("KV MB", 1e-6),
     "bandwidth_share": ("bw %", 100),
     "perplexity": ("ppl", 1),
+    "text_perplexity": ("text ppl", 1),
     "weight_bytes": ("weights MB", 1e-6),
     "ratio_8_to_1": ("8:1", 1),
     "tree_kv_bytes": ("tree MB", 1e-6),

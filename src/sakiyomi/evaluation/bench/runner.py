@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sakiyomi.core.errors import InputError
+from sakiyomi.core.errors import InputError, UnsupportedError
 
 __all__ = ["Agreement", "Contender", "Judge", "Lap", "Spread", "Standing", "race", "same_tokens", "timed"]
 
@@ -76,12 +76,14 @@ class Contender:
         judge: compares its outputs with the baseline's; None: its outputs are its own (sampled text).
         against: name of the contender whose outputs are expected instead, because it has other weights than the
             baseline: its own name, or that of one with the same weights.
+        optional: a program that may fail with an ``UnsupportedError``, and then is left out of the race.
     """
 
     name: str
     run: Callable[[], Lap]
     judge: Judge | None = None
     against: str | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ def race(
     warm_up: int = 1,
     until: float = math.inf,
     note: Callable[[str], None] = lambda text: None,
+    lost: list[str] | None = None,
 ) -> list[Standing]:
     """Let contenders take turns; the first one is the baseline.
 
@@ -198,6 +201,7 @@ def race(
         warm_up: laps before them, whose outputs count and whose times do not.
         until: reading of ``time.perf_counter`` after which no further lap begins; one is always counted.
         note: is told what is going on.
+        lost: takes a line for each optional contender that failed and was left out.
 
     Raises:
         InputError: ``repeats`` is below 1, or two contenders have one name.
@@ -213,9 +217,14 @@ def race(
             break
         for contender in contenders:
             note(f"lap {lap} of {repeats}: {contender.name}")
-            done = contender.run()
-            # The outputs of the warm-up count too: a text has to be the same in every lap.
-            laps[contender.name].append(done)
+            try:
+                # The outputs of the warm-up count too: a text has to be the same in every lap.
+                laps[contender.name].append(contender.run())
+            except UnsupportedError as error:
+                if not contender.optional or lost is None:
+                    raise
+                lost.append(f"{contender.name} is left out: {error}")
+                contenders = [other for other in contenders if other is not contender]
     baseline = laps[names[0]]
     return [
         Standing(

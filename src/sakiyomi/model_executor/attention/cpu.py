@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sakiyomi.cache.cross_attention import SourceCache
+from sakiyomi.cache.recurrent_store import RecurrentStore
 from sakiyomi.cache.slots import SlotCache
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import numbers, pointer
 from sakiyomi.model_executor.attention.registry import AttentionBackend, BackendNeeds
 
 __all__ = ["CpuBackend"]
+
+MOST_PARTS = 5  # tensors of a row of a recurrence, see recurrent.h
 
 
 class CpuBackend(AttentionBackend):
@@ -32,16 +36,16 @@ class CpuBackend(AttentionBackend):
         assert needs.packed is not None
         self._weights = needs.packed  # held: the session points to them
         self._library = needs.packed.library
-        self._session: int = self._library.sk_session(needs.packed.number)
+        self.session: int = self._library.sk_session(needs.packed.number)
         self._distances = needs.distances  # held, too
         if needs.distances is not None:
-            self._library.sk_distances(self._session, needs.distances.data_ptr(), needs.distances.shape[1])
+            self._library.sk_distances(self.session, needs.distances.data_ptr(), needs.distances.shape[1])
         self.attach(cache)
         if sources is not None:
             self.attach_sources(sources)
 
     def __del__(self) -> None:
-        self._library.sk_free_session(self._session)
+        self._library.sk_free_session(self.session)
 
     @classmethod
     def serves(cls, needs: BackendNeeds) -> bool:
@@ -63,9 +67,13 @@ class CpuBackend(AttentionBackend):
     def attach(self, cache: SlotCache) -> None:
         """Point the kernels at the cache's present tensors."""
         self._cache = cache  # held, too
+        for store in cache.states.stores:
+            if isinstance(store, RecurrentStore):
+                store.kernels = _Sites(self._library, self.session)
+                store.kernels.attach(store)
         if not cache.room:
             return
-        library, session = self._library, self._session
+        library, session = self._library, self.session
         for i, (shape, keys, values) in enumerate(zip(cache.shapes, cache.keys, cache.values, strict=True)):
             starts, half = numbers(cache.starts[i]), int(cache.dtype == torch.bfloat16)
             pointers = keys.data_ptr(), values.data_ptr()
@@ -89,7 +97,7 @@ class CpuBackend(AttentionBackend):
         cache.gather = self._keep
 
     def _keep(self, slot: int, first: int, rows: Sequence[int]) -> None:
-        self._library.sk_keep(self._session, slot, first, len(rows), numbers(rows))
+        self._library.sk_keep(self.session, slot, first, len(rows), numbers(rows))
 
     def attach_sources(self, sources: SourceCache) -> None:
         """Point cross-attention at the present tensors of what it reads."""
@@ -100,12 +108,37 @@ class CpuBackend(AttentionBackend):
         for i, (shape, keys, values) in enumerate(zip(sources.shapes, sources.keys, sources.values, strict=True)):
             pointers, starts = (keys.data_ptr(), values.data_ptr()), numbers(sources.starts[i])
             sizes = shape.key_dim, shape.value_dim, half
-            self._library.sk_source(self._session, i, *pointers, shape.heads, starts, *sizes, lengths)
+            self._library.sk_source(self.session, i, *pointers, shape.heads, starts, *sizes, lengths)
 
     def begin(self, plan: BatchPlan, size: int) -> None:
         """Say what this session's next pass looks like; `size` counts filler rows too."""
-        self._library.sk_begin(self._session, len(plan.parts), size, plan.packed)
+        self._library.sk_begin(self.session, len(plan.parts), size, plan.packed)
 
     def calls(self) -> int:
         """Attention calls since `begin`."""
         return int(self._library.sk_calls())
+
+
+class _Sites:
+    """The states of a session in the kernels: see ``SiteKernels``."""
+
+    def __init__(self, library: Any, session: int) -> None:
+        self._library, self.session = library, session
+
+    def attach(self, store: RecurrentStore) -> None:
+        """Point the kernels at the store's present tensors."""
+        for number, state in store.sites.items():
+            site = state.site
+            parts = [math.prod(shape) for shape in site.rows]
+            sizes = [math.prod(site.state), state.rows.shape[1], site.width, site.kind.kept]
+            sizes += [*parts, *[0] * (MOST_PARTS - len(parts)), *site.kind.kernel_shape(site)]
+            tensors = state.states.data_ptr(), state.rows.data_ptr(), state.at.ctypes.data, store.first.ctypes.data
+            self._library.sk_site(self.session, number, site.kind.kernel, *tensors, numbers(sizes))
+
+    def fold(self, slot: int, length: int) -> None:
+        """See ``SiteKernels``."""
+        self._library.sk_fold(self.session, slot, length)
+
+    def keep_rows(self, slot: int, length: int, rows: Sequence[int]) -> None:
+        """See ``SiteKernels``."""
+        self._library.sk_keep_rows(self.session, slot, length, len(rows), numbers(rows))

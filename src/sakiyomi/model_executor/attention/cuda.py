@@ -235,6 +235,9 @@ class CudaGraphs:
         """Passes of all sizes are captured at first use."""
         return not self.failed
 
+    def pass_of(self, rows: int) -> None:
+        """Nothing: what was captured belongs to a plan."""
+
     def record(self, begin: BeginPass, rows: int) -> None:
         """Nothing: a capture costs no compiler's seconds, and comes with the first pass of a shape."""
 

@@ -33,8 +33,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, int, float, float, int], Tensor]
 """See ``AttentionBackend.attend``."""
 
 
-_probed: list[tuple[int, LayerShape]] = []
+_probed: list[LayerShape] = []
 """What the layers of a model that is probed have asked for, in the order of their calls."""
+_callers: list[nn.Module] = []
+"""Those layers."""
 
 
 def call_arguments(
@@ -72,6 +74,10 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        if own is _probe:
+            _callers.append(module)
+            if getattr(module, "layer_idx", None) is None:  # a block that several layers share
+                module.layer_idx = len(_callers) - 1  # type: ignore[assignment]
         layer, scale, softcap, window = call_arguments(module, query, attention_mask, scaling, kwargs)
         # What is recorded are decoding passes, which nothing takes over.
         apart = not torch.compiler.is_compiling() and dense.taken_over()
@@ -86,7 +92,7 @@ def _attention_of(own: Attend) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _probe(q: Tensor, k: Tensor, v: Tensor, layer: int, scaling: float, softcap: float, window: int) -> Tensor:
-    _probed.append((layer, LayerShape(k.shape[1], k.shape[3], v.shape[3], k.device, window)))
+    _probed.append(LayerShape(k.shape[1], k.shape[3], v.shape[3], k.device, window))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous()
 
@@ -110,7 +116,7 @@ def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Te
     CROSS[name] = cross
 
 
-def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int) -> list[LayerShape] | None:
+def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int | None) -> list[LayerShape] | None:
     """What each attention layer stores, learnt from one small pass; None where the model does not come to our operator.
 
     Some classes (falcon, mpt, bloom) accept another attention with a log line and keep their own, so the switch is
@@ -119,16 +125,25 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object], layers: int) -
     Args:
         model: its attention is left switched to the probe.
         forward: runs the model on two tokens.
-        layers: attention layers that the config announces.
+        layers: attention layers that the config announces; None: other layers are among them, and those with attention
+            are numbered anew without them.
     """
     register(PROBE, _probe, _probe_cross)
     dense.take_over(None)  # as the pass before may have been
     _probed.clear()
+    _callers.clear()
     try:
         model.set_attn_implementation(PROBE)  # type: ignore[operator]
     except ValueError:  # the class says itself that it has only its own attention
         return None
     forward()
-    shapes = dict(_probed)
-    complete = len(_probed) == layers and sorted(shapes) == list(range(layers))
-    return [shapes[layer] for layer in range(layers)] if complete else None
+    callers: list[Any] = list(_callers)
+    shapes = list(_probed)
+    _callers.clear()
+    if layers is None:
+        for number, module in enumerate(callers):
+            module.layer_idx = number
+        return shapes if len(set(map(id, callers))) == len(callers) else None
+    found = {int(module.layer_idx): shape for module, shape in zip(callers, shapes, strict=True)}
+    complete = len(shapes) == layers and sorted(found) == list(range(layers))
+    return [found[layer] for layer in range(layers)] if complete else None

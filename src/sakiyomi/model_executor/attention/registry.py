@@ -78,6 +78,10 @@ class PassRecorder(Protocol):
         """The pass that `begin` has described; None: it is not recorded, run it eagerly."""
         ...
 
+    def pass_of(self, rows: int) -> PassForward | None:
+        """What replays a described pass of so many rows, once it is known to be right; None: only ``run`` does."""
+        ...
+
     def record(self, begin: BeginPass, rows: int) -> None:
         """Record passes of so many rows now."""
         ...
@@ -99,11 +103,13 @@ class AttentionBackend(ABC):
         operator: name under which transformers knows the attention function.
         runs_packed: its `begin` describes the pass to linear layers in the compiled kernels, too.
         spare: columns of every slot that filler rows write to, beyond those of tokens.
+        session: its number in the compiled kernels, where these can describe a pass; None: they cannot.
     """
 
     operator: ClassVar[str]
     runs_packed: ClassVar[bool] = False
     spare: ClassVar[int] = 0
+    session: int | None = None
 
     @abstractmethod
     def __init__(self, needs: BackendNeeds, cache: SlotCache, sources: SourceCache | None = None) -> None: ...

@@ -10,15 +10,16 @@ from sakiyomi.core.checkpoint import read_json
 from sakiyomi.core.errors import LoadError, UnsupportedError
 from sakiyomi.core.messages import one_line
 from sakiyomi.model_executor.encoder_decoder.families import family_of
+from sakiyomi.model_executor.recurrences import has_state_functions
 
 __all__ = ["auto_class", "check_supported", "has_encoder", "has_experts", "read_config", "text_config"]
 
 MOST_LAYERS = 10_000
 
-_RECURRENT_LAYERS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
-"""Layer types (transformers' ``layer_types``) with a state that cannot be rolled back by moving a length."""
+_STATES = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"})
+"""Layer types (transformers' ``layer_types``) that keep something else than keys and values."""
 
-_RECURRENT_TYPES = frozenset({"rwkv", "xlstm", "minimax", "lfm2", "lfm2_moe", "lfm3"})
+_STATEFUL = frozenset({"rwkv", "xlstm", "minimax"})
 """Model types with such layers whose class does not say so by itself (``_is_stateful``)."""
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -96,8 +97,8 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
         encoder_decoder: whether a model with an encoder is accepted.
 
     Raises:
-        UnsupportedError: encoder-decoder where that will not do or of an unknown family, recurrent or hybrid, an
-            encoder, or no language model at all.
+        UnsupportedError: encoder-decoder where that will not do or of an unknown family, layers whose state is
+            not served, an encoder, or no language model at all.
     """
     kind = getattr(config, "model_type", None) or type(config).__name__
     if has_encoder(config):
@@ -118,14 +119,20 @@ def check_supported(config: Any, name: str, model_class: type | None = None, *, 
         raise UnsupportedError(
             f"{name!r} ({kind}) has no causal language model in transformers; choose a decoder-only text model"
         )
-    layers = _RECURRENT_LAYERS.intersection(getattr(text_config(config), "layer_types", None) or ())
-    if layers or kind in _RECURRENT_TYPES or getattr(model_class, "_is_stateful", False):
-        reason = f"its layers include {', '.join(sorted(layers))}" if layers else "it keeps a recurrent state"
-        raise UnsupportedError(
-            f"{name!r} is a recurrent or hybrid model ({kind}: {reason}); rejected draft tokens cannot be rolled "
-            "back from such a state, so drafts cannot be verified; choose a model with attention in every layer, or "
-            "use transformers' generate()"
-        )
+    _check_states(config, name, kind, model_class)
+
+
+def _check_states(config: Any, name: str, kind: str, model_class: type | None) -> None:
+    """Refuse layers that keep something which cannot be rolled back here; remote code is known once it is loaded."""
+    types = sorted(_STATES.intersection(getattr(text_config(config), "layer_types", None) or ()))
+    stateful = types or kind in _STATEFUL or getattr(model_class, "_is_stateful", False)
+    if not stateful or model_class is None or has_state_functions(model_class):
+        return
+    what = f"layers of the type {', '.join(types)}" if types else "a recurrent state"
+    raise UnsupportedError(
+        f"{name!r} ({kind}) has {what}, computed in a way that is not known here, so that rejected draft tokens could "
+        "not be rolled back; choose another model, or use transformers' generate()"
+    )
 
 
 def text_config(config: Any) -> Any:

@@ -44,7 +44,8 @@ from sakiyomi.model_executor.loading.packed import (
 from sakiyomi.model_executor.loading.placeholder import register
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.reader import Reader
-from sakiyomi.model_executor.loading.recording import read_recording, save_recording
+from sakiyomi.model_executor.loading.recorder import save_recording
+from sakiyomi.model_executor.loading.recording import read_recording
 from sakiyomi.model_executor.loading.stream import is_offloaded
 
 if TYPE_CHECKING:
@@ -109,8 +110,7 @@ def load_model(
         offload: "disk", "cpu", "auto" or a folder: where weights stay between passes (see ``LLM``).
         packed: whether a folder of ``save_packed`` is accepted. Only ``ModelRunner`` can run such a model.
         encoder_decoder: whether a model with an encoder is accepted.
-        recorded: whether it may come from a recording (see ``loading/recording.py``), and be recorded. Only
-            ``ModelRunner`` can run such a model.
+        recorded: whether it may come from a recording (``loading/recording.py``), which only ``ModelRunner`` runs.
         fits: called with the configuration before weights are read; raises if the model does not fit.
         trust_remote_code: run Python code that comes with the model. Never without this.
         allow_pickle: open pickle weights, which can run any code. Never without this.
@@ -138,30 +138,31 @@ def load_model(
     gguf = gguf_file(name)
     folder = gguf.parent if gguf is not None else local_folder(name)
     own = gguf is None and folder is not None and not is_embedded_name(name)
-    plain = not (quantize or offloaded or gguf or trust_remote_code or allow_pickle)
-    recorded = recorded and plain and place.type == "cpu"
+    recorded = recorded and place.type == "cpu" and not (offloaded or gguf or trust_remote_code or allow_pickle)
     if folder is None:
         folder = fetch(name, config_of, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
     elif recorded:
-        whole = functools.partial(load_model, name, dtype=dtype, device=place)
-        if (found := read_recording(folder, wanted, lambda: whole().model, fits)) is not None:
+        whole = functools.partial(load_model, name, dtype=dtype, device=place, quantize=quantize, packed=packed)
+        if (found := read_recording(folder, wanted, quantize, lambda: whole().model, fits)) is not None:
             return Loaded(found[0], found[2], name, folder, owned=True, prepared=found[1])
+    checkpoint: Checkpoint | None
     if gguf is not None:
         config, tokenizer, checkpoint = read_gguf(gguf)
         check_supported(config, name)
     else:
         config, tokenizer = config_of(folder), read_tokenizer(folder, trust_remote_code)
-        if is_packed(folder):
-            _check_packed(name, packed, quantize, offload)
-            return _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
-        checkpoint = read_checkpoint(folder, allow_pickle=allow_pickle)
-    if quantize and hasattr(config, "quantization_config"):
-        raise InputError(f"quantize={quantize!r}: {name!r} is quantized already; leave quantize at None")
-    final = wanted or _stored_dtype(config, checkpoint)
-    reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
-    loaded = _load(reader, tokenizer, quantize, offloaded, own)
-    save = functools.partial(save_recording, folder=folder, dtype=wanted, tokenizer=tokenizer)
-    return replace(loaded, record=save) if recorded else loaded
+        checkpoint = None if is_packed(folder) else read_checkpoint(folder, allow_pickle=allow_pickle)
+    if checkpoint is None:
+        _check_packed(name, packed, quantize, offload)
+        copy: Path | None = folder
+        loaded = _from_packed(folder, name, tokenizer, wanted, place, trust_remote_code)
+    else:
+        final = wanted or _stored_dtype(config, checkpoint)
+        reader = Reader(name, folder, checkpoint, final, place, trust_remote_code, allow_pickle, gguf, config)
+        loaded = _load(reader, tokenizer, quantize, offloaded, own)
+        copy = copy_place(folder, quantize, final, beside=own) if quantize else None
+    record = functools.partial(save_recording, folder, wanted, quantize, copy, tokenizer)
+    return replace(loaded, record=record) if recorded else loaded
 
 
 def _name(target: Any) -> str:
@@ -175,6 +176,8 @@ def _name(target: Any) -> str:
 
 def _load(reader: Reader, tokenizer: Any, quantize: str | None, offload: Offload | None, own: bool) -> Loaded:
     """Read the weights, if they fit; ``own``: the folder is the user's, and takes a packed copy."""
+    if quantize and hasattr(reader.config, "quantization_config"):
+        raise InputError(f"quantize={quantize!r}: {reader.name!r} is quantized already; leave quantize at None")
     if quantize and offload is None:
         load = _to_be_quantized if reader.device.type == "cpu" else _by_torchao
         return load(reader, tokenizer, quantize, own)

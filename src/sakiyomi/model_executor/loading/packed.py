@@ -23,7 +23,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -57,9 +57,12 @@ __all__ = [
     "copy_place",
     "is_packed",
     "packed_files",
+    "put_layers",
     "read_about",
+    "read_layers",
     "read_packed",
     "remove_leftovers",
+    "same_layers",
     "save_packed",
     "source_key",
 ]
@@ -337,29 +340,64 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
     Raises:
         LoadError: a file is damaged, or does not belong to the others.
     """
+    with _intact(folder):
+        model = read()
+        if model.config.quantization_config.layers != sorted(about["layers"]):
+            raise ValueError(f"config.json names other layers than {ABOUT}")
+    layers, prepared = read_layers(folder, about)
+    put_layers(model, layers)
+    return model, prepared
+
+
+def put_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
+    """Put packed layers into a model, by name."""
+    for name, layer in layers.items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer)
+
+
+def read_layers(
+    folder: Path, about: dict[str, Any], order: Sequence[str] | None = None
+) -> tuple[dict[str, PackedLinear], Prepared]:
+    """The packed layers of a copy by name, and what is known of the model; all files are compared with their digests.
+
+    Args:
+        folder: of the packed copy.
+        about: of ``read_about``.
+        order: of the layers in the kernels' tables; None: any.
+
+    Raises:
+        LoadError: a file is damaged, or does not belong to the others.
+    """
     native = PackedWeights.create()
     assert native is not None, "see check_quantization"
+    dtype = getattr(torch, about["dtype"])
     with _intact(folder), ThreadPoolExecutor(1, "digests") as pool:
         # Copies of older versions have no digests of these files.
         others = pool.submit(_check_files, folder, about.get("files", {}))
-        model, dtype = read(), getattr(torch, about["dtype"])
-        if model.config.quantization_config.layers != sorted(about["layers"]):
-            raise ValueError(f"config.json names other layers than {ABOUT}")
         tensors = _read_tensors(folder / WEIGHTS)
         others.result()
         packed: dict[str, PackedLinear] = {}
-        for name, layer in about["layers"].items():
+        for name in about["layers"] if order is None else order:
+            layer = about["layers"][name]
             parts = {part: tensors[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in tensors}
             _check(name, layer, parts, dtype)
             packed[name] = native.adopt(parts, layer["in"], layer["out"], dtype, layer["bits"])
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, packed[name])
         for group in about["siblings"]:
             join_siblings(native, [packed[name] for name in group])
         cpu = torch.device("cpu")
         shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
         report = about["report"] and QuantizationReport(**{**about["report"], "kept": tuple(about["report"]["kept"])})
-    return model, Prepared(native, shapes, report, about["siblings"])
+    return packed, Prepared(native, shapes, report, about["siblings"])
+
+
+def same_layers(folder: Path, layers: Mapping[str, PackedLinear]) -> bool:
+    """Whether a packed copy holds these layers, and none besides."""
+    from safetensors import safe_open
+
+    held = {f"{name}.{part}": tensor for name, layer in layers.items() for part, tensor in layer.tensors().items()}
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return set(file.keys()) == set(held) and all(torch.equal(file.get_tensor(name), held[name]) for name in held)
 
 
 def _check(name: str, layer: dict[str, int], parts: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -23,7 +23,6 @@ class CoupledVerifier(Verifier):
 
     def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
         """See ``Verifier.verify``."""
-        noise.forget(rows.position)
         # The key is the depth in the tree, never the row: rows of one depth are alternatives for one position.
         return follow(
             draft, lambda row, depth: noise.top(rows.position + depth, rows.row(row), support=rows.support(row))[0]

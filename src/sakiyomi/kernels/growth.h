@@ -1,0 +1,299 @@
+// Draft trees that a model grows, one level a pass: chains and best-first trees, from rows of logits to the rows of the next pass.
+//
+// What is computed is what drafters/draft_tree_state.py and drafters/trees compute, which remain for all other trees and are what the
+// tests compare with. Python runs the model, and reads the trees when they are complete.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "attention.h"
+#include "noise.h"
+#include "row.h"
+#include "torch.h"
+
+extern "C" void sk_begin(int64_t session, int64_t count, int64_t size, const int32_t* table);
+
+namespace {
+
+enum Rule : int64_t { greedy, coupled, drawn, listed };  // as drafters/native_trees.py numbers them
+
+// What is asked of one tree, as drafters/native_trees.py packs it.
+struct Ask {
+  int64_t slot;
+  int64_t held;      // committed tokens whose pairs are in the slot
+  int64_t first;     // position of the first level
+  int64_t room;      // columns of the slot that may be in use
+  int64_t depth, nodes;
+  int64_t siblings;  // candidates of a place
+  int64_t chain;     // whether only the first of them is read; else those that are among the best `nodes`
+  int64_t rule, weighed;
+  int64_t top_k;
+  double temperature, top_p, min_p;
+  double floor, price, rate;  // see CandidateTree and TokenValue
+  double followed;            // share of accepted nodes that have an accepted child
+  double sharpness, coverage;  // see Confidence
+  uint64_t noise, stream;      // states of the keyed noise and of the stream of uniforms
+  int64_t missing, stops;      // numbers of them
+  const int64_t* tokens;       // missing ones, then the stops
+  float* probs;                // (depth, V of the target): distributions of a drawn chain; else null
+};
+
+// The candidates of one place.
+struct Place {
+  int64_t candidate, start;
+  std::vector<int64_t> tokens;
+  std::vector<double> scores, probs;
+};
+
+struct Tree {
+  Ask ask;
+  std::vector<int64_t> tokens, parents, ranks, rows, unread, level;
+  std::vector<double> chances, values, probs;
+  std::vector<Place> places;
+  int64_t levels = 0;
+
+  bool begun() const { return levels > 0; }
+  int64_t row_count() const { return begun() ? unread.size() : ask.missing; }
+};
+
+// One row of logits as candidates; false where it holds no number to choose by.
+template <typename T>
+bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, Place& to) {
+  if (ask.rule == greedy && ask.siblings == 1) {
+    const int64_t found = best(row, n);
+    if (found < 0) return false;
+    const uint32_t bits = uint32_t(found);
+    float prob;
+    std::memcpy(&prob, &bits, 4);
+    to.tokens = {found >> 32}, to.probs = {prob}, to.scores = {0.0};
+    return true;
+  }
+  const int64_t count = std::min(ask.siblings, n);
+  if (ask.rule == greedy) {
+    std::vector<float> logits(count);
+    to.tokens.resize(count);
+    const double total = leading(row, n, count, to.tokens.data(), logits.data());
+    if (!std::isfinite(total)) return false;
+    for (float x : logits) to.scores.push_back(x - total), to.probs.push_back(std::exp(to.scores.back()));
+    return true;
+  }
+  static thread_local std::vector<float> scratch;
+  static thread_local std::vector<int64_t> support(few);
+  scratch.resize(n);
+  float* probs = ask.probs ? ask.probs + level * width : scratch.data();
+  const int64_t supported = warp(row, n, ask.temperature, std::min(ask.top_k, n), ask.top_p, ask.min_p, probs, support.data());
+  if (supported == -2) return false;
+  if (ask.probs) std::fill(probs + n, probs + width, 0.0f);
+  if (ask.rule == coupled) {
+    const NoiseKey key(ask.noise, ask.first + level);
+    for (const Scored& s : ranked(probs, n, count, key, supported < 0 ? nullptr : support.data(), supported))
+      to.tokens.push_back(s.token), to.scores.push_back(std::log(s.score));
+  } else if (ask.rule == drawn) {
+    to.tokens = {draw(probs, n, uniform(ask.stream))};
+    if (to.tokens[0] < 0) return false;
+  } else {
+    std::vector<float> found(count);
+    to.tokens.resize(count);
+    leading(probs, n, count, to.tokens.data(), found.data());
+    while (!to.tokens.empty() && !(probs[to.tokens.back()] > 0)) to.tokens.pop_back();
+  }
+  for (int64_t token : to.tokens) to.probs.push_back(probs[token]);
+  if (ask.rule != coupled)
+    for (double prob : to.probs) to.scores.push_back(std::log(prob));
+  return true;
+}
+
+// Adds the candidates of a place to a tree; those that are worth too little are left out.
+inline void offer(Tree& tree, Place&& place) {
+  const double above = place.candidate < 0 ? 1.0 : tree.values[place.candidate];
+  std::vector<double> chances;
+  if (place.tokens.size() == 1) {
+    chances = place.probs;
+  } else {
+    double total = 0;
+    for (double score : place.scores) total += chances.emplace_back(std::exp(tree.ask.sharpness * (score - place.scores[0])));
+    total /= tree.ask.coverage;
+    for (double& chance : chances) chance /= total;
+  }
+  place.start = tree.tokens.size();
+  for (size_t rank = 0; rank < place.tokens.size(); ++rank) {
+    const double value = above * chances[rank];
+    if (value < tree.ask.floor) break;
+    tree.level.push_back(tree.tokens.size());
+    tree.tokens.push_back(place.tokens[rank]), tree.parents.push_back(place.candidate), tree.ranks.push_back(rank);
+    tree.chances.push_back(chances[rank]), tree.values.push_back(value), tree.probs.push_back(place.probs[rank]);
+  }
+  tree.places.push_back(std::move(place));
+}
+
+// Which candidates of the last level the model reads next.
+inline std::vector<int64_t> expanded(Tree& tree, const double* seconds) {
+  Ask& ask = tree.ask;
+  std::vector<int64_t> next;
+  if (tree.levels >= ask.depth) return next;
+  if (ask.chain) {
+    next.assign(tree.level.begin(), tree.level.begin() + std::min<size_t>(1, tree.level.size()));
+  } else {
+    std::vector<int64_t> order(tree.values.size());
+    std::iota(order.begin(), order.end(), 0);
+    const size_t count = std::min<size_t>(ask.nodes, order.size());
+    auto better = [&](int64_t a, int64_t b) { return tree.values[a] != tree.values[b] ? tree.values[a] > tree.values[b] : a < b; };
+    std::partial_sort(order.begin(), order.begin() + count, order.end(), better);
+    order.resize(count);
+    if ((int64_t)count == ask.nodes) ask.floor = std::max(ask.floor, tree.values[order.back()]);
+    std::sort(order.begin(), order.end());
+    std::set_intersection(tree.level.begin(), tree.level.end(), order.begin(), order.end(), std::back_inserter(next));
+  }
+  const int64_t *stops = ask.tokens + ask.missing, *end = stops + ask.stops;
+  std::erase_if(next, [&](int64_t candidate) { return std::find(stops, end, tree.tokens[candidate]) != end; });
+  if (ask.weighed && !next.empty()) {
+    double gain = 0;
+    for (int64_t candidate : next) gain += std::max(0.0, ask.followed * tree.values[candidate] - ask.price);
+    if (!(gain > ask.rate * seconds[next.size()])) next.clear();
+  }
+  if (ask.first + int64_t(tree.rows.size() + next.size()) > ask.room) next.clear();
+  return next;
+}
+
+// Trees that share their passes.
+struct Forest {
+  int64_t session, vocab, width;  // V of the model, and of the target
+  const double* seconds;          // of a level by its rows
+  std::vector<int64_t> sizes;     // row counts of passes, ascending
+  std::vector<int64_t*> buffers;  // for each: ids, then positions
+  std::vector<Tree> trees;
+  std::vector<int64_t> ints;      // of the tree that is read
+  std::vector<double> doubles;
+
+  // Describes the next pass, and fills its buffer; its size, 0 where all trees are complete.
+  int64_t begin() {
+    std::vector<int32_t> table, parents;
+    std::vector<int64_t> ids, positions;
+    for (Tree& tree : trees) {
+      const Ask& ask = tree.ask;
+      const int64_t rows = tree.row_count(), done = tree.rows.size();
+      if (!rows) continue;
+      const int64_t length = tree.begun() ? ask.first + done : ask.held;
+      for (int64_t x : {ask.slot, (int64_t)ids.size(), rows, length, int64_t(0), done}) table.push_back(int32_t(x));
+      if (!tree.begun()) {
+        for (int64_t i = 0; i < rows; ++i) parents.push_back(int32_t(i - 1)), ids.push_back(ask.tokens[i]), positions.push_back(ask.held + i);
+        continue;
+      }
+      std::vector<int32_t> row_of(tree.tokens.size(), -1);
+      int32_t row = 0;
+      for (const auto* candidates : {&tree.rows, &tree.unread})
+        for (int64_t candidate : *candidates) {
+          row_of[candidate] = row++;
+          parents.push_back(tree.parents[candidate] < 0 ? -1 : row_of[tree.parents[candidate]]);
+        }
+      for (int64_t candidate : tree.unread) ids.push_back(tree.tokens[candidate]), positions.push_back(ask.first + tree.levels - 1);
+    }
+    if (ids.empty()) return 0;
+    const size_t size = std::lower_bound(sizes.begin(), sizes.end(), (int64_t)ids.size()) - sizes.begin();
+    if (size == sizes.size()) return -1;
+    int64_t* buffer = buffers[size];
+    std::fill(buffer, buffer + 2 * sizes[size], 0);
+    std::copy(ids.begin(), ids.end(), buffer), std::copy(positions.begin(), positions.end(), buffer + sizes[size]);
+    const int64_t segments = table.size() / 6;
+    table.insert(table.end(), parents.begin(), parents.end());
+    sk_begin(session, segments, sizes[size], table.data());
+    return sizes[size];
+  }
+
+  // A level more for every tree from the rows of the pass; as `begin`, or -1 where a row has no number to choose by.
+  template <typename T>
+  int64_t grow(const T* logits) {
+    struct Job {
+      Tree* tree;
+      const T* row;
+      Place place;
+      bool right = false;
+    };
+    std::vector<Job> jobs;
+    for (Tree& tree : trees) {
+      const int64_t rows = tree.row_count();
+      if (!rows) continue;
+      if (!tree.begun()) {
+        jobs.push_back({&tree, logits + (rows - 1) * vocab, {-1, 0, {}, {}, {}}});
+      } else {
+        for (int64_t i = 0; i < rows; ++i) jobs.push_back({&tree, logits + i * vocab, {tree.unread[i], 0, {}, {}, {}}});
+        tree.rows.insert(tree.rows.end(), tree.unread.begin(), tree.unread.end());
+      }
+      logits += rows * vocab;
+      tree.level.clear(), tree.unread.clear(), ++tree.levels;
+    }
+    const int64_t n = std::min(vocab, width);
+    parallel_for(0, jobs.size(), std::max<int64_t>(1, 16384 / n), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        Tree& tree = *jobs[i].tree;
+        jobs[i].right = list(tree.ask, jobs[i].row, n, width, tree.levels - 1, jobs[i].place);
+      }
+    });
+    for (const Job& job : jobs)
+      if (!job.right) return -1;
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      Tree& tree = *jobs[i].tree;
+      offer(tree, std::move(jobs[i].place));
+      if (i + 1 == jobs.size() || jobs[i + 1].tree != &tree) tree.unread = expanded(tree, seconds);
+    }
+    return begin();
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Trees of a model in this session; `sizes` and `buffers` as in Forest. The forest is kept from round to round.
+int64_t sk_forest(int64_t session, int64_t vocab, int64_t width, int64_t count, const int64_t* sizes, int64_t* const* buffers) {
+  return (int64_t) new Forest{session, vocab, width, nullptr, {sizes, sizes + count}, {buffers, buffers + count}, {}, {}, {}};
+}
+
+void sk_free_forest(int64_t forest) { delete (Forest*)forest; }
+
+// Begins these trees; the size of their first pass, which is described. `seconds` of a level by its rows is held until all are grown.
+int64_t sk_plant(int64_t forest, int64_t count, const void* asks, const double* seconds) {
+  Forest& f = *(Forest*)forest;
+  f.seconds = seconds;
+  f.trees.assign(count, {});
+  for (int64_t i = 0; i < count; ++i) f.trees[i].ask = ((const Ask*)asks)[i];
+  return f.begin();
+}
+
+// A level more from the logits of the pass, (rows, V); the size of the next pass, 0 where there is none, -1 for rows of no numbers.
+int64_t sk_grow(int64_t forest, const void* logits, int half) {
+  Forest& f = *(Forest*)forest;
+  return half ? f.grow((const bf16*)logits) : f.grow((const float*)logits);
+}
+
+// One tree, as drafters/native_trees.py reads it: how many whole numbers, and how many others, which lie at `ints` and `doubles`.
+void sk_grown(int64_t forest, int64_t index, int64_t* counts, const int64_t** ints, const double** doubles) {
+  Forest& f = *(Forest*)forest;
+  const Tree& tree = f.trees[index];
+  f.ints = {tree.levels, (int64_t)tree.tokens.size(), (int64_t)tree.rows.size(), (int64_t)tree.places.size(), (int64_t)tree.ask.stream};
+  f.doubles = {tree.ask.floor};
+  for (const auto* part : {&tree.tokens, &tree.parents, &tree.ranks, &tree.rows}) f.ints.insert(f.ints.end(), part->begin(), part->end());
+  for (const auto* part : {&tree.chances, &tree.values, &tree.probs}) f.doubles.insert(f.doubles.end(), part->begin(), part->end());
+  for (const Place& place : tree.places) {
+    f.ints.insert(f.ints.end(), {place.candidate, place.start, (int64_t)place.tokens.size()});
+    f.ints.insert(f.ints.end(), place.tokens.begin(), place.tokens.end());
+    f.doubles.insert(f.doubles.end(), place.scores.begin(), place.scores.end());
+  }
+  counts[0] = f.ints.size(), counts[1] = f.doubles.size();
+  *ints = f.ints.data(), *doubles = f.doubles.data();
+}
+
+// See `ranked`; how many were found.
+int64_t sk_ranked(const float* weights, int64_t n, int64_t count, uint64_t state, int64_t position, const int64_t* support, int64_t supported,
+                  int64_t* tokens, double* scores) {
+  const auto found = ranked(weights, n, count, NoiseKey(state, position), support, supported);
+  for (size_t i = 0; i < found.size(); ++i) tokens[i] = found[i].token, scores[i] = std::log(found[i].score);
+  return found.size();
+}
+}

@@ -1,0 +1,128 @@
+"""The builds of the kernels, for kinds of processors, and how one is made.
+
+A wheel brings all of those for x86-64 with it; elsewhere the one that fits is compiled when it is first needed. This
+file needs the standard library alone: ``setup.py`` loads it by its path, and as a script it makes one build.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+PREBUILT = Path(__file__).with_name("prebuilt")
+"""Where a wheel has its builds."""
+NATIVE = "native"
+"""The build for the very processor that compiles it, where none of ``VARIANTS`` is meant."""
+
+
+class Variant(NamedTuple):
+    """A build for x86-64: the compiler's options, and what `features` must hold."""
+
+    options: tuple[str, ...]
+    needs: frozenset[str]
+
+    def and_also(self, *options: str, needs: str) -> Variant:
+        """One with more."""
+        return Variant((*self.options, *options), self.needs | set(needs.split()))
+
+
+_AVX2 = Variant(("-march=x86-64-v3",), frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"]))
+_AVX512 = _AVX2.and_also(
+    "-march=x86-64-v4", "-mavx512vnni", needs="avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+)
+_BF16 = _AVX512.and_also("-mavx512bf16", needs="avx512_bf16")
+# Products of bf16 by AVX-512 pay on AMD's processors only; on Intel's, those of its matrix unit do.
+_ZEN4 = _BF16.and_also("-DBF16_PAIRS", needs="AuthenticAMD")
+_AMX = _BF16.and_also("-mamx-tile", "-mamx-int8", "-mamx-bf16", needs="amx_tile amx_int8 amx_bf16")
+VARIANTS = {"amx": _AMX, "zen4": _ZEN4, "avx512": _AVX512, "avx2": _AVX2}
+"""By name, the best first."""
+
+
+def cpuinfo() -> list[str]:
+    """What Linux tells of the processor; no lines on other systems."""
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def features() -> frozenset[str]:
+    """What the processor can do, and who made it, as Linux calls it; empty where nobody tells."""
+    facts = dict(line.partition(":")[::2] for line in reversed(cpuinfo()))  # of the first core
+    found = {name.strip(): value.split() for name, value in facts.items()}
+    return frozenset(word for name in ("vendor_id", "flags", "Features") for word in found.get(name, ()))
+
+
+def distributed() -> bool:
+    """Whether this system is one for which wheels have builds."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def fitting() -> str | None:
+    """The best variant for this machine; None: there is none."""
+    if not distributed():
+        return NATIVE
+    found = features()
+    return next((name for name, variant in VARIANTS.items() if variant.needs <= found), None)
+
+
+def compiler() -> str | None:
+    """The C++ compiler to use: `$CXX`, else the first of g++, clang++, c++ on the path."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _options(variant: str) -> list[str]:
+    if variant in VARIANTS:
+        own = VARIANTS[variant].options
+    else:
+        own = ("-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native",)
+    return ["-O3", *own, "-std=c++20", "-fPIC", "-shared", "-s", "-w"]
+
+
+@functools.cache
+def stem(variant: str) -> str:
+    """The name of a build's file, up to the digest of its content: one of other sources or options has another name."""
+    sources = (path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h"))))
+    machine = (platform.machine(), *sorted(features())) if variant == NATIVE else ()
+    key = "\0".join((*sources, *_options(variant), *machine))
+    return f"cpu-{variant}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def digest(path: Path) -> str:
+    """Of a file's content: one that is damaged would end the process that loads it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def make(variant: str, cxx: str, fresh: Path) -> Path:
+    """Compile a variant to a path, and give it its name beside that.
+
+    Raises:
+        OSError: the compiler fails, with what it said.
+    """
+    command = [cxx, *_options(variant), str(SOURCE), "-o", str(fresh)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = " ".join(done.stderr.split())[:300] or f"exit code {done.returncode}, without a word"
+            raise OSError(f"{cxx} failed: {said}")
+        with fresh.open("rb") as file:  # or the name could be on the disk before the content
+            os.fsync(file.fileno())
+        return fresh.replace(fresh.with_name(f"{stem(variant)}-{digest(fresh)}.so"))
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    try:
+        make(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    except OSError as error:
+        sys.exit(str(error))

@@ -1,0 +1,261 @@
+"""Makes recordings (see ``recording.py``), and proves them.
+
+Packed weights made from the checkpoint by the recording alone, or those of the packed copy, have to equal those that
+run, and passes of many row counts to give the very logits of the model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sakiyomi.core.checkpoint import read_checkpoint
+from sakiyomi.core.digests import save_tensors
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.core.files import whole_file
+from sakiyomi.core.messages import one_line
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.native import PackedLinear, packed_tensors
+from sakiyomi.model_executor.loading.packed import packed_files, same_layers, source_key
+from sakiyomi.model_executor.loading.reader import quiet
+from sakiyomi.model_executor.loading.recording import (
+    SCRIPT,
+    TAIL,
+    TensorSource,
+    assemble,
+    place_of,
+    recording_key,
+    undeprecated,
+)
+from sakiyomi.model_executor.traced import trace
+
+if TYPE_CHECKING:
+    from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["save_recording"]
+
+logger = logging.getLogger("sakiyomi")
+MOST = 2 << 30  # bytes of a model that is recorded: of a larger one the class is no great part of a start
+LARGEST = 1 << 16  # values of a tensor that the model computes itself; a larger one is no such thing
+TRIED = (3, 33, 257)  # row counts of prompts, beside those of decoding passes, at which a recording is proven
+
+
+def save_recording(
+    folder: Path,
+    dtype: torch.dtype | None,
+    quantize: str | None,
+    copy: Path | None,
+    tokenizer: Any,
+    runner: ModelRunner,
+) -> bool:
+    """Keep a recording of a model, and say whether it is there now.
+
+    Args:
+        folder: that was asked for.
+        dtype, quantize: that were asked for.
+        copy: the packed copy of a quantized model, which may be the folder itself; None: it is not quantized.
+        tokenizer: of the model.
+        runner: runs the model in traced passes; between requests.
+    """
+    place = place_of(folder, dtype, quantize)
+    try:
+        with runner.lock, torch.no_grad():
+            checkpoint = read_checkpoint(folder)
+            held, size = (checkpoint, checkpoint.stored_bytes) if copy is None else packed_files(copy)
+            if size > MOST or runner.weights.encoder is not None or runner.weights.stateful:
+                raise UnsupportedError("it is too large, or more than layers with attention and no encoder")
+            about, scripts, weights = _record(runner, TensorSource(held), copy)
+            about |= {"key": recording_key(folder, checkpoint), "tokenizer": _tokenizer_class(tokenizer, folder)}
+            about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
+            _prove(runner, about, scripts, weights)
+        tensors = {name: torch.frombuffer(bytearray(script), dtype=torch.uint8) for name, script in scripts.items()}
+        with whole_file(place, "the next start takes longer") as fresh:
+            save_tensors(fresh, tensors, {"about": json.dumps(about, default=str)})
+    except Exception as error:  # whatever it is, the model runs; only the next start takes longer
+        logger.info("%s is not recorded: %s", folder, one_line(error))
+        return False
+    return True
+
+
+def _record(
+    runner: ModelRunner, source: TensorSource, copy: Path | None
+) -> tuple[dict[str, Any], dict[str, bytes], dict[str, Tensor]]:
+    """What is known of a model, the scripts of its pass, and the weights that the first one reads."""
+    weights, module = runner.weights, runner.module
+    names = {parameter.data_ptr(): name for name, parameter in module.named_parameters() if parameter.numel()}
+    modules: dict[str, nn.Module] = dict(module.named_modules())
+    packed = {name: child for name, child in modules.items() if isinstance(child, PackedLinear)}
+    layers = dict(sorted(packed.items(), key=lambda item: item[1].index))  # by which the script calls them
+    if [layer.index for layer in layers.values()] != list(range(len(layers))):
+        raise UnsupportedError("its layers are not the first ones in the kernels' tables")
+    script, read = _script(runner, names)
+    found = {name: module.get_parameter(name) for name in read}
+    for name, tensor in found.items():
+        if name not in source or not torch.equal(source(name, tensor.dtype), tensor):
+            raise UnsupportedError(f"{name} is not in the checkpoint as the model has it")
+    embeddings = [name for name, child in modules.items() if isinstance(child, nn.Embedding)]
+    rows = [f"{name}.weight" for name in embeddings]
+    if copy is not None and not same_layers(copy, layers):
+        raise UnsupportedError(f"{copy} holds other layers")
+    config = module.config.to_dict()
+    aliases = getattr(module.config, "attribute_map", {})
+    about = {
+        "kind": type(module).__name__,
+        "config": config | {alias: getattr(module.config, own) for alias, own in aliases.items()},
+        "generation_config": module.generation_config.to_dict(),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "weights": read,
+        "embeddings": [name for name in embeddings if f"{name}.weight" in found],
+        "layers": [
+            {"name": name} if copy is not None else _place(name, layer, source, rows) for name, layer in layers.items()
+        ],
+        "head": next(name for name, layer in layers.items() if layer is weights.head),
+        "siblings": weights.siblings,
+        "cache": [[shape.heads, shape.key_dim, shape.value_dim, shape.window] for shape in weights.shapes],
+    }
+    scripts = {SCRIPT: script}
+    if (tail := _tail(runner)) is not None:
+        scripts[TAIL] = tail
+    return about, scripts, found
+
+
+def _script(runner: ModelRunner, names: Mapping[int, str]) -> tuple[bytes, list[str]]:
+    """A traced pass up to the head, its weights as further inputs; and their names, in this order."""
+    capture, module = runner.weights.capture, runner.module
+
+    def forward(ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        capture.begin()
+        module(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False, logits_to_keep=keep)
+        return capture.take()[0]
+
+    runner.begin(BatchPlan([]), 8)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    graph = trace(forward, module, ids, ids.clone(), torch.tensor([0, 5])).graph.copy()
+    torch._C._jit_pass_dce(graph)
+    read: list[str] = []
+    for node in list(graph.nodes()):
+        if node.kind() != "prim::Constant" or node.output().type().kind() != "TensorType":
+            continue
+        value = node.t("value")
+        if value.data_ptr() in names:
+            given = graph.addInput()
+            given.setType(node.output().type())
+            node.output().replaceAllUsesWith(given)
+            node.destroy()
+            read.append(names[value.data_ptr()])
+        elif value.numel() > LARGEST:
+            raise UnsupportedError(f"a tensor of {value.numel()} values belongs to no layer")
+    if len(set(read)) < len(read):
+        raise UnsupportedError("a weight is read in two places")
+    return _saved(graph), read
+
+
+def _tail(runner: ModelRunner) -> bytes | None:
+    """What the model does behind its head, traced: from what the head gives to logits; None: nothing."""
+    module, tracer = runner.module, cast(Any, torch._C)  # whose stubs lack a function
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+
+    def forward(given: Tensor) -> Tensor:
+        state = tracer._get_tracing_state()
+        tracer._set_tracing_state(None)  # what comes before the head is in the other script
+
+        def instead(*_: Any) -> Tensor:
+            tracer._set_tracing_state(state)
+            return given
+
+        with runner.weights.head.register_forward_hook(instead):
+            try:
+                logits: Tensor = module(input_ids=ids, position_ids=ids, attention_mask=None, use_cache=False).logits
+            finally:
+                tracer._set_tracing_state(state)
+        return logits
+
+    runner.begin(BatchPlan([]), 8)
+    graph = trace(forward, module, torch.zeros(1, 8, runner.vocab_size, dtype=runner.dtype)).graph.copy()
+    torch._C._jit_pass_dce(graph)
+    (given,), (logits,) = graph.inputs(), graph.outputs()
+    return None if given.debugName() == logits.debugName() else _saved(graph)
+
+
+def _saved(graph: Any) -> bytes:
+    """A graph as a TorchScript file."""
+    graph.lint()
+    buffer = io.BytesIO()
+    with undeprecated():
+        torch.jit.save(torch._C._create_function_from_graph("forward", graph), buffer)
+    return buffer.getvalue()
+
+
+def _place(name: str, layer: PackedLinear, source: TensorSource, embeddings: list[str]) -> dict[str, Any]:
+    """Where a packed layer's weight and bias are in the checkpoint: tied weights are those of an embedding, and some
+    have other names there.
+
+    Raises:
+        UnsupportedError: nothing there gives what the kernels read.
+    """
+    held = layer.tensors()
+    for weight in dict.fromkeys((f"{name}.weight", *embeddings, *source.names(layer.out_features, layer.in_features))):
+        for turned in (False, True):
+            bias = next(filter(source.__contains__, (f"{name}.bias", f"{weight.removesuffix('.weight')}.bias")), None)
+            place = {"name": name, "weight": weight, "turned": turned, "bias": bias if "bias" in held else None}
+            if weight in source:
+                given, added = source.linear(place, layer.weight.dtype)
+                if given.shape != (layer.out_features, layer.in_features):
+                    continue
+                made = packed_tensors(given, added, 16)
+                if made.keys() == held.keys() and all(torch.equal(made[part], held[part]) for part in made):
+                    return place
+    raise UnsupportedError(f"{name} is not in the checkpoint as the model has it")
+
+
+def _tokenizer_class(tokenizer: Any, folder: Path) -> list[str]:
+    """Module and name of a tokenizer's class, by which it is read without asking transformers what it is.
+
+    Raises:
+        UnsupportedError: that would give another tokenizer.
+    """
+    kind = type(tokenizer)
+    if not kind.__module__.startswith("transformers."):
+        raise UnsupportedError(f"its tokenizer {kind.__name__} is none of transformers' own")
+    with quiet():
+        found = kind.from_pretrained(folder, local_files_only=True)
+    same = found.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    if not same or repr(found) != repr(tokenizer) or found.chat_template != tokenizer.chat_template:
+        raise UnsupportedError(f"{kind.__name__} reads another tokenizer from the folder")
+    return [kind.__module__, kind.__name__]
+
+
+def _prove(
+    runner: ModelRunner, about: Mapping[str, Any], scripts: Mapping[str, bytes], weights: Mapping[str, Tensor]
+) -> None:
+    """Compare passes of the recorded model, around the layers that run, with those of the model itself.
+
+    Raises:
+        UnsupportedError: their logits differ.
+    """
+    layers = {name: child for name, child in runner.module.named_modules() if isinstance(child, PackedLinear)}
+    recorded = assemble(about, scripts, weights, layers, whole=lambda model: model)
+    own = runner.module
+    for rows in (*runner.sizes, *TRIED):
+        if rows > runner.max_context:
+            continue
+        tokens = [1 + (7 * i) % (runner.vocab_size - 1) for i in range(rows)]
+        found: list[Tensor] = []
+        for keep in (None, torch.tensor([rows - 1])):
+            for module in (own, recorded):
+                with runner.cache.lent(rows) as slot, runner.eagerly():
+                    runner.module = module
+                    try:
+                        plan = BatchPlan([SequenceRows(slot, 0, tokens)])
+                        found.append(runner.run(plan, rows, keep=keep).logits.clone())
+                    finally:
+                        runner.module = own
+        if not torch.equal(found[0], found[1]) or not torch.equal(found[2], found[3]):
+            raise UnsupportedError(f"its recorded pass of {rows} rows gives other logits")

@@ -1,0 +1,64 @@
+"""Proof at load: what a model gives on our path is what its own forward gives on the whole text, without any cache."""
+
+from __future__ import annotations
+
+import torch
+
+from sakiyomi.core.errors import UnsupportedError
+from sakiyomi.kernels.batch import SequenceRows
+from sakiyomi.model_executor.probe import proof_text
+from sakiyomi.model_executor.runner import ModelRunner
+
+__all__ = ["prove"]
+
+FIRST = 5  # tokens read as a prompt
+TREE = (-1, 0, 0, 2, 2)  # the text goes on along its rows 0, 2 and 4
+PATH = (0, 2, 4)
+BOUND = {torch.float32: 1e-3}
+ROUNDED = 0.1  # in bfloat16 and float16, as a part of the largest logit
+
+
+def prove(runner: ModelRunner) -> None:
+    """Take the text through prompt, single rows, a token tree and a commit, beside another request.
+
+    Nothing is done for a model whose own logits were not taken (see ``ModelWeights.expected``).
+
+    Raises:
+        UnsupportedError: the logits differ by more than rounding.
+    """
+    expected, runner.weights.expected = runner.weights.expected, None
+    if expected is None:
+        return
+    text = proof_text(runner.vocab_size)
+    cache, found = runner.cache, {}
+    with cache.lent(len(text) + len(TREE)) as slot:
+        beside = cache.take() if cache.free else None
+        segments = [SequenceRows(slot, 0, text[:FIRST], prompt=True)]
+        if beside is not None:
+            cache.reserve(beside, FIRST)
+            segments.insert(0, SequenceRows(beside, 0, text[3:5], prompt=True))
+        found[FIRST - 1] = runner.score(segments).logits[-1]
+        found[FIRST] = runner.score([SequenceRows(slot, FIRST, text[FIRST : FIRST + 1])]).logits[0]
+        at = FIRST + 1
+        nodes = [text[at], text[-1], text[at + 1], text[-2], text[at + 2]]
+        segments = [SequenceRows(slot, at, nodes, TREE)]
+        if beside is not None:
+            segments.insert(0, SequenceRows(beside, 2, text[5:6]))
+        rows = runner.score(segments).logits[-len(TREE) :]
+        found |= {at + depth: rows[node] for depth, node in enumerate(PATH)}
+        cache.commit(slot, at, PATH)
+        at += len(PATH)
+        found[at] = runner.score([SequenceRows(slot, at, text[at : at + 1])]).logits[0]
+        if beside is not None:
+            cache.release(beside)
+    scale = expected.abs().max()
+    errors = torch.stack([(row.float() - expected[at]).abs().max() for at, row in found.items()]) / scale
+    # Where numbers are rounded, an expert may be chosen otherwise for a token; most tokens must agree even so.
+    worst = float(errors.max() if runner.dtype == torch.float32 else errors.median())
+    bound = BOUND.get(runner.dtype, ROUNDED)
+    if not worst <= bound:
+        raise UnsupportedError(
+            f"{type(runner.module).__name__} gives other logits through our cache than by itself (they differ by "
+            f"{worst:.2g} of the largest, at most {bound:.2g} is rounding): its layers keep something that is not "
+            "served; use transformers' generate()"
+        )

@@ -1,0 +1,59 @@
+"""State functions: what transformers' modules call to go from token to token, and what stands in their place here."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from sakiyomi.cache.recurrent import Recurrence, Site
+
+__all__ = ["LinearAttention", "Run", "StateFunction", "spread"]
+
+
+class Run(Protocol):
+    """Computes the outputs of a pass's rows on the states of their requests."""
+
+    def __call__(self, rows: Sequence[Tensor], fixed: Sequence[Tensor] = ()) -> Tensor:
+        """Rows (N, ...) each, and what is the same for all of them, to what is shaped like the first of the rows."""
+
+
+class StateFunction(Recurrence):
+    """A recurrence with the arguments and the result of the function that transformers has for whole texts.
+
+    The modules call it without a cache, with the N rows of a pass as a text of N tokens.
+    """
+
+    @abstractmethod
+    def call(self, run: Run, *args: Any, **kwargs: Any) -> Any:
+        """What the function gives, computed by `run`."""
+
+
+class LinearAttention(StateFunction):
+    """States of (heads, key width, value width), which queries are multiplied with.
+
+    Of a row's tensors the first are values (N, heads, value width), the second keys (N, groups, key width), and the last
+    queries like keys.
+    """
+
+    kernel: ClassVar[int] = 1
+
+    def shape(self, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> tuple[int, ...]:
+        """See ``Recurrence``."""
+        values, keys = rows[:2]
+        return values.shape[1], keys.shape[2], values.shape[2]
+
+    def kernel_shape(self, site: Site) -> tuple[int, int, int, int]:
+        """See ``Recurrence``."""
+        return site.state[0], site.rows[1][0], site.state[1], site.state[2]
+
+    def read(self, states: Tensor, rows: Sequence[Tensor], fixed: Sequence[Tensor]) -> Tensor:
+        """See ``Recurrence``."""
+        return (states * spread(rows[-1], states)[..., None]).sum(-2)
+
+
+def spread(rows: Tensor, states: Tensor) -> Tensor:
+    """(N, groups, width) to (N, heads, width): as many heads in a row share a group."""
+    return rows.repeat_interleave(states.shape[1] // rows.shape[1], 1)

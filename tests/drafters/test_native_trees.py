@@ -1,0 +1,122 @@
+"""Trees that the compiled kernels grow are those that Python grows."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sakiyomi.core.errors import InputError
+from sakiyomi.core.params import SamplingParams
+from sakiyomi.core.tree import Draft
+from sakiyomi.drafters import Context
+from sakiyomi.drafters.draft_length import Costs, TokenValue
+from sakiyomi.drafters.model import ModelDrafter
+from sakiyomi.evaluation.bench.models import random_llama
+from sakiyomi.kernels.build import native
+from sakiyomi.model_executor.build import build_runner
+from sakiyomi.sampling.rng import RequestNoise
+
+pytestmark = pytest.mark.skipif(native() is None, reason="the kernels are not available")
+
+VOCAB = 500
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "coupled": {"temperature": 0.9},
+    "coupled, few": {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    "ratio": {"temperature": 0.9, "acceptance": "ratio"},
+    "ratio, few": {"temperature": 0.7, "top_k": 9, "min_p": 0.01, "acceptance": "ratio"},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"tree": "chain", "gamma": 5},
+    "best-first": {"tree": "best-first", "nodes": 13, "gamma": 4},
+    "one node": {"tree": "best-first", "nodes": 1, "gamma": 4},
+}
+
+
+def drafter(dtype: torch.dtype, width: int, *, native: bool) -> ModelDrafter:
+    model = build_runner(random_llama(32, 1, 4, 64, VOCAB, dtype, seed=3))
+    made = ModelDrafter(model, width)
+    made.reader._native.grow = partial(grow, made.reader._native.grow, native)  # type: ignore[method-assign]
+    return made
+
+
+GROWN: list[int] = []
+
+
+def grow(own: Any, native: bool, *arguments: Any) -> int | None:
+    found = own(*arguments) if native else None
+    GROWN.append(found or 0)
+    return found
+
+
+def context(number: int, params: SamplingParams, rule: Any, worth: TokenValue | None) -> Context:
+    tokens = [random.Random(number).randrange(VOCAB) for _ in range(6 + number)]
+    made = Context(number, tokens, params, rule, RequestNoise(7, number), frozenset([11, 12]))
+    made.nodes = params.nodes if isinstance(params.nodes, int) else 5
+    made.worth = worth
+    return made
+
+
+def same(a: Draft, b: Draft) -> None:
+    assert (a.tree, a.kind) == (b.tree, b.kind)
+    for x, y in zip(a.draws, b.draws, strict=True):
+        assert (x.node, x.drafter, x.row) == (y.node, y.drafter, y.row)
+        assert (x.prob, x.chance) == pytest.approx((y.prob, y.chance), rel=1e-6)
+    assert (a.probs is None) == (b.probs is None)
+    if a.probs is not None and b.probs is not None:
+        assert torch.equal(a.probs, b.probs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_trees_are_those_of_python(rule: str, shape: str) -> None:
+    # The target's vocabulary is the draft's own, or padded further, or less far.
+    dtype, width = torch.bfloat16 if "few" in rule else torch.float32, VOCAB + 30 * (len(rule + shape) % 3 - 1)
+    weighed = rule == "greedy" and shape == "best-first"
+    worth = TokenValue(900.0, Costs(lambda rows: 1e-4 + 2e-5 * rows, 1e-4, 1e-4), 4) if weighed else None
+    params = SamplingParams(**RULES[rule], **SHAPES[shape])
+    kind = rule.partition(",")[0]
+    drafts: dict[bool, list[Draft]] = {}
+    streams = {}
+    for compiled in (False, True):
+        GROWN.clear()
+        made = drafter(dtype, width, native=compiled)
+        made.model.pass_seconds = lambda rows, m=made.model: 2e-5 * m.padded(rows)  # type: ignore
+        contexts = [context(number, params, kind, worth) for number in range(3)]
+        found = []
+        choices = random.Random(1)
+        for _ in range(7):
+            made.reader._besides = 0.0
+            proposed = made.propose(contexts, [5] * 3)
+            found += proposed
+            for each, draft in zip(contexts, proposed, strict=True):  # some of it is accepted, and a token follows
+                node = choices.randrange(-1, len(draft.tree)) if len(draft.tree) else -1
+                each.tokens += [*(draft.tree.path_tokens(node) if node >= 0 else []), choices.randrange(13, 400)]
+        drafts[compiled] = found
+        streams[compiled] = [each.noise.fork(made.name).uniform() for each in contexts]
+    assert sum(GROWN) > 7, "the kernels grew nothing"
+    assert (
+        max(len(draft.tree) for draft in drafts[True]) == {"chain": 5, "best-first": 13, "one node": 1}[shape]
+        or weighed
+    )
+    for a, b in zip(drafts[False], drafts[True], strict=True):
+        same(a, b)
+    assert streams[False] == streams[True]
+
+
+def test_rows_that_are_no_numbers_are_refused() -> None:
+    made = drafter(torch.float32, VOCAB, native=True)
+    one = context(1, SamplingParams(tree="chain", gamma=3), "greedy", None)
+    for _ in range(4):
+        made.propose([one], [3])
+    assert GROWN[-1] == 3
+    replay = made.model._replay
+    made.model._replay = lambda size: replay(size).fill_(np.nan)  # type: ignore[method-assign]
+    one.tokens.append(5)
+    with pytest.raises(InputError, match="no token is left"):
+        made.propose([one], [3])
