@@ -5,10 +5,10 @@
     python benchmarks/cold_start.py FOLDER --draft model:FOLDER --quantize int8
 
 Contenders go in turn, a process of their own each: `sakiyomi generate` with what earlier runs left in its cache folder,
-the same on an empty one (where no wheel brought the kernels, they are compiled), the same without tracing, a script of ten lines with transformers, and
-one with llama.cpp where row `peers` of `sakiyomi bench` finds it (`--environments`). Greedy, the same prompt and number
-of tokens; texts end where the model ends them, unless `--ignore-eos` is given. Medians; the last line is one JSON
-object.
+the same on an empty one (where no wheel brought the kernels, they are compiled), the same without tracing, a script of
+ten lines with transformers, and one with llama.cpp where row `peers` of `sakiyomi bench` finds it (`--environments`).
+Greedy, the same prompt and number of tokens; texts end where the model ends them, unless `--ignore-eos` is given.
+Medians; the last line is one JSON object.
 """
 
 from __future__ import annotations

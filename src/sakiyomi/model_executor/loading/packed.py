@@ -349,7 +349,7 @@ def read_packed(folder: Path, about: dict[str, Any], read: Callable[[], Any]) ->
     return model, prepared
 
 
-def put_layers(model: nn.Module, layers: Mapping[str, PackedLinear]) -> None:
+def put_layers(model: Any, layers: Mapping[str, PackedLinear]) -> None:
     """Put packed layers into a model, by name."""
     for name, layer in layers.items():
         parent, _, own = name.rpartition(".")

@@ -34,8 +34,8 @@ class StateFunction(Recurrence):
 class LinearAttention(StateFunction):
     """States of (heads, key width, value width), which queries are multiplied with.
 
-    Of a row's tensors the first are values (N, heads, value width), the second keys (N, groups, key width), and the last
-    queries like keys.
+    Of a row's tensors the first are values (N, heads, value width), the second keys (N, groups, key width), and the
+    last queries like keys.
     """
 
     kernel: ClassVar[int] = 1
