@@ -16,7 +16,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from sakiyomi.core.version import __version__
 from sakiyomi.kernels.build import built, native
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import join_siblings
+from sakiyomi.model_executor.loading.folder import read_tokenizer
 from sakiyomi.model_executor.loading.packed import (
     packed_files,
     put_layers,
@@ -44,14 +44,14 @@ from sakiyomi.model_executor.loading.packed import (
     source_key,
 )
 from sakiyomi.model_executor.loading.prepared import Prepared
-from sakiyomi.model_executor.loading.reader import quiet
+from sakiyomi.model_executor.loading.recorded_tokenizer import RecordedTokenizer
 from sakiyomi.model_executor.recorded import RecordedConfig, RecordedModel
 
-__all__ = ["SCRIPT", "TAIL", "TensorSource", "assemble", "place_of", "read_recording", "recording_key", "undeprecated"]
+__all__ = ["SCRIPT", "TAIL", "TOKENIZER", "TensorSource", "assemble", "place_of", "read_recording", "recording_key", "undeprecated"]
 
 logger = logging.getLogger("sakiyomi")
-FORMAT = 2
-SCRIPT, TAIL = "script", "tail"
+FORMAT = 3
+SCRIPT, TAIL, TOKENIZER = "script", "tail", "tokenizer"
 SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
 
 
@@ -128,9 +128,7 @@ def read_recording(
         if about["key"] != recording_key(folder, checkpoint):
             return None
         scripts = {name: tensor.numpy().tobytes() for name, tensor in load_tensors(place).items()}
-        kind: Any = getattr(import_module(about["tokenizer"][0]), about["tokenizer"][1])
-        with quiet():
-            tokenizer = kind.from_pretrained(folder, local_files_only=True)
+        tokenizer = _tokenizer(folder, about["tokenizer"], scripts.get(TOKENIZER))
         fits(RecordedConfig(**about["config"]))
         layers, prepared, source = (_from_copy if about["copy"] else _from_checkpoint)(about, checkpoint)
     except (InputError, MemoryLimitError, UnsupportedError):  # of `fits`, or it does not fit
@@ -142,6 +140,15 @@ def read_recording(
         return None
     weights = {name: source(name, getattr(torch, about["dtype"])) for name in about["weights"]}
     return assemble(about, scripts, weights, layers, functools.partial(_filled, whole)), prepared, tokenizer
+
+
+def _tokenizer(folder: Path, known: Mapping[str, Any], backend: bytes | None) -> RecordedTokenizer:
+    """The tokenizer of a recorded model, whose backend is the folder's if it is none of its own."""
+    from tokenizers import Tokenizer
+
+    whole = functools.partial(read_tokenizer, folder, trust_remote_code=False)
+    made = Tokenizer.from_file(str(folder / "tokenizer.json")) if backend is None else Tokenizer.from_buffer(backend)
+    return RecordedTokenizer(made, known, whole)
 
 
 def _from_checkpoint(
