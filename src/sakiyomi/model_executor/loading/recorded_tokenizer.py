@@ -20,7 +20,7 @@ KNOWN = (
     "eos_token_id", "model_max_length", "name_or_path", "pad_token", "pad_token_id", "padding_side", "unk_token",
     "unk_token_id", "vocab_size",
 )  # fmt: skip
-_TEXTS = (*STORIES, "", " ", "x  y\n\n\tz ", "naïve 先読み 🙂\u200d🙂 e\u0301", "</s> <s><unk><|endoftext|><0x0A>")
+_TEXTS = (*STORIES, "", " ", "Well , I do n't .", "x  y\n\n\tz ", "naïve 先読み 🙂\u200d🙂 e\u0301", "</s> <s><unk><|endoftext|><0x0A>")
 
 
 class _Encoding(dict[str, list[int]]):
@@ -49,7 +49,7 @@ class RecordedTokenizer:
         vars(self).update(known, _backend=backend, _known=tuple(known), _read=whole, _whole=None)
 
     def _all(self) -> Any:
-        """transformers' tokenizer, which may be changed: from now on nothing is known but by it."""
+        """Transformers' tokenizer, which may be changed: from now on nothing is known but by it."""
         own = vars(self)
         if own["_whole"] is None:
             own["_whole"] = self._read()
@@ -123,6 +123,8 @@ def recorded_tokenizer(tokenizer: Any, folder: Path) -> tuple[dict[str, Any], by
     place = folder / "tokenizer.json"
     beside = place.is_file() and _lasting(place.read_text(encoding="utf-8")) == _lasting(text)
     found = RecordedTokenizer(Tokenizer.from_str(text), known, lambda: tokenizer)
+    if tokenizer.clean_up_tokenization_spaces and type(tokenizer.backend_tokenizer.model).__name__ != "BPE":
+        raise UnsupportedError(f"its tokenizer {kind.__name__} removes spaces from what it has decoded")
     if json.loads(json.dumps(known)) != known or list(_answers(found)) != list(_answers(tokenizer)):
         raise UnsupportedError(f"its tokenizer {kind.__name__} does more than its backend")
     return known, None if beside else text.encode()

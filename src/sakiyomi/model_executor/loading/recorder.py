@@ -33,6 +33,7 @@ from sakiyomi.model_executor.loading.recording import (
     assemble,
     place_of,
     recording_key,
+    shipped_key,
     undeprecated,
 )
 from sakiyomi.model_executor.traced import trace
@@ -55,6 +56,7 @@ def save_recording(
     copy: Path | None,
     tokenizer: Any,
     runner: ModelRunner,
+    place: Path | None = None,
 ) -> bool:
     """Keep a recording of a model, and say whether it is there now.
 
@@ -64,8 +66,10 @@ def save_recording(
         copy: the packed copy of a quantized model, which may be the folder itself; None: it is not quantized.
         tokenizer: of the model.
         runner: runs the model in traced passes; between requests.
+        place: file of a recording that comes with the model; None: in the cache folder.
     """
-    place = place_of(folder, dtype, quantize)
+    key_of = recording_key if place is None else shipped_key
+    place = place or place_of(folder, dtype, quantize)
     try:
         with runner.lock, torch.no_grad():
             checkpoint = read_checkpoint(folder)
@@ -74,7 +78,7 @@ def save_recording(
                 raise UnsupportedError("it is too large, or more than layers with attention and no encoder")
             about, scripts, weights = _record(runner, TensorSource(held), copy)
             known, backend = recorded_tokenizer(tokenizer, folder)
-            about |= {"key": recording_key(folder, checkpoint), "tokenizer": known}
+            about |= {"key": key_of(folder, checkpoint), "tokenizer": known}
             about["copy"] = copy and [str(copy), source_key(folder, checkpoint) if copy != folder else None]
             _prove(runner, about, scripts, weights)
             if backend is not None:
