@@ -21,6 +21,7 @@ import transformers as hf
 from numpy.typing import NDArray
 
 from architectures import make
+from eagle_toys import new_head, speculators_folder
 from medusa_toys import new_heads
 from sakiyomi import LLM, SamplingParams
 from sakiyomi.cache.recurrent_store import RecurrentStore
@@ -233,6 +234,33 @@ def test_medusa_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path:
         seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
     p, distance = p_value(seen, exact(values))
     print(f"medusa: p = {p:.3g}, TV = {distance:.4f}")
+    assert p > LEVEL
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        params(acceptance="ratio"),
+        params(acceptance="block"),
+        params(acceptance="ratio", tree="static", nodes=6),
+        params(acceptance="ratio", tree="best-first", nodes=5, **WARPS["top-p"]),
+        params(acceptance="traversal", tree=[1, 3, 2], gamma="auto"),
+        params(acceptance="coupled", tree="best-first", nodes=6),
+    ],
+    ids=lambda values: f"{values.acceptance} {values.tree} {values.top_p}",
+)
+def test_eagle_heads_tell_what_they_draw_from(values: SamplingParams, tmp_path: Path) -> None:
+    """Chains and trees drawn from the head's distributions, over the tokens that it knows; it lacks one."""
+    speculators_folder(tmp_path, new_head(model(0), tokens=[0, 1, 2, 4], layers=(0, 0, 0), sharp=0.1))
+    llm = LLM((model(0), TOKENIZER), f"eagle:{tmp_path}", compile=False, max_batch=50, strict=True)
+    done = llm.generate([PROMPT], values)[0]
+    assert 0.1 < sum(out.stats.accepted for out in done) / sum(out.stats.drafted for out in done) < 0.9
+    assert sum(out.stats.drafted for out in done) > 1.5 * SAMPLES
+    seen = np.zeros(V**LENGTH, dtype=np.int64)
+    for out in done:
+        seen[sum(token * V**i for i, token in enumerate(reversed(out.token_ids)))] += 1
+    p, distance = p_value(seen, exact(values))
+    print(f"eagle: p = {p:.3g}, TV = {distance:.4f}")
     assert p > LEVEL
 
 

@@ -154,6 +154,14 @@ def _medusa(argument: str, around: DrafterContext) -> Drafter:
     return MedusaDrafter.load(argument, around.packed, allow_pickle=around.allow_pickle)
 
 
+def _eagle(argument: str, around: DrafterContext) -> Drafter:
+    from sakiyomi.drafters.eagle import EagleDrafter
+
+    if not argument:
+        raise InputError('draft "eagle:" names no head; write eagle:<folder>')
+    return EagleDrafter.load(argument, around)
+
+
 class DrafterKind(NamedTuple):
     """How a spec becomes a drafter.
 
@@ -169,6 +177,7 @@ class DrafterKind(NamedTuple):
 DRAFTERS = {
     "model": DrafterKind(_model, ":<path or id>"),
     "medusa": DrafterKind(_medusa, ":<heads>"),
+    "eagle": DrafterKind(_eagle, ":<head>"),
     "self-int8": DrafterKind(_self_int8),
     "self-evicted": DrafterKind(_self_evicted, "[:<pairs of a head>]"),
     "early-exit": DrafterKind(_early_exit, ":<layers>"),

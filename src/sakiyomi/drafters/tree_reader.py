@@ -22,6 +22,7 @@ from sakiyomi.drafters.confidence import Confidence
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
 from sakiyomi.drafters.native_trees import FOLLOWED, NativeTrees
 from sakiyomi.drafters.trees import BUILDERS, Builder, CandidateTree, Ranks
+from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
 
@@ -73,9 +74,12 @@ class TreeReader:
         vocab_size: of the target; the model's may be padded differently.
 
     Attributes:
+        state: what a tree is while it grows.
         passes: passes so far, one for each level.
         confidence: by rule, how often the model is right where it gives such probabilities.
     """
+
+    state: type[DraftTreeState] = DraftTreeState
 
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self.model = model
@@ -105,7 +109,7 @@ class TreeReader:
         depth = min(gamma if drawn or context.worth is None else context.worth.depth, room)
         confidence = self.confidence[context.rule]
         candidates, builder = begin_tree(context, depth, context.nodes, confidence.ranks)
-        return DraftTreeState(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
+        return self.state(context, sampler, name, candidates, builder, confidence, drawn, slot, held)
 
     def read(self, states: Sequence[DraftTreeState]) -> None:
         """Grow these trees until they are complete.
@@ -114,12 +118,12 @@ class TreeReader:
         tree for which memory runs out stays as it is.
         """
         began, inside, passes = time.perf_counter(), self.model.forward_seconds, self.passes
-        grown = self._native.grow(states, self._besides)
+        grown = self._grow_natively(states)
         self.passes += grown or 0
         active = [state for state in states if self._has_room(state)] if grown is None else []
         while active:
             segments = [state.segment() for state in active]
-            logits = self.model.score(segments).logits
+            logits = self._score(active, segments)
             self.passes += 1
             row = 0
             for state, segment in zip(active, segments, strict=True):
@@ -130,6 +134,14 @@ class TreeReader:
         if self.passes > passes:
             besides = time.perf_counter() - began - (self.model.forward_seconds - inside)
             self._besides = running_mean(self._besides, besides / (self.passes - passes))
+
+    def _grow_natively(self, states: Sequence[DraftTreeState]) -> int | None:
+        """See ``NativeTrees.grow``."""
+        return self._native.grow(states, self._besides)
+
+    def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
+        """Logits (rows, V of the model) of a pass over these segments of the trees."""
+        return self.model.score(segments).logits
 
     def _has_room(self, state: DraftTreeState) -> bool:
         try:

@@ -99,6 +99,9 @@ class SpeculationController:
                     "layers, or for the last row"
                 )
             target.capture(self._wanted.layers)
+            for member in (drafter, *drafter.members):  # some run layers of the target
+                if member.model is not None:
+                    member.model.settle()
         self.target, self.drafter = target, drafter
         self.broken = 0
         self._exact, self._strict = exact, strict

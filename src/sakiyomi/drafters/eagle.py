@@ -1,0 +1,350 @@
+"""Drafts with an EAGLE-3 head: one decoder layer, which reads the target's hidden states beside the tokens.
+
+Li et al. 2025, arXiv 2503.01840. A row of the head is a token and the feature of the token before it: for committed
+tokens that of the target, for drafted ones what the head itself gave for their parents. So a committed token is read
+again with the target's feature, where the head read it as a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sakiyomi.core.embedded import folder_of
+from sakiyomi.core.errors import LoadError, MemoryLimitError, UnsupportedError
+from sakiyomi.core.messages import one_line
+from sakiyomi.core.tree import Draft
+from sakiyomi.drafters.base import Context, HiddenStates
+from sakiyomi.drafters.draft_tree_state import DraftTreeState
+from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
+from sakiyomi.drafters.eagle_heads.module import make_module
+from sakiyomi.drafters.tree_reader import LevelDrafter, TreeReader
+from sakiyomi.kernels.batch import BatchPlan, SequenceRows
+from sakiyomi.kernels.pack import linear_beside
+from sakiyomi.model_executor.features import HEAD
+from sakiyomi.model_executor.loading.model import Loaded
+from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.sampling.sampler import Sampler
+
+if TYPE_CHECKING:
+    from sakiyomi.drafters import DrafterContext
+
+__all__ = ["EagleDrafter"]
+
+CHUNK = 512  # rows of a prompt that are read at once
+LONG = 64  # more missing tokens than these are read like a prompt
+
+
+@dataclass(eq=False)
+class FedTree(DraftTreeState):
+    """A tree whose rows read features beside their tokens.
+
+    Attributes:
+        begun: the first token whose feature is known; rows of the slot begin with the one behind it.
+        given: features of the tokens before the missing ones, (missing, hidden).
+        features: of candidates that were read, and of the last committed token (-1), by the head.
+    """
+
+    begun: int = 0
+    given: Tensor = field(default_factory=lambda: torch.empty(0))
+    features: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> int:
+        """See ``DraftTreeState``."""
+        return super().columns - self.begun - 1
+
+    def segment(self) -> SequenceRows:
+        """See ``DraftTreeState``."""
+        found = super().segment()
+        return replace(found, length=found.length - self.begun - 1)
+
+    def inputs(self) -> Tensor:
+        """Features of the rows of the next pass."""
+        if not self.candidates.levels:
+            return self.given
+        return torch.stack([self.features[self.candidates.parents[place]] for place in self.unread])
+
+    def keep(self, states: Tensor) -> None:
+        """Take what the head gave for the rows of the pass."""
+        if not self.candidates.levels:
+            self.features[-1] = states[-1]
+        else:
+            self.features.update(zip(self.unread, states, strict=True))
+
+
+class EagleHead:
+    """A head beside a packed target.
+
+    Args:
+        file: of the head.
+        target: whose hidden states it reads.
+        model: the head, packed.
+    """
+
+    def __init__(self, file: EagleFile, target: ModelRunner, model: ModelRunner) -> None:
+        self.options, self.model = file.options, model
+        self._target, self._tensors, self._tokens = target, file.tensors, file.tokens
+        self._given: Tensor = model.module.model.layers[0].given
+        self._out = HEAD if file.options.norm_output else len(model.module.model.layers) - 1
+        model.capture([self._out])
+        self._generation = -1
+        self._pack()
+
+    def _pack(self) -> None:
+        """Pack the projection of features for the target's kernels; again when it changes to others."""
+        weights = self._target.weights
+        self._generation = weights.generation
+        self._fc = linear_beside(weights.packed, self._tensors["fc.weight"].to(weights.dtype))
+
+    def project(self, states: Mapping[int, Tensor]) -> Tensor:
+        """Hidden states of the target by layer, (rows, target hidden) each, to features, (rows, hidden)."""
+        options, target = self.options, self._target
+        parts = [states[layer] for layer in options.layers]
+        if options.fc_norm:
+            parts = [self._norm(part, f"fc_norm.{i}.weight") for i, part in enumerate(parts)]
+        both = torch.cat(parts, -1)
+        if options.norm_before_fc:
+            both = self._norm(both, "input_norm.weight")
+        with torch.no_grad(), target.lock:
+            if self._generation != target.weights.generation:
+                self._pack()
+            target.begin(BatchPlan([]), len(both))
+            features: Tensor = self._fc(both.to(target.dtype))
+            return features.clone()
+
+    def _norm(self, states: Tensor, name: str) -> Tensor:
+        """RMSNorm with this weight."""
+        wide = states.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
+        return (normed * self._tensors[name].float()).to(states.dtype)
+
+    def read(self, segments: Sequence[SequenceRows], inputs: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor]:
+        """Logits over the target's vocabulary and features of a pass, whose rows read these features."""
+        with self.model.lock:
+            self._given[: len(inputs)] = inputs
+            found = self.model.score(segments, last=last)
+        logits = found.logits
+        if self._tokens is not None:
+            logits = logits.new_full((len(logits), self._target.vocab_size), -torch.inf)
+            logits[:, self._tokens] = found.logits
+        return logits, found.features[self._out]
+
+
+class FedReader(TreeReader):
+    """Grows trees whose rows read features, see ``FedTree``."""
+
+    state = FedTree
+
+    def __init__(self, head: EagleHead, vocab_size: int) -> None:
+        super().__init__(head.model, vocab_size)
+        self._head = head
+
+    def _grow_natively(self, states: Sequence[DraftTreeState]) -> None:
+        """Never: the kernels know no features."""
+
+    def _score(self, states: Sequence[DraftTreeState], segments: Sequence[SequenceRows]) -> Tensor:
+        inputs = [state.inputs() for state in states if isinstance(state, FedTree)]
+        logits, features = self._head.read(segments, torch.cat(inputs))
+        for state, own in zip(states, features.split([len(part) for part in inputs]), strict=True):
+            assert isinstance(state, FedTree)
+            state.keep(own)
+        return logits
+
+
+@dataclass(eq=False, slots=True)
+class _Seat:
+    """A request's slot in the head's cache.
+
+    Attributes:
+        features: of committed tokens from `begun` on, with room for more, (tokens, hidden).
+        begun: the first token whose feature is known.
+        known: the first token behind those whose feature is not known.
+        held: the first token that has no row in the slot.
+        tree: that was grown last.
+    """
+
+    slot: int
+    sampler: Sampler
+    features: Tensor = field(default_factory=lambda: torch.empty(0, 0))
+    begun: int = 0
+    known: int = 0
+    held: int = 0
+    tree: FedTree | None = None
+
+    def feed(self, first: int, states: Tensor) -> None:
+        """Take the features of the tokens from `first` on: those before it are what they were, as far as known."""
+        if not self.begun < first <= self.known:
+            self.begun = self.known = first
+            self.held = first + 1
+        self.held = min(self.held, first) if first < self.known else self.held
+        used, self.known = first - self.begun, first + len(states)
+        if self.known - self.begun > len(self.features):
+            longer = states.new_empty(2 * (self.known - self.begun), states.shape[1])
+            if used:
+                longer[:used] = self.features[:used]
+            self.features = longer
+        self.features[used : used + len(states)] = states
+
+    def between(self, first: int, last: int) -> Tensor:
+        """Features of tokens first, ..., last - 1."""
+        return self.features[first - self.begun : last - self.begun]
+
+
+class EagleDrafter(LevelDrafter):
+    """Drafts a tree or a chain with an EAGLE-3 head, for all requests at once, one pass a level.
+
+    Args:
+        head: beside the target.
+        vocab_size: of the target.
+    """
+
+    name = "eagle"
+    prefill_seconds = 0.0
+
+    def __init__(self, head: EagleHead, vocab_size: int) -> None:
+        super().__init__(head.model, vocab_size)
+        self.reader = FedReader(head, vocab_size)
+        self.hidden_states = HiddenStates(head.options.layers, "all")
+        self._head, self._vocab_size = head, vocab_size
+
+    @classmethod
+    def load(cls, name: str, around: DrafterContext) -> EagleDrafter:
+        """The head in a folder, or an embedded one.
+
+        Raises:
+            LoadError, UnsupportedError: it cannot be read, or belongs to another model.
+        """
+        target: ModelRunner = around.packed
+        folder = folder_of(name)
+        file = read_eagle(folder, int(target.config.num_hidden_layers), allow_pickle=around.allow_pickle)
+        target.capture(file.options.layers)
+        model = _module(file, target)
+        loaded = Loaded(model, around.target.tokenizer, name, folder, owned=True)
+        return cls(EagleHead(file, target, around.pack(loaded)), target.vocab_size)
+
+    # ------------------------------------------------------------ what the target tells
+
+    def observe(self, context: Context, first: int, states: Mapping[int, Tensor]) -> None:
+        """See ``Drafter.observe``."""
+        seat: _Seat | None = context.memory.get(self.name)
+        if seat is None:
+            sampler = Sampler(context.params, self._vocab_size)
+            seat = context.memory[self.name] = _Seat(self.model.cache.take(), sampler)
+        seat.feed(first, self._head.project(states))
+
+    def inherit(self, context: Context, earlier: Context) -> None:
+        """See ``Drafter.inherit``: what is known of the tokens that both have in common stays."""
+        seat: _Seat | None = earlier.memory.pop(self.name, None)
+        if seat is not None:
+            seat.sampler = Sampler(context.params, self._vocab_size)
+            context.memory[self.name] = seat
+
+    def end(self, context: Context) -> None:
+        """Free the request's slot."""
+        seat: _Seat | None = context.memory.pop(self.name, None)
+        if seat is not None:
+            self.model.cache.release(seat.slot)
+
+    # ------------------------------------------------------------ drafts
+
+    def propose(self, contexts: Sequence[Context], gammas: Sequence[int]) -> list[Draft]:
+        """See ``Drafter.propose``; all requests advance together, one pass a level."""
+        before = self.model.forward_seconds
+        for context in contexts:
+            self._catch_up(context)
+        self.prefill_seconds += self.model.forward_seconds - before
+        return super().propose(contexts, gammas)
+
+    def _catch_up(self, context: Context) -> None:
+        """Read what the slot lacks of a long text, all but its end."""
+        seat: _Seat | None = context.memory.get(self.name)
+        if seat is None:
+            return
+        if seat.tree is not None:
+            seat.tree.learn(context.tokens)
+            seat.tree = None
+        while seat.known == len(context.tokens) - 1 and len(context.tokens) - seat.held > LONG:
+            end = min(seat.held + CHUNK, len(context.tokens) - 1)
+            if not self._room(seat, end):
+                return
+            start, tokens = seat.held - seat.begun - 1, context.tokens[seat.held : end]
+            inputs = seat.between(seat.held - 1, end - 1)
+            self._head.read([SequenceRows(seat.slot, start, tokens, prompt=True)], inputs, last=True)
+            seat.held = end
+
+    def _room(self, seat: _Seat, end: int) -> bool:
+        try:
+            self.model.cache.reserve(seat.slot, end - seat.begun - 1)
+        except MemoryLimitError:
+            return False
+        return end - seat.begun - 1 < self.model.max_context
+
+    def _begin(self, context: Context, gamma: int) -> DraftTreeState | None:
+        seat: _Seat | None = context.memory.get(self.name)
+        count = len(context.tokens)
+        # Behind a prefix that the target has not read for this request, features of two tokens are needed.
+        if seat is None or seat.known != count - 1 or seat.held >= count or count - seat.held > LONG:
+            return None
+        tree = self.reader.begin(context, seat.sampler, self.name, gamma, seat.slot, seat.held)
+        if tree is None:
+            return None
+        assert isinstance(tree, FedTree)
+        tree.begun, tree.given = seat.begun, seat.between(seat.held - 1, count - 1)
+        return tree
+
+    def _done(self, state: DraftTreeState) -> None:
+        assert isinstance(state, FedTree)
+        if state.candidates.levels:
+            seat: _Seat = state.context.memory[self.name]
+            seat.held, seat.tree = len(state.context.tokens), state
+
+
+def _module(file: EagleFile, target: ModelRunner) -> Any:
+    """The head as a model, with the target's embedding where it has none of its own.
+
+    Raises:
+        LoadError: tensors are missing, or have other shapes.
+        UnsupportedError: it belongs to another model.
+    """
+    config, options, tensors = target.config, file.options, dict(file.tensors)
+    wanted = len(options.layers) * config.hidden_size
+    if options.target_size != config.hidden_size or tensors["fc.weight"].shape[1] != wanted:
+        raise UnsupportedError(
+            f"the head {file.name} reads {tensors['fc.weight'].shape[1]} values of {len(options.layers)} layers, and "
+            f"those of the target have {wanted}: it belongs to another model"
+        )
+    embedding = tensors.pop("embed_tokens.weight", None)
+    if embedding is None:
+        embedding = target.module.get_input_embeddings().weight.detach()
+    weight = tensors.get("lm_head.weight")
+    if weight is None:
+        raise LoadError(f"{file.name} lacks the tensor lm_head.weight of an EAGLE head; get it again")
+    known = int(file.tokens.max()) + 1 if file.tokens is not None else len(weight)
+    if known > target.vocab_size or (len(embedding) < target.vocab_size and len(embedding) < known):
+        raise UnsupportedError(
+            f"the head {file.name} proposes tokens up to {known - 1}, and the target has {target.vocab_size}: it "
+            "belongs to another model"
+        )
+    sizes = dict(file.config)
+    if not sizes.get("rope_scaling"):  # positions are those of the target
+        sizes["max_position_embeddings"] = max(int(sizes.get("max_position_embeddings", 0)), target.max_context)
+    module = make_module(sizes, options, embedding, len(weight))
+    beside = [name for name in tensors if name == "fc.weight" or name.startswith(("fc_norm.", "input_norm."))]
+    own = {
+        name if name == "lm_head.weight" else f"model.{name}": value
+        for name, value in tensors.items()
+        if name not in beside
+    }
+    try:
+        missing = module.load_state_dict(own, strict=False)
+    except RuntimeError as error:
+        raise LoadError(f"the tensors of {file.name} do not fit its config.json: {one_line(error)}") from error
+    wrong = [name for name in missing.missing_keys if "embed_tokens" not in name] + missing.unexpected_keys
+    if wrong:
+        raise LoadError(f"{file.name} and its config.json do not belong together: tensor {wrong[0]}; get it again")
+    return module.to(target.device, target.dtype)

@@ -1,0 +1,155 @@
+"""Folders of EAGLE-3 heads as two tools have them: the method's authors' (and SpecForge's), and vLLM's speculators.
+
+The first has the architecture ``LlamaForCausalLMEagle3`` and calls its layer ``midlayer``; the second has
+``speculators_model_type`` and ``transformer_layer_config``, and calls it ``layers.0``. Both store ``d2t`` as offsets:
+the head's token i is the target's token i + d2t[i].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sakiyomi.core.checkpoint import read_checkpoint
+from sakiyomi.core.errors import LoadError, UnsupportedError
+from sakiyomi.core.trained import read_config, read_tensors, write_trained
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sakiyomi.drafters.eagle_heads.module import EagleOptions
+
+__all__ = ["EagleFile", "read_eagle", "write_eagle"]
+
+WHAT = "EAGLE head"
+ORIGINAL = "LlamaForCausalLMEagle3"
+_SPECULATORS = "speculators_model_type"
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_MIDDLE, _FIRST = "midlayer.", "layers.0."
+
+
+@dataclass(frozen=True)
+class EagleFile:
+    """A head as it was found.
+
+    Attributes:
+        config: of its decoder layers, as transformers has it; `vocab_size` is the target's.
+        options: of the head; its layers are None where the file leaves them to the method.
+        tensors: by the names of speculators; those of the decoder layers by transformers' names.
+        tokens: the target's token for each of the head's, (draft vocabulary,); None: they are the same.
+        name: of the folder.
+    """
+
+    config: dict[str, Any]
+    options: EagleOptions
+    tensors: dict[str, Tensor]
+    tokens: Tensor | None
+    name: str
+
+
+def usual_layers(count: int) -> tuple[int, ...]:
+    """The layers of a target of so many whose outputs a head reads unless its file names others."""
+    return (1, count // 2 - 1, count - 4)
+
+
+def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -> EagleFile:
+    """Read a head.
+
+    Args:
+        folder: with ``config.json``.
+        layers: of the target.
+        allow_pickle: read pickle files where there is no safetensors file.
+
+    Raises:
+        LoadError: something is missing, damaged, or no head.
+        UnsupportedError: it reads layers that the target does not have.
+    """
+    import torch
+
+    from sakiyomi.drafters.eagle_heads.module import EagleOptions
+
+    folder = Path(folder).expanduser()
+    if not (folder / "config.json").is_file():
+        raise LoadError(f"there is no {WHAT} in {str(folder)!r} (no config.json); check the path")
+    config = read_config(folder)
+    ours = _SPECULATORS in config
+    if not ours and ORIGINAL not in (config.get("architectures") or ()):
+        said = config.get("architectures") or config.get("model_type") or "nothing that is known"
+        raise LoadError(
+            f"{folder} holds no {WHAT}: config.json says {said}; expected {_SPECULATORS} eagle3, or the architecture "
+            f"{ORIGINAL}"
+        )
+    if ours and config[_SPECULATORS] != "eagle3":
+        raise LoadError(f"{folder} holds a head of the kind {config[_SPECULATORS]!r}; this version runs 'eagle3'")
+    inner = dict(config["transformer_layer_config"] if ours else config)
+    inner.setdefault("model_type", "llama")
+    tensors = read_tensors(read_checkpoint(folder, allow_pickle=allow_pickle).files, WHAT)
+    tensors = {name.replace(_MIDDLE, _FIRST): tensor for name, tensor in tensors.items()}
+    lacking = [name for name in ("fc.weight", "norm.weight", f"{_FIRST}hidden_norm.weight") if name not in tensors]
+    if lacking:
+        raise LoadError(f"{folder} lacks the tensor {lacking[0]} of an {WHAT}; get it again")
+    tokens = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    if tokens is not None:
+        tokens = tokens + torch.arange(len(tokens))
+    # Ids of layers mean inputs to the authors and to speculators, and outputs in `eagle_config`.
+    inputs, outputs = config.get(_IDS), (config.get("eagle_config") or {}).get(_IDS)
+    named = tuple(i - 1 for i in inputs) if inputs else tuple(outputs or usual_layers(layers))
+    if not all(0 <= layer < layers for layer in named):
+        raise UnsupportedError(
+            f"the {WHAT} in {folder} reads the outputs of layers {', '.join(map(str, named))} and the target has "
+            f"{layers}, counted from 0: it belongs to another model"
+        )
+    options = EagleOptions(
+        layers=named,
+        target_size=int(config.get("target_hidden_size") or tensors["fc.weight"].shape[1] // len(named)),
+        norm_before_residual=bool(config.get("norm_before_residual", ours)),
+        norm_before_fc=bool(config.get("norm_before_fc")),
+        fc_norm=bool(config.get("fc_norm")),
+        norm_output=bool(config.get("norm_output")),
+    )
+    return EagleFile(inner, options, tensors, tokens, str(folder))
+
+
+def write_eagle(file: EagleFile, folder: str | Path, *, target: Mapping[str, Any], ahead: int) -> None:
+    """Write a head as speculators has it, for vLLM and SGLang; both files are there whole or not at all.
+
+    Args:
+        file: to be written.
+        folder: is made.
+        target: of the target `name_or_path` and `architectures`.
+        ahead: tokens to be drafted in a round.
+
+    Raises:
+        LoadError: nothing can be written there.
+    """
+    import torch
+
+    vocab = int(file.config["vocab_size"])
+    tokens = torch.arange(vocab) if file.tokens is None else file.tokens
+    known = torch.zeros(vocab, dtype=torch.bool)
+    known[tokens] = True
+    options = file.options
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        _SPECULATORS: "eagle3",
+        "speculators_version": "0.3.0",
+        "transformer_layer_config": file.config,
+        "draft_vocab_size": len(tokens),
+        "target_hidden_size": options.target_size,
+        "norm_before_residual": options.norm_before_residual,
+        "norm_before_fc": options.norm_before_fc,
+        "fc_norm": options.fc_norm,
+        "norm_output": options.norm_output,
+        _IDS: [layer + 1 for layer in options.layers],
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": ahead}],
+            "verifier": dict(target),
+        },
+    }
+    extra = {"d2t": tokens - torch.arange(len(tokens)), "t2d": known}
+    write_trained(Path(folder).expanduser(), "model.safetensors", {**file.tensors, **extra}, config, WHAT)

@@ -1,0 +1,173 @@
+"""EAGLE heads for the tests: random ones in the files of two tools, and what they guess, computed plainly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from sakiyomi.drafters.eagle_heads.formats import EagleFile, usual_layers, write_eagle
+from sakiyomi.drafters.eagle_heads.module import EagleOptions
+
+EPS = 1e-6
+
+
+def new_head(
+    model: Any,
+    *,
+    tokens: Sequence[int] | None = None,
+    kind: str = "llama",
+    depth: int = 1,
+    seed: int = 5,
+    sharp: float = 1.0,
+    **options: Any,
+) -> EagleFile:
+    """A head with random weights for a target; ``sharp``: the scale of those over its vocabulary."""
+    config = model.config
+    width, vocab = config.hidden_size, config.vocab_size
+    heads, own = 4, 8  # of this width each
+    named = EagleOptions(**{"layers": usual_layers(config.num_hidden_layers), "target_size": width} | options)
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int, scale: float = 0.3) -> Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    tensors = {"fc.weight": drawn(width, 3 * width), "norm.weight": 1 + drawn(width, scale=0.1)}
+    tensors["lm_head.weight"] = drawn(vocab if tokens is None else len(tokens), width, scale=sharp)
+    for i in range(depth):
+        read = 2 * width if i == 0 else width
+        sizes = {"q": (heads * own, read), "k": (2 * own, read), "v": (2 * own, read), "o": (width, heads * own)}
+        tensors |= {f"layers.{i}.self_attn.{name}_proj.weight": drawn(*shape) for name, shape in sizes.items()}
+        mlp = {"gate": (2 * width, width), "up": (2 * width, width), "down": (width, 2 * width)}
+        tensors |= {f"layers.{i}.mlp.{name}_proj.weight": drawn(*shape) for name, shape in mlp.items()}
+        norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if i == 0 else [])]
+        tensors |= {f"layers.{i}.{name}.weight": 1 + drawn(width, scale=0.3) for name in norms}
+        if kind == "qwen3":
+            tensors |= {f"layers.{i}.self_attn.{name}_norm.weight": 1 + drawn(own, scale=0.3) for name in "qk"}
+    if named.norm_before_fc:
+        tensors["input_norm.weight"] = 1 + drawn(3 * width, scale=0.3)
+    if named.fc_norm:
+        tensors |= {f"fc_norm.{i}.weight": 1 + drawn(width, scale=0.3) for i in range(3)}
+    inner = {
+        "model_type": kind, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth,
+        "num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": own, "vocab_size": vocab,
+        "rms_norm_eps": EPS, "max_position_embeddings": 64, "rope_theta": 10000.0,
+    }  # fmt: skip
+    return EagleFile(inner, named, tensors, None if tokens is None else torch.tensor(tokens), "toy")
+
+
+def speculators_folder(folder: Path, head: EagleFile) -> Path:
+    """The head as speculators has it."""
+    write_eagle(head, folder, target={"name_or_path": "toy", "architectures": ["LlamaForCausalLM"]}, ahead=3)
+    return folder
+
+
+def original_folder(folder: Path, head: EagleFile) -> Path:
+    """The head as the method's authors have it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name.replace("layers.0.", "midlayer."): tensor.clone() for name, tensor in head.tensors.items()}
+    config = {**head.config, "architectures": ["LlamaForCausalLMEagle3"]}
+    if head.tokens is not None:
+        tensors["d2t"] = head.tokens - torch.arange(len(head.tokens))
+        tensors["t2d"] = torch.zeros(head.config["vocab_size"], dtype=torch.bool).index_fill(0, head.tokens, True)
+        config["draft_vocab_size"] = len(head.tokens)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+# ---------------------------------------------------------------- the same, plainly
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Rotary positions of (heads, rows, width)."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(x.shape[1])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+    return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
+
+
+def _attention(x: Tensor, part: dict[str, Tensor], width: int) -> Tensor:
+    def heads(name: str) -> Tensor:
+        found = (x @ part[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, width)
+        if f"self_attn.{name}_norm.weight" in part:
+            found = _norm(found, part[f"self_attn.{name}_norm.weight"])
+        return found.transpose(0, 1)
+
+    q, k, v = heads("q"), heads("k"), heads("v")
+    k, v = (each.repeat_interleave(len(q) // len(k), 0) for each in (k, v))
+    mixed = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+    return mixed.transpose(0, 1).flatten(1) @ part["self_attn.o_proj.weight"].T
+
+
+def _mlp(x: Tensor, part: dict[str, Tensor]) -> Tensor:
+    x = F.silu(x @ part["mlp.gate_proj.weight"].T) * (x @ part["mlp.up_proj.weight"].T)
+    return x @ part["mlp.down_proj.weight"].T
+
+
+def rows(head: EagleFile, embedding: Tensor, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits over the head's own tokens and fed-back features, (rows, ...), of tokens and features given together."""
+    x, options = embedding[torch.tensor(tokens)], head.options
+    for i in range(int(head.config["num_hidden_layers"])):
+        part = {n.removeprefix(f"layers.{i}."): t for n, t in head.tensors.items() if n.startswith(f"layers.{i}.")}
+        if i == 0:
+            normed = _norm(features, part["hidden_norm.weight"])
+            read = torch.cat([_norm(x, part["input_layernorm.weight"]), normed], -1)
+            x = normed if options.norm_before_residual else features
+        else:
+            read = _norm(x, part["input_layernorm.weight"])
+        x = x + _attention(read, part, int(head.config["head_dim"]))
+        x = x + _mlp(_norm(x, part["post_attention_layernorm.weight"]), part)
+    last = _norm(x, head.tensors["norm.weight"])
+    return last @ head.tensors["lm_head.weight"].T, last if options.norm_output else x
+
+
+@torch.no_grad()
+def guessed(
+    model: Any,
+    head: EagleFile,
+    tokens: Sequence[int],
+    count: int,
+    *,
+    shift: int = 1,
+    off: int = 0,
+    turned: bool = False,
+) -> list[int]:
+    """The chain that a head guesses behind a text, everything computed anew for every token.
+
+    Args:
+        model: the target.
+        head: of it.
+        tokens: of the text; the target has read all but the last.
+        count: tokens to guess.
+        shift, off, turned: what is misread easily: which token's feature a token has, layers one off, their order.
+    """
+    options, known = head.options, list(tokens)
+    states = model(input_ids=torch.tensor([known]), output_hidden_states=True).hidden_states
+    parts = [states[layer + 1 + off][0] for layer in (reversed(options.layers) if turned else options.layers)]
+    if options.fc_norm:
+        parts = [_norm(part, head.tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
+    both = torch.cat(parts, -1)
+    if options.norm_before_fc:
+        both = _norm(both, head.tensors["input_norm.weight"])
+    all_features = both @ head.tensors["fc.weight"].T
+    features = all_features[:-1] if shift else all_features[1:]
+    embedding = model.get_input_embeddings().weight
+    found: list[int] = []
+    for _ in range(count):
+        logits, fed = rows(head, embedding, known[1:], features)
+        best = int(logits[-1].argmax())
+        found.append(best if head.tokens is None else int(head.tokens[best]))
+        known.append(found[-1])
+        features = torch.cat([features, fed[-1:]])
+    return found
