@@ -159,7 +159,7 @@ def _eagle(argument: str, around: DrafterContext) -> Drafter:
 
     if not argument:
         raise InputError('draft "eagle:" names no head; write eagle:<folder>')
-    return EagleDrafter.load(argument, around)
+    return EagleDrafter.load(argument, around.packed, around.pack, allow_pickle=around.allow_pickle)
 
 
 class DrafterKind(NamedTuple):

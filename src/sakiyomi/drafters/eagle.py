@@ -7,9 +7,9 @@ again with the target's feature, where the head read it as a draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from sakiyomi.model_executor.features import HEAD
 from sakiyomi.model_executor.loading.model import Loaded
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.sampler import Sampler
-
-if TYPE_CHECKING:
-    from sakiyomi.drafters import DrafterContext
 
 __all__ = ["EagleDrafter"]
 
@@ -213,19 +210,25 @@ class EagleDrafter(LevelDrafter):
         self._head, self._vocab_size = head, vocab_size
 
     @classmethod
-    def load(cls, name: str, around: DrafterContext) -> EagleDrafter:
-        """The head in a folder, or an embedded one.
+    def load(
+        cls, name: str, target: ModelRunner, pack: Callable[[Loaded], ModelRunner], *, allow_pickle: bool = False
+    ) -> EagleDrafter:
+        """The head in a folder.
+
+        Args:
+            name: of the folder.
+            target: whose hidden states it reads.
+            pack: makes a model ready to run beside the target.
+            allow_pickle: its weights may be stored as pickle.
 
         Raises:
             LoadError, UnsupportedError: it cannot be read, or belongs to another model.
         """
-        target: ModelRunner = around.packed
         folder = folder_of(name)
-        file = read_eagle(folder, int(target.config.num_hidden_layers), allow_pickle=around.allow_pickle)
+        file = read_eagle(folder, int(target.config.num_hidden_layers), allow_pickle=allow_pickle)
         target.capture(file.options.layers)
-        model = _module(file, target)
-        loaded = Loaded(model, around.target.tokenizer, name, folder, owned=True)
-        return cls(EagleHead(file, target, around.pack(loaded)), target.vocab_size)
+        loaded = Loaded(_module(file, target), None, name, folder, owned=True)
+        return cls(EagleHead(file, target, pack(loaded)), target.vocab_size)
 
     # ------------------------------------------------------------ what the target tells
 
