@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -93,7 +94,8 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
         for _ in range(7):
             made.reader._besides = 0.0
             proposed = made.propose(contexts, [5] * 3)
-            found += proposed
+            # The memory of their probabilities is used again.
+            found += [replace(draft, probs=None if draft.probs is None else draft.probs.clone()) for draft in proposed]
             for each, draft in zip(contexts, proposed, strict=True):  # some of it is accepted, and a token follows
                 node = choices.randrange(-1, len(draft.tree)) if len(draft.tree) else -1
                 each.tokens += [*(draft.tree.path_tokens(node) if node >= 0 else []), choices.randrange(13, 400)]
@@ -115,8 +117,12 @@ def test_rows_that_are_no_numbers_are_refused() -> None:
     for _ in range(4):
         made.propose([one], [3])
     assert GROWN[-1] == 3
-    replay = made.model._replay
-    made.model._replay = lambda size: replay(size).fill_(np.nan)  # type: ignore[method-assign]
+    replay = made.model.replay
+
+    def spoiled(size: int, take: Callable[[torch.Tensor], int]) -> tuple[int, int]:
+        return replay(size, lambda logits: take(logits.fill_(torch.nan)))
+
+    made.model.replay = spoiled  # type: ignore[method-assign]
     one.tokens.append(5)
     with pytest.raises(InputError, match="no token is left"):
         made.propose([one], [3])

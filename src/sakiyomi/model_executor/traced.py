@@ -92,7 +92,7 @@ class TracedPasses:
 
     def pass_of(self, rows: int) -> PassForward | None:
         """The trace that serves so many rows, if its logits were compared with those of an eager pass."""
-        return self._replay if rows in self._proven else None
+        return self._serving(rows) if rows in self._proven else None
 
     def _trace(self, begin: BeginPass, rows: int) -> None:
         ids = torch.zeros(1, rows, dtype=torch.int64)
@@ -127,10 +127,12 @@ class TracedPasses:
         return all(a.shape == b.shape and torch.equal(a[:, :rows], b[:, :rows]) for a, b in pairs)
 
     def _replay(self, ids: Tensor, positions: Tensor) -> PassResult:
-        replay = self._traces.get(ids.shape[1]) or next(iter(self._traces.values()))
         with interpreted():
-            logits, states = replay(ids, positions)
+            logits, states = self._serving(ids.shape[1])(ids, positions)
         return logits, states
+
+    def _serving(self, rows: int) -> Any:
+        return self._traces.get(rows) or next(iter(self._traces.values()))
 
     def _fail(self, why: str) -> None:
         self.failed = True
