@@ -39,8 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def drafter(dtype: torch.dtype, width: int, *, native: bool) -> ModelDrafter:
-    model = build_runner(random_llama(32, 1, 4, 64, VOCAB, dtype, seed=3))
+def drafter(dtype: torch.dtype, width: int, *, native: bool, slots: int = 8) -> ModelDrafter:
+    model = build_runner(random_llama(32, 1, 4, 64, VOCAB, dtype, seed=3), max_slots=slots)
     made = ModelDrafter(model, width)
     made.reader._native.grow = partial(grow, made.reader._native.grow, native)  # type: ignore[method-assign]
     return made
@@ -109,6 +109,18 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
     for a, b in zip(drafts[False], drafts[True], strict=True):
         same(a, b)
     assert streams[False] == streams[True]
+
+
+def test_requests_in_all_slots_share_native_passes() -> None:
+    """No slot is left to compare passes of fewer rows with eager ones: those are filled up to more."""
+    made = drafter(torch.float32, VOCAB, native=True, slots=5)
+    contexts = [context(number, SamplingParams(tree="chain", gamma=3), "greedy", None) for number in range(5)]
+    for _ in range(12):
+        GROWN.clear()
+        made.propose(contexts, [3] * 5)
+        for each in contexts:
+            each.tokens.append(7)
+    assert GROWN == [3]
 
 
 def test_rows_that_are_no_numbers_are_refused() -> None:

@@ -51,7 +51,8 @@ class NativeTrees:
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self._model, self._width = model, vocab_size
         self._kernels: ctypes.CDLL | None = None
-        self._forest = self._session = 0
+        self._forest = 0
+        self._native: tuple[int, tuple[int, ...]] | None = None  # what the forest was made for
         self._grown = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_double)()
         self._tables: list[Tensor] = []  # of the requests of a round, (depth, V): new memory costs more than its use
 
@@ -80,12 +81,13 @@ class NativeTrees:
             return None
         widest = list(map(_widest, states))
         rows = max(sum(len(state.missing) for state in states), sum(widest))
-        session = self._model.native_session(rows)
+        native = self._model.native_passes(rows)
         rooms = [state.columns + _most_read(state) for state in states]
-        if session is None or not self._reserve(states, rooms):
+        if native is None or not self._reserve(states, rooms):
             return None
-        if session != self._session:
-            self._begin(session, kernels)
+        if native != self._native:
+            self._begin(*native, kernels)
+            self._native = native
         seconds = self._seconds(max(widest), besides) if any(state.worth is not None for state in states) else None
         asks = [self._ask(i, state, room) for i, (state, room) in enumerate(zip(states, rooms, strict=True))]
         forest, half, grow = self._forest, self._half, kernels.sk_grow
@@ -105,13 +107,12 @@ class NativeTrees:
             return False
         return True
 
-    def _begin(self, session: int, kernels: ctypes.CDLL) -> None:
+    def _begin(self, session: int, sizes: Sequence[int], kernels: ctypes.CDLL) -> None:
         self._free()
-        buffers = self._model.pass_buffers()
-        sizes = (ctypes.c_int64 * len(buffers))(*buffers)
-        places = (ctypes.c_void_p * len(buffers))(*(buffer.ctypes.data for buffer in buffers.values()))
-        self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(buffers), sizes, places)
-        self._kernels, self._session = kernels, session
+        places = [buffer.ctypes.data for buffer in self._model.pass_buffers(sizes)]
+        known = (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(sizes))(*places)
+        self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(sizes), *known)
+        self._kernels = kernels
         self._half = self._model.dtype == torch.bfloat16
 
     def _seconds(self, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:

@@ -193,32 +193,30 @@ class ModelRunner(Session):
 
     # ------------------------------------------------------------ passes that compiled code describes
 
-    def native_session(self, rows: int) -> int | None:
-        """The kernels' number of this session, if they may describe decoding passes of up to so many rows themselves.
+    def native_passes(self, rows: int) -> tuple[int, tuple[int, ...]] | None:
+        """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
-        That is so where such passes are replayed, and nobody listens to them: see ``replay``.
+        That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
         """
-        session = self.backend.session
-        if session is None or self.recorder is None or not self._proven or rows > self.sizes[-1]:
+        session, recorder = self.backend.session, self.recorder
+        if session is None or recorder is None or not self._proven or rows > self.sizes[-1]:
             return None
         simple = not (self.watchers or self._reassigned or self.cache.states.stores or self.sources is not None)
         if not simple or self._note is not None or self.eviction.observations is not None:
             return None
         for size in self.sizes[: bisect_left(self.sizes, rows) + 1]:
-            if self.recorder.pass_of(size) is not None:
-                continue
-            if self.recorder.has(size) and self.cache.free:
+            if recorder.pass_of(size) is None and recorder.has(size) and (self.cache.free or self.cache.extra):
                 with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
                     self.score([SequenceRows(slot, 0, [0] * size)])
-            if self.recorder.pass_of(size) is None:
-                return None
-        return session
+        # A size that was not compared yet, for want of a slot, is passed over: the next larger one is taken.
+        sizes = tuple([size for size in self.sizes if recorder.pass_of(size) is not None])
+        return (session, sizes) if sizes and sizes[-1] >= rows else None
 
-    def pass_buffers(self) -> dict[int, NDArray[np.int64]]:
-        """By row count the token ids and positions, (2, rows), that a pass reads."""
-        for size in self.sizes:
+    def pass_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Of each row count the token ids and positions, (2, rows), that a pass reads."""
+        for size in sizes:
             self._inputs(BatchPlan([]), size)
-        return {size: self._buffers[size][0] for size in self.sizes}
+        return [self._buffers[size][0] for size in sizes]
 
     def replay(self, size: int, take: Callable[[Tensor], int]) -> tuple[int, int]:
         """Run passes that the kernels have described, and whose inputs they have written to ``pass_buffers``.
@@ -240,7 +238,7 @@ class ModelRunner(Session):
             observe.listen(None, None)
             while size > 0:
                 replay = self.recorder.pass_of(size)
-                assert replay is not None, "native_session has asked for it"
+                assert replay is not None, "native_passes has asked for it"
                 _, ids, positions = self._buffers[size]
                 began = time.perf_counter()
                 logits, _ = replay(ids, positions)
