@@ -204,7 +204,13 @@ class SpeculationController:
         drafts = [Draft.empty()] * len(requests)
         if self._pace(len(requests)).undrafted and all(request.policy.adapts for request in requests):
             return drafts, False
-        costs = functools.cache(lambda: self._costs(len(requests)))  # the same for all of a round
+        known: list[Costs] = []  # the same for all of a round, and not always asked for
+
+        def costs() -> Costs:
+            if not known:
+                known.append(self._costs(len(requests)))
+            return known[0]
+
         wanted: list[tuple[int, int]] = []
         for i, request in enumerate(requests):
             room = _room(request)
