@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ LEVELS = 4  # most levels are narrow: rows for so many of the widest are more th
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
+class _Ask(NamedTuple):
     """What is asked of one tree, and what it points to."""
 
     packed: bytes
