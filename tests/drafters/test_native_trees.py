@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -38,8 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def drafter(dtype: torch.dtype, width: int, *, native: bool) -> ModelDrafter:
-    model = build_runner(random_llama(32, 1, 4, 64, VOCAB, dtype, seed=3))
+def drafter(dtype: torch.dtype, width: int, *, native: bool, slots: int = 8) -> ModelDrafter:
+    model = build_runner(random_llama(32, 1, 4, 64, VOCAB, dtype, seed=3), max_slots=slots)
     made = ModelDrafter(model, width)
     made.reader._native.grow = partial(grow, made.reader._native.grow, native)  # type: ignore[method-assign]
     return made
@@ -93,7 +94,8 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
         for _ in range(7):
             made.reader._besides = 0.0
             proposed = made.propose(contexts, [5] * 3)
-            found += proposed
+            # The memory of their probabilities is used again.
+            found += [replace(draft, probs=None if draft.probs is None else draft.probs.clone()) for draft in proposed]
             for each, draft in zip(contexts, proposed, strict=True):  # some of it is accepted, and a token follows
                 node = choices.randrange(-1, len(draft.tree)) if len(draft.tree) else -1
                 each.tokens += [*(draft.tree.path_tokens(node) if node >= 0 else []), choices.randrange(13, 400)]
@@ -109,14 +111,30 @@ def test_trees_are_those_of_python(rule: str, shape: str) -> None:
     assert streams[False] == streams[True]
 
 
+def test_requests_in_all_slots_share_native_passes() -> None:
+    """No slot is left to compare passes of fewer rows with eager ones: those are filled up to more."""
+    made = drafter(torch.float32, VOCAB, native=True, slots=5)
+    contexts = [context(number, SamplingParams(tree="chain", gamma=3), "greedy", None) for number in range(5)]
+    for _ in range(12):
+        GROWN.clear()
+        made.propose(contexts, [3] * 5)
+        for each in contexts:
+            each.tokens.append(7)
+    assert GROWN == [3]
+
+
 def test_rows_that_are_no_numbers_are_refused() -> None:
     made = drafter(torch.float32, VOCAB, native=True)
     one = context(1, SamplingParams(tree="chain", gamma=3), "greedy", None)
     for _ in range(4):
         made.propose([one], [3])
     assert GROWN[-1] == 3
-    replay = made.model._replay
-    made.model._replay = lambda size: replay(size).fill_(np.nan)  # type: ignore[method-assign]
+    replay = made.model.replay
+
+    def spoiled(size: int, take: Callable[[torch.Tensor], int]) -> tuple[int, int]:
+        return replay(size, lambda logits: take(logits.fill_(torch.nan)))
+
+    made.model.replay = spoiled  # type: ignore[method-assign]
     one.tokens.append(5)
     with pytest.raises(InputError, match="no token is left"):
         made.propose([one], [3])

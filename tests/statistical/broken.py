@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
+from sakiyomi.core.params import SamplingParams
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree, Verdict
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw, top_tokens
-from sakiyomi.sampling.verifiers import BlockVerifier, RatioVerifier, Rows, TraversalVerifier
+from sakiyomi.sampling.sampler import Sampler
+from sakiyomi.sampling.verifiers import BlockVerifier, RatioVerifier, Rows, TraversalVerifier, Verifier
 from sakiyomi.sampling.verifiers.base import Rule, ended
 from sakiyomi.sampling.verifiers.greedy import follow
+from sakiyomi.sampling.verifiers.native import Case, verify_all
 from sakiyomi.sampling.verifiers.ratio import residual
 from statistical.harness import Propose, Table, as_probs
 
@@ -42,6 +46,29 @@ class ResampleFromTarget(_Broken):
             return verdict
         row = rows.row(verdict.path[-1] + 1 if verdict.path else 0)
         return ended(draft, verdict.path, draw(row, noise.uniform()))
+
+
+class Compiled(_Broken):
+    """A rule as the kernels have it, on logits whose softmax are the rows: a right one, unless asked wrongly.
+
+    Args:
+        verifier: the rule.
+        fault: "rows": those of the nodes are in the order of the last one first; "uniforms": every round has the same.
+    """
+
+    def __init__(self, verifier: Verifier, fault: str = "") -> None:
+        self._verifier, self._fault = verifier, fault
+
+    def verify(self, draft: Draft, rows: Rows, noise: RequestNoise) -> Verdict:
+        logits, before = rows.raw.log(), noise.counter
+        if self._fault == "rows":
+            logits = torch.cat([logits[:1], logits[1:].flip(0)])
+        sampler = Sampler(SamplingParams(temperature=1.0), logits.shape[1])
+        (verdict,) = verify_all([Case(draft, 0, rows.position, self._verifier, sampler, noise)], logits)
+        assert verdict is not None
+        if self._fault == "uniforms":
+            noise.counter = before
+        return verdict
 
 
 class _OneUniform(RequestNoise):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sakiyomi.core.tree import DRAFT_KINDS, Draft, Draw, TokenTree
+from sakiyomi.kernels.build import native
 from sakiyomi.sampling.rng import RequestNoise
 from sakiyomi.sampling.rows import draw
 from sakiyomi.sampling.verifiers import VERIFIERS, Rows, Verifier
@@ -77,6 +78,28 @@ def test_lossless(rule: str, kind: str, table: str) -> None:
     tables, samples = pair(table), SAMPLES if kind == "chain" else SAMPLES // 2
     p = run_rule(f"{rule} {kind} {table}", tables, proposals(tables)[kind], VERIFIERS[rule], LENGTH, samples)
     assert p > LEVEL
+
+
+@pytest.mark.skipif(native() is None, reason="the kernels are not available")
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [("block", "chain"), ("coupled", "iid"), *(("ratio", kind) for kind in sorted(DRAFT_KINDS))],
+)
+def test_lossless_in_the_kernels(rule: str, kind: str) -> None:
+    """The rules as the compiled kernels have them."""
+    tables, samples = pair("truncated"), SAMPLES if kind == "chain" else SAMPLES // 2
+    verifier = broken.Compiled(VERIFIERS[rule])
+    assert run_rule(f"compiled {rule} {kind}", tables, proposals(tables)[kind], verifier, LENGTH, samples) > LEVEL
+
+
+@pytest.mark.skipif(native() is None, reason="the kernels are not available")
+@pytest.mark.parametrize("fault", ["rows", "uniforms"])
+def test_kernels_asked_wrongly_are_found(fault: str) -> None:
+    """Rows of other nodes, or uniforms that come again in the next round."""
+    tables = pair("far")
+    verifier = broken.Compiled(VERIFIERS["ratio"], fault)
+    name = f"compiled, wrong {fault}"
+    assert run_rule(name, tables, proposals(tables)["chain"], verifier, LENGTH, SAMPLES // 4) < LEVEL
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree"])

@@ -58,6 +58,7 @@ class KVStore:
         self._least = [0] * most  # dropped by every head
         self._absent = [0] * most  # dropped or quantized by every head
         self.room = self.slots = 0
+        self._roomy = -1  # columns for which there is room in every slot, whatever else lies there
         self.on_move, self._moved = on_move, False
         self.gather: Callable[[int, int, Sequence[int]], None] | None = None
 
@@ -108,6 +109,8 @@ class KVStore:
             MemoryLimitError: the larger storage does not fit in the memory that is left; nothing has changed then.
             InputError: the cache never holds so many at once.
         """
+        if slot < self.slots and columns <= self._roomy and not self._moved:
+            return
         most, present = self.sizing.most, columns - self._absent[slot]
         if most is not None and present > most:
             raise InputError(
@@ -178,6 +181,7 @@ class KVStore:
             self.packed.take(beside, slots, packed)
         self.keys, self.values, self.starts = keys, values, starts
         self.slots, self.room, self._moved = slots, room, True
+        self._roomy = room - self.sizing.spare if self.sizing.limits is None and self.packed is None else -1
         self.gather = None  # it knows the former tensors
 
     def renew(self) -> None:
@@ -231,7 +235,7 @@ class KVStore:
             length: pairs that were there before the pass.
             rows: rows of the pass, counted from its first, ascending.
         """
-        if all(row == i for i, row in enumerate(rows)):
+        if list(rows) == list(range(len(rows))):
             return
         if self.gather is not None:
             self.gather(slot, length, rows)

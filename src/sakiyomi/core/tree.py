@@ -7,9 +7,9 @@ of draft probabilities: at a batch of one, tuples of a few integers are faster t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ class TokenTree:
     @property
     def depth(self) -> int:
         """Levels; 0 for the empty tree."""
-        return max(self._depths, default=-1) + 1
+        return len(self) if self.is_chain else max(self._depths, default=-1) + 1
 
     @property
     def is_chain(self) -> bool:
@@ -149,9 +149,10 @@ def best_nodes(values: Sequence[float], count: int | None = None) -> list[int]:
     return sorted(range(len(values)), key=values.__getitem__, reverse=True)[:count]
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """How one node came about. A node may have several: the same token drawn twice from the same parent.
+
+    A named tuple, since a round makes one for each node: it takes a third of a frozen dataclass's time.
 
     Attributes:
         node: the node, drawn as a child of its parent.
@@ -186,18 +187,22 @@ class Draft:
             row, the earlier ones left out), "point_mass" (chosen, not drawn), "merged" (independent draws of several
             drafters, point masses among them).
         draws: at least one per node; those with the same parent stand in the order in which they were drawn.
-        probs: (rows, V) float32 the distributions drawn from, after temperature and truncation; rows sum to 1.
+        probs: (rows, V) float32 the distributions drawn from, after temperature and truncation; rows sum to 1. The
+            drafter may use their memory again in the next round.
+        sound: right by construction, so that ``validate`` would find nothing.
     """
 
     tree: TokenTree
     kind: DraftKind
     draws: tuple[Draw, ...] = ()
     probs: Tensor | None = None
+    sound: bool = field(default=False, compare=False)
 
     @classmethod
+    @cache
     def empty(cls) -> Draft:
         """Nothing proposed: the round is a plain step of the target."""
-        return cls(TokenTree(), "point_mass")
+        return cls(TokenTree(), "point_mass", sound=True)
 
     @classmethod
     def chain(cls, tokens: Sequence[int], drafter: str, probs: Tensor | None = None) -> Draft:
@@ -230,7 +235,7 @@ class Draft:
         if max(depths, default=-1) < depth:
             return self
         kept = {node: i for i, node in enumerate(node for node, d in enumerate(depths) if d < depth)}
-        draws = tuple(replace(draw, node=kept[draw.node]) for draw in self.draws if draw.node in kept)
+        draws = tuple(draw._replace(node=kept[draw.node]) for draw in self.draws if draw.node in kept)
         return Draft(self.tree.keep(list(kept)), self.kind, draws, self.probs)
 
     def validate(self, vocab_size: int | None = None) -> None:
@@ -305,9 +310,12 @@ class Verdict:
         kind: "recovered" if the path ended at a node that had children (all rejected), "bonus" if it ended in a leaf,
             "plain" if nothing had been drafted.
         refused: nodes that were verified and rejected, in that order; further nodes are in neither list.
+        chances: what the target gave the path's tokens and the last one, after temperature and truncation (at
+            temperature 0 without), where that was computed on the way; else empty.
     """
 
     path: tuple[int, ...]
     token: int
     kind: VerdictKind
     refused: tuple[int, ...] = ()
+    chances: tuple[float, ...] = field(default=(), compare=False)

@@ -6,6 +6,7 @@ more often than the draft's probability of it, and that of another draft far les
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -55,10 +56,8 @@ class Confidence:
     @property
     def ranks(self) -> list[float]:
         """Chance that the first, second, ... candidate is the target's choice, not growing."""
-        chances: list[float] = []
-        for hits in self._hits:
-            chances.append(min(hits / self._places, *chances[-1:], 1.0))
-        return chances
+        places = self._places
+        return list(itertools.accumulate([min(hits / places, 1.0) for hits in self._hits], min))
 
     def learn(self, scores: Sequence[float], rank: int | None) -> None:
         """Learn what the target chose at a place that it reached.

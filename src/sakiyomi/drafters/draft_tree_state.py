@@ -61,6 +61,7 @@ class DraftTreeState:
     listed: dict[int, tuple[int, list[int], list[float]]] = field(default_factory=dict)
     _probs: list[float | None] = field(default_factory=list)  # the draft's, of each candidate
     _drawn_from: list[Row] = field(default_factory=list)
+    _table: Tensor | None = None  # all of them, where they lie together
     _row_of: dict[int, int] = field(default_factory=dict)
     first: int = field(init=False)
 
@@ -82,11 +83,11 @@ class DraftTreeState:
         """Committed tokens that the model has not read."""
         return self.context.tokens[self.held :]
 
-    def drew(self, probs: Sequence[float], drawn_from: Sequence[Row] = ()) -> None:
-        """Take the draft's probabilities of all candidates, and the distributions of a drawn chain."""
-        self._probs = list(probs)
-        self._drawn_from = list(drawn_from)
-        self._row_of = {place: place + 1 for place in range(-1, len(self._drawn_from) - 1)}
+    def drew(self, probs: Sequence[float], table: Tensor | None) -> None:
+        """Take the draft's probabilities of all candidates, and the distributions of a drawn chain, (rows, V)."""
+        self._probs, self._table = list(probs), table
+        if table is not None:
+            self._row_of = {place: place + 1 for place in range(-1, len(table) - 1)}
 
     def segment(self) -> SequenceRows:
         """The rows of the next pass: in the first pass the committed tokens that are missing, then one level each."""
@@ -195,8 +196,10 @@ class DraftTreeState:
         chosen = self.builder.chosen(candidates)
         if worth is not None:
             chosen = chosen[: worth.size([candidates.values[candidate] for candidate in chosen])]
+        tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents))
         chosen.sort()
-        tree = TokenTree(tuple(candidates.tokens), tuple(candidates.parents)).keep(chosen)
+        if len(chosen) < len(tree):
+            tree = tree.keep(chosen)
         draws = []
         for node, candidate in enumerate(chosen):
             row = self._row_of.get(candidates.parents[candidate])
@@ -204,9 +207,9 @@ class DraftTreeState:
         kind: DraftKind = "point_mass"
         if self.drawn:
             kind = "chain" if tree.is_chain else "without_replacement"
-        return Draft(
-            tree, kind, tuple(draws), torch.from_numpy(np.stack(self._drawn_from)) if self._drawn_from else None
-        )
+        if self._drawn_from:
+            self._table = torch.from_numpy(np.stack(self._drawn_from))
+        return Draft(tree, kind, tuple(draws), self._table, sound=True)
 
     def _path(self, candidate: int) -> list[int]:
         """Tokens from the root down to a candidate."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -203,7 +203,7 @@ class MergedDrafter(Drafter):
                 # Siblings drawn without replacement are not independent draws of one row. As chosen nodes they are
                 # lossless in any company, whatever tokens they hold.
                 known = draft.kind in ("chain", "iid", "merged")
-                nodes[own[draw.node]].draws.append((source, draw if known else replace(draw, row=None)))
+                nodes[own[draw.node]].draws.append((source, draw if known else draw._replace(row=None)))
         return _draft(nodes, self._kept(nodes, most, worth), [proposal.draft for proposal in found])
 
     @staticmethod

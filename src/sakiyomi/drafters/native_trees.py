@@ -9,11 +9,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from sakiyomi.core.errors import InputError, MemoryLimitError
 from sakiyomi.drafters.draft_tree_state import DraftTreeState
@@ -29,16 +28,14 @@ _RULES = {"greedy": 0, "coupled": 1}
 _DRAWN, _LISTED = 2, 3
 LEVELS = 4  # most levels are narrow: rows for so many of the widest are more than a tree reads
 FOLLOWED = 0.8  # share of accepted nodes that have an accepted child, where the draft is good
-_Number = TypeVar("_Number", int, float)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
+class _Ask(NamedTuple):
     """What is asked of one tree, and what it points to."""
 
     packed: bytes
     numbers: Any
-    probs: NDArray[np.float32] | None
+    probs: Tensor | None
 
 
 class NativeTrees:
@@ -52,7 +49,10 @@ class NativeTrees:
     def __init__(self, model: ModelRunner, vocab_size: int) -> None:
         self._model, self._width = model, vocab_size
         self._kernels: ctypes.CDLL | None = None
-        self._forest = self._session = 0
+        self._forest = 0
+        self._native: tuple[int, tuple[int, ...]] | None = None  # what the forest was made for
+        self._grown = (ctypes.c_int64 * 2)(), ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_double)()
+        self._tables: list[Tensor] = []  # of the requests of a round, (depth, V): new memory costs more than its use
 
     def __del__(self) -> None:
         self._free()
@@ -79,21 +79,18 @@ class NativeTrees:
             return None
         widest = list(map(_widest, states))
         rows = max(sum(len(state.missing) for state in states), sum(widest))
-        session = self._model.native_session(rows)
+        native = self._model.native_passes(rows)
         rooms = [state.columns + _most_read(state) for state in states]
-        if session is None or not self._reserve(states, rooms):
+        if native is None or not self._reserve(states, rooms):
             return None
-        if session != self._session:
-            self._begin(session, kernels)
+        if native != self._native:
+            self._begin(*native, kernels)
+            self._native = native
         seconds = self._seconds(max(widest), besides) if any(state.worth is not None for state in states) else None
-        asks = [self._ask(state, room) for state, room in zip(states, rooms, strict=True)]
-        passes = 0
-        with self._model.replaying() as replay:
-            size = kernels.sk_plant(self._forest, len(states), b"".join(ask.packed for ask in asks), seconds)
-            while size > 0:
-                logits = replay(size)
-                passes += 1
-                size = kernels.sk_grow(self._forest, logits.data_ptr(), logits.element_size() == 2)
+        asks = [self._ask(i, state, room) for i, (state, room) in enumerate(zip(states, rooms, strict=True))]
+        forest, half, grow = self._forest, self._half, kernels.sk_grow
+        size = kernels.sk_plant(forest, len(states), b"".join([ask.packed for ask in asks]), seconds)
+        passes, size = self._model.replay(size, lambda logits: grow(forest, logits.data_ptr(), half))
         if size < 0:
             raise InputError(NOTHING_LEFT)
         for index, (state, ask) in enumerate(zip(states, asks, strict=True)):
@@ -108,13 +105,13 @@ class NativeTrees:
             return False
         return True
 
-    def _begin(self, session: int, kernels: ctypes.CDLL) -> None:
+    def _begin(self, session: int, sizes: Sequence[int], kernels: ctypes.CDLL) -> None:
         self._free()
-        buffers = self._model.pass_buffers()
-        sizes = (ctypes.c_int64 * len(buffers))(*buffers)
-        places = (ctypes.c_void_p * len(buffers))(*(buffer.ctypes.data for buffer in buffers.values()))
-        self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(buffers), sizes, places)
-        self._kernels, self._session = kernels, session
+        places = [buffer.ctypes.data for buffer in self._model.pass_buffers(sizes)]
+        known = (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(sizes))(*places)
+        self._forest = kernels.sk_forest(session, self._model.vocab_size, self._width, len(sizes), *known)
+        self._kernels = kernels
+        self._half = self._model.dtype == torch.bfloat16
 
     def _seconds(self, rows: int, besides: float) -> ctypes.Array[ctypes.c_double]:
         """Of a level by its rows."""
@@ -125,12 +122,20 @@ class NativeTrees:
             found += [model.pass_seconds(size) + besides] * (size + 1 - len(found))
         return (ctypes.c_double * len(found))(*found)
 
-    def _ask(self, state: DraftTreeState, room: int) -> _Ask:
+    def _table(self, index: int, depth: int) -> Tensor:
+        """Room for the distributions of a drawn chain."""
+        while len(self._tables) <= index:
+            self._tables.append(torch.empty(0, self._width))
+        if len(self._tables[index]) < depth:
+            self._tables[index] = torch.empty(depth, self._width)
+        return self._tables[index]
+
+    def _ask(self, index: int, state: DraftTreeState, room: int) -> _Ask:
         context, params, candidates, worth = state.context, state.sampler.params, state.candidates, state.worth
         rule = _RULES.get(context.rule, _DRAWN if state.drawn else _LISTED)
         tokens = (*state.missing, *context.stop_ids)
         numbers = (ctypes.c_int64 * len(tokens))(*tokens)
-        probs = np.empty((candidates.depth, self._width), np.float32) if rule == _DRAWN else None
+        probs = self._table(index, candidates.depth) if rule == _DRAWN else None
         stream = context.noise.fork(state.name).counter if rule == _DRAWN else 0
         packed = _ASK.pack(
             *(state.slot, state.held, state.first, room, candidates.depth, candidates.nodes),
@@ -139,42 +144,30 @@ class NativeTrees:
             *((worth.price(candidates.nodes), worth.rate) if worth is not None else (0.0, 0.0)),
             *(FOLLOWED, state.confidence.sharpness, state.confidence.coverage),
             *(context.noise.state, stream, len(state.missing), len(context.stop_ids)),
-            *(ctypes.addressof(numbers), 0 if probs is None else probs.ctypes.data),
+            *(ctypes.addressof(numbers), 0 if probs is None else probs.data_ptr()),
         )
         return _Ask(packed, numbers, probs)
 
-    def _read(self, state: DraftTreeState, index: int, probs: NDArray[np.float32] | None, kernels: ctypes.CDLL) -> None:
+    def _read(self, state: DraftTreeState, index: int, probs: Tensor | None, kernels: ctypes.CDLL) -> None:
         """A tree as it was grown, into its state."""
-        counts = (ctypes.c_int64 * 2)()
-        ints, doubles = ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_double)()
+        counts, ints, doubles = self._grown
         kernels.sk_grown(self._forest, index, counts, ctypes.byref(ints), ctypes.byref(doubles))
-        whole, real = _Taken(ints[: counts[0]]), _Taken(doubles[: counts[1]])
-        levels, nodes, rows, places, stream = whole.take(5)
+        whole, real = ints[: counts[0]], doubles[: counts[1]]
+        levels, nodes, rows, places, stream = whole[:5]
+        at, ends = 5 + 3 * nodes, 1 + 3 * nodes
         candidates = state.candidates
-        candidates.levels, (candidates.floor,) = levels, real.take(1)
-        candidates.tokens, candidates.parents, candidates.ranks = (whole.take(nodes) for _ in range(3))
-        state.rows, state.unread = whole.take(rows), []
-        candidates.chances, candidates.values, chosen = (real.take(nodes) for _ in range(3))
-        state.listed = {}
+        candidates.levels, candidates.floor = levels, real[0]
+        candidates.tokens, candidates.parents = whole[5 : 5 + nodes], whole[5 + nodes : 5 + 2 * nodes]
+        candidates.ranks, state.rows, state.unread = whole[5 + 2 * nodes : at], whole[at : at + rows], []
+        candidates.chances, candidates.values = real[1 : 1 + nodes], real[1 + nodes : 1 + 2 * nodes]
+        state.drew(real[1 + 2 * nodes : ends], None if probs is None else probs[:levels])
+        at += rows
         for _ in range(places):
-            place, start, count = whole.take(3)
-            state.listed[place] = start, whole.take(count), real.take(count)
-        state.drew(chosen, [] if probs is None else list(probs[:levels]))
+            place, start, count = whole[at : at + 3]
+            state.listed[place] = start, whole[at + 3 : at + 3 + count], real[ends : ends + count]
+            at, ends = at + 3 + count, ends + count
         if probs is not None:
             state.context.noise.fork(state.name).counter = stream % 2**64
-
-
-class _Taken(Generic[_Number]):
-    """Numbers that are taken one part after the other."""
-
-    def __init__(self, numbers: list[_Number]) -> None:
-        self._numbers: list[_Number] = numbers
-        self._at = 0
-
-    def take(self, count: int) -> list[_Number]:
-        """The next so many."""
-        self._at += count
-        return self._numbers[self._at - count : self._at]
 
 
 def _fits(state: DraftTreeState) -> bool:

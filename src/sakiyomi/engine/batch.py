@@ -16,6 +16,7 @@ from sakiyomi.engine.request import Request
 from sakiyomi.kernels.batch import SequenceRows
 from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
+from sakiyomi.sampling.verifiers.native import Case
 
 __all__ = ["Batch", "make_room", "score_alone"]
 
@@ -41,8 +42,7 @@ class Batch:
         for request, draft in zip(requests, drafts, strict=True):
             assert request.slot is not None
             tree = draft.tree
-            chain = all(parent == i - 1 for i, parent in enumerate(tree.parents))
-            parents = None if chain else (-1, *(parent + 1 for parent in tree.parents))
+            parents = None if tree.is_chain else (-1, *(parent + 1 for parent in tree.parents))
             rows = SequenceRows(request.slot, request.cached, (request.tokens[-1], *tree.tokens), parents)
             batch.add(request, draft, rows)
         return batch
@@ -57,12 +57,14 @@ class Batch:
         """Each request with its draft."""
         return zip(self.requests, self.drafts, strict=True)
 
-    def parts(self) -> Iterator[tuple[Request, Draft, slice]]:
-        """Each request, its draft, and its rows of logits: one behind the last token, one behind each node."""
-        first = 0
+    def cases(self) -> list[Case]:
+        """What is to be verified, by rows of the pass: one behind the last token, one behind each node."""
+        cases, row = [], 0
         for request, draft in self.pairs():
-            yield request, draft, slice(first, first + len(draft) + 1)
-            first += len(draft) + 1
+            context = request.context
+            cases.append(Case(draft, row, len(context.tokens), request.verifier, request.sampler, context.noise))
+            row += len(draft.tree.tokens) + 1
+        return cases
 
     def drop_ended(self) -> None:
         """Leave out requests that are over."""
@@ -91,7 +93,8 @@ def make_room(batch: Batch, cache: SlotCache, check: Callable[[Request], None]) 
             cache.reserve(request.slot, request.cached + len(draft) + 1)
         except (DraftError, MemoryLimitError) as error:
             steps.append(request.fail(error))
-    batch.drop_ended()
+    if steps:
+        batch.drop_ended()
     return steps
 
 

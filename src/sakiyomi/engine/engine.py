@@ -32,6 +32,7 @@ from sakiyomi.engine.speculation import RoundClock, SpeculationController
 from sakiyomi.model_executor.features import PassOutput
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.sampling.verifiers import Rows
+from sakiyomi.sampling.verifiers.native import verify_all
 
 __all__ = ["Engine"]
 
@@ -244,10 +245,12 @@ class Engine:
             output: of all their rows.
         """
         steps = []
-        for request, draft, here in batch.parts():
+        cases = batch.cases()
+        for request, case, verdict in zip(batch.requests, cases, verify_all(cases, output.whole), strict=True):
             try:
-                rows = Rows(output.logits[here], request.sampler, len(request.tokens), draft.tree, request.tokens)
-                verdict = request.verifier.verify(draft, rows, request.context.noise)
+                draft, here = case.draft, slice(case.row, case.row + len(case.draft) + 1)
+                rows = Rows(output.whole, case.sampler, case.position, draft.tree, request.tokens, here)
+                verdict = verdict or request.verifier.verify(draft, rows, case.noise)
                 self._speculation.give_states(request, output, here, verdict.path)
                 self._keep(request, draft, verdict, rows)
                 steps.append(request.commit(draft, verdict, rows))

@@ -212,14 +212,16 @@ class Request:
     ) -> list[TokenTrace]:
         number = self.stats.rounds + 1 if self.trace else 0
         lossy = not self.verifier.lossless
-        chances = self._chances(rows, places, tokens)
+        chances = verdict.chances or self._chances(rows, places, tokens)
         entries = []
+        draws = {draw.node: draw for draw in reversed(draft.draws)}  # of several of a node the first
         most = self.context.params.logprobs
-        plain = self._plain_chances(rows, places, tokens) if most is not None else []
+        plain: Sequence[float] = ()
+        if most is not None:
+            plain = chances if self.sampler.greedy else self._plain_chances(rows, places, tokens)
         for i, (row, token) in enumerate(zip(places, tokens, strict=True)):
-            accepted = i < len(verdict.path)
-            draw = next(draw for draw in draft.draws if draw.node == verdict.path[i]) if accepted else None
-            status: Status = "accepted" if accepted else verdict.kind
+            draw = draws[verdict.path[i]] if i < len(verdict.path) else None
+            status: Status = "accepted" if draw else verdict.kind
             source, prob = (draw.drafter, draw.prob) if draw else ("target", None)
             top = _top_logprobs(rows, row, most) if most else ()
             logprob = math.log(max(plain[i], _LEAST)) if plain else None

@@ -207,7 +207,13 @@ class SpeculationController:
         drafts = [Draft.empty()] * len(requests)
         if self._pace(len(requests)).undrafted and all(request.policy.adapts for request in requests):
             return drafts, False
-        costs = functools.cache(functools.partial(self._costs, len(requests)))  # the same for all of a round
+        known: list[Costs] = []  # the same for all of a round, and not always asked for
+
+        def costs() -> Costs:
+            if not known:
+                known.append(self._costs(len(requests)))
+            return known[0]
+
         wanted: list[tuple[int, int]] = []
         for i, request in enumerate(requests):
             room = _room(request)
@@ -261,9 +267,11 @@ class SpeculationController:
         """The draft as deep as there is room, if it is one; whatever it raises is the drafter's fault."""
         if not isinstance(draft, Draft):
             raise TypeError(f"a {type(draft).__name__} in place of a Draft")
-        draft.validate(self.target.vocab_size)
+        if not draft.sound:
+            draft.validate(self.target.vocab_size)
         check_fits(draft.judged_as, request.verifier)
-        draft = draft.cut(_room(request))
+        if len(draft) > (room := _room(request)):
+            draft = draft.cut(room)
         # With exact no larger than a pass that was tested. Draws are counted, not nodes: how many of a level's draws
         # fell together depends on their own values.
         while self._exact and len(draft.draws) >= self.target.sizes[-1]:

@@ -11,7 +11,6 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -78,38 +77,29 @@ class BatchPlan:
         parts: of different slots.
 
     Attributes:
+        rows: how many there are.
         tokens: token id of each row.
         positions: absolute position of each row.
+        table: of each segment: slot, first row, rows, length, prompt.
+        prompts: a chunk of a prompt is among the segments.
     """
 
     def __init__(self, parts: Sequence[SequenceRows]) -> None:
-        self.parts = parts
+        self.parts, self.rows, self.prompts = parts, 0, False
         self.tokens: list[int] = []
         self.positions: list[int] = []
+        self.table: list[tuple[int, int, int, int, int]] = []
         for part in parts:
-            length = part.length
-            self.tokens.extend(part.tokens)
+            tokens, length, count = part.tokens, part.length, len(part.tokens)
+            self.table.append((part.slot, self.rows, count, length, part.prompt))
+            self.rows += count
+            self.prompts |= part.prompt
+            self.tokens += tokens
             if part.parents is None:
-                self.positions.extend(range(length, length + len(part.tokens)))
+                self.positions += range(length, length + count)
             else:
                 first = length - part.done - 1
-                self.positions.extend([first + depth for depth in _depths(part.parents, part.done)])
-
-    @property
-    def rows(self) -> int:
-        """Rows of the pass."""
-        return len(self.tokens)
-
-    @cached_property
-    def table(self) -> list[tuple[int, int, int, int, int]]:
-        """Of each segment: slot, first row, rows, length, prompt."""
-        table: list[tuple[int, int, int, int, int]] = []
-        first = 0
-        for part in self.parts:
-            count = len(part.tokens)
-            table.append((part.slot, first, count, part.length, part.prompt))
-            first += count
-        return table
+                self.positions += [first + depth for depth in _depths(part.parents, part.done)]
 
     @property
     def packed(self) -> bytes:
@@ -150,11 +140,6 @@ class BatchPlan:
                 before[inside] = first + parents[columns[-1][inside] - first]
             columns.append(before)
         return np.stack(columns[::-1], 1)
-
-    @cached_property
-    def prompts(self) -> bool:
-        """Whether a chunk of a prompt is among the segments."""
-        return any(part.prompt for part in self.parts)
 
     def visible(self, segment: int, window: int = 0, device: torch.device | str = "cpu", *, dropped: int = 0) -> Tensor:
         """Which columns of its slot each row of a segment sees.

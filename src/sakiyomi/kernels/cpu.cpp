@@ -29,6 +29,7 @@
 #include "selftest.h"
 #include "torch.h"
 #include "vector.h"
+#include "verify.h"
 
 namespace {
 
@@ -422,7 +423,11 @@ int64_t sk_warp(const void* row, int half, int64_t n, double temperature, int64_
               : warp((const float*)row, n, temperature, top_k, top_p, min_p, out, support);
 }
 
-int64_t sk_draw(const float* weights, int64_t n, double uniform) { return draw(weights, n, uniform); }
+int64_t sk_draw(const float* weights, int64_t n, double uniform, const int64_t* support, int64_t supported) {
+  return draw(weights, n, uniform, support, supported);
+}
+
+float sk_without(const float* row, int64_t n, int64_t token, float* out) { return without(row, n, token, out); }
 
 float sk_residual(const float* p, const float* q, int64_t n, float least, float* out) { return residual(p, q, n, least, out); }
 

@@ -95,7 +95,7 @@ bool list(Ask& ask, const T* row, int64_t n, int64_t width, int64_t level, Place
     for (const Scored& s : ranked(probs, n, count, key, supported < 0 ? nullptr : support.data(), supported))
       to.tokens.push_back(s.token), to.scores.push_back(std::log(s.score));
   } else if (ask.rule == drawn) {
-    to.tokens = {draw(probs, n, uniform(ask.stream))};
+    to.tokens = {draw(probs, n, uniform(ask.stream), supported < 0 ? nullptr : support.data(), supported)};
     if (to.tokens[0] < 0) return false;
   } else {
     std::vector<float> found(count);

@@ -301,8 +301,26 @@ int64_t warp(const T* row, int64_t n, double temperature, int64_t top_k, double 
   return count;
 }
 
-// A token drawn in proportion to its weight, by a uniform number in [0, 1); never one of weight 0; -1 where all are.
-inline int64_t draw(const float* weights, int64_t n, double uniform) {
+constexpr int64_t short_row = 1024;  // so few weights are gone through one by one
+
+// A token drawn in proportion to its weight, by a uniform number in [0, 1); never one of weight 0; -1 where all are. `support`: tokens
+// outside of which all weights are 0; null: none is known.
+inline int64_t draw(const float* weights, int64_t n, double uniform, const int64_t* support = nullptr, int64_t supported = 0) {
+  if (support || n <= short_row) {
+    const int64_t count = support ? supported : n;
+    auto token_of = [&](int64_t i) { return support ? support[i] : i; };
+    double all = 0, reached = 0;
+    for (int64_t i = 0; i < count; ++i) all += weights[token_of(i)];
+    if (!(all > 0)) return -1;
+    int64_t last = -1;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t token = token_of(i);
+      if (weights[token] <= 0) continue;
+      last = token;
+      if ((reached += weights[token]) > uniform * all) break;
+    }
+    return last;
+  }
   constexpr int64_t block = 256;
   std::vector<double> sums((n + block - 1) / block);
   double all = 0;
@@ -349,6 +367,22 @@ inline float residual(const float* p, const float* q, int64_t n, float least, fl
   for (int64_t i = whole; i < n; ++i) mass += out[i] = std::max(p[i] - q[i], 0.0f);
   if (mass < least) return mass;
   float scale = 1 / mass;
+  for (int64_t i = 0; i < n; ++i) out[i] *= scale;
+  return mass;
+}
+
+// A row without one token, normalised, into `out`; its sum before that. Where nothing is left nothing is normalised.
+inline float without(const float* row, int64_t n, int64_t token, float* out) {
+  std::memcpy(out, row, 4 * n);
+  out[token] = 0;
+  const int64_t whole = n / 64 * 64;
+  f16v sums[4] = {};
+  for (int64_t i = 0; i < whole; i += 64)
+    for (int u = 0; u < 4; ++u) sums[u] += load16(out + i + 16 * u);
+  float mass = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+  for (int64_t i = whole; i < n; ++i) mass += out[i];
+  if (!(mass > 0)) return mass;
+  const float scale = 1 / mass;
   for (int64_t i = 0; i < n; ++i) out[i] *= scale;
   return mass;
 }

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,24 +14,55 @@ HEAD = -1
 """In the place of a layer's number: what the head over the vocabulary reads."""
 
 
-@dataclass(frozen=True, slots=True)
 class PassOutput:
     """What one pass gives.
 
-    Attributes:
-        logits: (rows, V), or (requests, V) where only the last row of each was asked for.
+    Args:
+        logits: see ``whole``.
         features: hidden states by decoder layer, counted from 0: what it gives for each row of the pass, (rows,
             hidden); under ``HEAD`` what the head read for each row of ``logits``.
+        rows: of the pass; None: as many as there are logits.
+
+    Attributes:
+        whole: logits as the pass has left them, (rows, V), or (1, rows and those that only fill the pass up, V).
     """
 
-    logits: Tensor
-    features: Mapping[int, Tensor]
+    __slots__ = ("_rows", "features", "whole")
+
+    def __init__(self, logits: Tensor, features: Mapping[int, Tensor], rows: int | None = None) -> None:
+        self.whole, self.features, self._rows = logits, features, rows
+
+    @property
+    def logits(self) -> Tensor:
+        """(rows, V), or (requests, V) where only the last row of each was asked for."""
+        return self.whole if self._rows is None else self.whole[0, : self._rows]
 
     @classmethod
     def joined(cls, parts: Sequence[PassOutput]) -> PassOutput:
         """Several passes as if they were one."""
         features = {layer: torch.cat([part.features[layer] for part in parts]) for layer in parts[0].features}
         return cls(torch.cat([part.logits for part in parts]), features)
+
+
+class PassStates(Mapping[int, Tensor]):
+    """Hidden states of a pass by layer, cut to its own rows when they are asked for: mostly nobody does.
+
+    Args:
+        states: by layer, (1, rows or more, hidden).
+        rows: by layer those that are wanted.
+    """
+
+    def __init__(self, states: Mapping[int, Tensor], rows: Callable[[int, Tensor], Tensor]) -> None:
+        self._states, self._rows = states, rows
+
+    def __getitem__(self, layer: int) -> Tensor:
+        return self._rows(layer, self._states[layer][0])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
 
 
 class HiddenStateCapture:

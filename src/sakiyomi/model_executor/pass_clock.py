@@ -25,12 +25,14 @@ class PassClock:
         self._recorded, self._offloaded = recorded, offloaded
         self._seconds: dict[tuple[int, bool], float] = {}
         self._warm: set[tuple[int, bool]] = set()
+        self._costs: dict[int, float] = {}  # what `seconds` has found since the last reading
 
     def add(self, size: int, recorded: bool, seconds: float, *, fresh: bool = False) -> None:
         """Take a reading; the first one of its kind, and one that was recorded on the way, is only a warm-up."""
         key = (size, recorded)
         if not fresh and (key in self._warm or self._offloaded):
             self._seconds[key] = running_mean(self._seconds.get(key), seconds)
+            self._costs.clear()
         self._warm.add(key)
 
     def known(self, size: int) -> float | None:
@@ -39,7 +41,7 @@ class PassClock:
         An eager pass that will be replayed when it comes more often counts as the replay that it will be.
         """
         recorded = self._seconds.get((size, True))
-        if self._recorded(size) and recorded is not None:
+        if recorded is not None and self._recorded(size):
             return recorded
         eager = self._seconds.get((size, False))
         return eager * self._gain() if eager is not None else None
@@ -61,6 +63,12 @@ class PassClock:
             sizes: row counts of passes, ascending.
             trial: runs an empty pass of a size.
         """
+        found = self._costs.get(size)
+        if found is None:
+            found = self._costs[size] = self._cost(size, sizes, trial)
+        return found
+
+    def _cost(self, size: int, sizes: Sequence[int], trial: Callable[[int], None]) -> float:
         if self.known(size) is None and self._offloaded and size > sizes[0]:
             # What reads all weights is not tried out: rows come next to free, until a round has shown otherwise.
             return self.seconds(sizes[bisect_left(sizes, min(size, sizes[-1] + 1)) - 1], sizes, trial)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,8 +21,9 @@ from sakiyomi.kernels.batch import BatchPlan, SequenceRows
 from sakiyomi.model_executor.attention import observe
 from sakiyomi.model_executor.attention.registry import AttentionBackend, PassResult
 from sakiyomi.model_executor.attention.torch import take_over
-from sakiyomi.model_executor.features import HEAD, PassOutput
+from sakiyomi.model_executor.features import HEAD, PassOutput, PassStates
 from sakiyomi.model_executor.session import SIZES, Session
+from sakiyomi.model_executor.traced import interpreted
 
 __all__ = ["ModelRunner"]
 
@@ -103,7 +103,10 @@ class ModelRunner(Session):
 
     def run(self, plan: BatchPlan, size: int, *, keep: Tensor | None = None) -> PassOutput:
         """The pass of a plan, filled up to `size` rows; logits of its own rows, or of those in `keep`."""
-        with self.lock, torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.run(plan, size, keep=keep)
+        with self.lock:
             ids, positions = self._inputs(plan, size)
             self.begin(plan, size)
             prompts = self._prompts if plan.prompts else None
@@ -139,15 +142,15 @@ class ModelRunner(Session):
     def _output(self, found: PassResult, rows: int, keep: Tensor | None) -> PassOutput:
         """Without the rows that only filled the pass up."""
         logits, states = found
-        reached = [layer for layer in self.weights.capture.layers if layer < self._depth]
-        features = {}
-        for layer, state in zip(reached, states, strict=True):
-            kept = layer == HEAD and keep is not None
-            if kept and len(keep) != state.shape[1]:  # type: ignore[arg-type]
-                features[layer] = state[0, keep]
-            else:
-                features[layer] = state[0] if kept else state[0, :rows]
-        return PassOutput(logits[0] if keep is not None else logits[0, :rows], features)
+        reached = (layer for layer in self.weights.capture.layers if layer < self._depth)
+
+        def own(layer: int, state: Tensor) -> Tensor:
+            if layer == HEAD and keep is not None:
+                return state[keep] if len(keep) != len(state) else state
+            return state[:rows]
+
+        features = PassStates(dict(zip(reached, states, strict=True)), own)
+        return PassOutput(logits, features, rows if keep is None else logits.shape[1])
 
     def _inputs(self, plan: BatchPlan, size: int) -> tuple[Tensor, Tensor]:
         """Token ids and positions of a pass, (1, size) each; rows that only fill it up are zeros."""
@@ -158,12 +161,12 @@ class ModelRunner(Session):
             if size <= SIZES[-1]:  # a chunk of a prompt may have any length
                 self._buffers[size] = buffer
         rows, (numbers, ids, positions) = plan.rows, buffer
-        numbers[0, :rows] = plan.tokens
-        numbers[1, :rows] = plan.positions
+        numbers[:, :rows] = plan.tokens, plan.positions
         if self._reassigned:
             for slot, first, count, _, _ in plan.table:
                 numbers[1, first : first + count] -= self.cache.least(slot)
-        numbers[:, rows:] = 0
+        if rows < size:
+            numbers[:, rows:] = 0
         return (ids, positions) if self.device.type == "cpu" else (ids.to(self.device), positions.to(self.device))
 
     def _prove(self, backend: AttentionBackend) -> None:
@@ -190,54 +193,61 @@ class ModelRunner(Session):
 
     # ------------------------------------------------------------ passes that compiled code describes
 
-    def native_session(self, rows: int) -> int | None:
-        """The kernels' number of this session, if they may describe decoding passes of up to so many rows themselves.
+    def native_passes(self, rows: int) -> tuple[int, tuple[int, ...]] | None:
+        """The kernels' number of this session, and the row counts of passes, if they may describe those themselves.
 
-        That is so where such passes are replayed, and nobody listens to them: see ``replaying``.
+        That is so where decoding passes of so many rows are replayed, and nobody listens to them: see ``replay``.
         """
-        session = self.backend.session
-        if session is None or self.recorder is None or not self._proven or rows > self.sizes[-1]:
+        session, recorder = self.backend.session, self.recorder
+        if session is None or recorder is None or not self._proven or rows > self.sizes[-1]:
             return None
         simple = not (self.watchers or self._reassigned or self.cache.states.stores or self.sources is not None)
         if not simple or self._note is not None or self.eviction.observations is not None:
             return None
         for size in self.sizes[: bisect_left(self.sizes, rows) + 1]:
-            if self.recorder.pass_of(size) is None and self.recorder.has(size) and self.cache.free:
+            if recorder.pass_of(size) is None and recorder.has(size) and (self.cache.free or self.cache.extra):
                 with self.cache.lent(size) as slot:  # its first pass is compared with an eager one
                     self.score([SequenceRows(slot, 0, [0] * size)])
-            if self.recorder.pass_of(size) is None:
-                return None
-        return session
+        # A size that was not compared yet, for want of a slot, is passed over: the next larger one is taken.
+        sizes = tuple([size for size in self.sizes if recorder.pass_of(size) is not None])
+        return (session, sizes) if sizes and sizes[-1] >= rows else None
 
-    def pass_buffers(self) -> dict[int, NDArray[np.int64]]:
-        """By row count the token ids and positions, (2, rows), that a pass reads."""
-        for size in self.sizes:
+    def pass_buffers(self, sizes: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Of each row count the token ids and positions, (2, rows), that a pass reads."""
+        for size in sizes:
             self._inputs(BatchPlan([]), size)
-        return {size: self._buffers[size][0] for size in self.sizes}
+        return [self._buffers[size][0] for size in sizes]
 
-    @contextmanager
-    def replaying(self) -> Iterator[Callable[[int], Tensor]]:
+    def replay(self, size: int, take: Callable[[Tensor], int]) -> tuple[int, int]:
         """Run passes that the kernels have described, and whose inputs they have written to ``pass_buffers``.
 
-        Yields:
-            What runs a pass of so many rows, and gives its logits, (rows, V).
+        Args:
+            size: rows of the first one.
+            take: takes the logits of each, (1, rows, V), and says how many rows the next has; not positive: no more.
+
+        Returns:
+            Passes that were run, and what `take` said last.
         """
-        with self.lock, torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.replay(size, take)
+        assert self.recorder is not None
+        passes = 0
+        with self.lock, interpreted():
             take_over(None)
             observe.listen(None, None)
-            yield self._replay
-
-    def _replay(self, size: int) -> Tensor:
-        assert self.recorder is not None
-        replay = self.recorder.pass_of(size)
-        assert replay is not None, "native_session has asked for it"
-        _, ids, positions = self._buffers[size]
-        began = time.perf_counter()
-        logits, _ = replay(ids, positions)
-        spent = time.perf_counter() - began
-        self.clock.add(size, True, spent)
-        self.forward_seconds += spent
-        return logits[0]
+            while size > 0:
+                replay = self.recorder.pass_of(size)
+                assert replay is not None, "native_passes has asked for it"
+                _, ids, positions = self._buffers[size]
+                began = time.perf_counter()
+                logits, _ = replay(ids, positions)
+                spent = time.perf_counter() - began
+                self.clock.add(size, True, spent)
+                self.forward_seconds += spent
+                passes += 1
+                size = take(logits)
+        return passes, size
 
     # ------------------------------------------------------------ what passes cost
 

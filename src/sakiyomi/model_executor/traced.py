@@ -54,7 +54,7 @@ class TracedPasses:
     def __init__(self, forward: PassForward, module: nn.Module, sizes: Sequence[int]) -> None:
         self._forward, self._module, self._sizes = forward, module, tuple(sizes)
         self._traces: dict[int, Any] = {}  # by the row count that they were made of; the first one serves all others
-        self._proven: set[int] = set()
+        self._proven: dict[int, Any] = {}  # the trace that serves a row count, once its logits were compared
         self._passes = 0
         self.fresh = self.failed = False
 
@@ -92,7 +92,7 @@ class TracedPasses:
 
     def pass_of(self, rows: int) -> PassForward | None:
         """The trace that serves so many rows, if its logits were compared with those of an eager pass."""
-        return self._replay if rows in self._proven else None
+        return self._proven.get(rows)
 
     def _trace(self, begin: BeginPass, rows: int) -> None:
         ids = torch.zeros(1, rows, dtype=torch.int64)
@@ -109,7 +109,7 @@ class TracedPasses:
         while not self.failed:
             begin(plan, size)
             if self._agrees(expected, plan.rows, size, ids, positions):
-                self._proven.add(size)
+                self._proven[size] = self._serving(size)
                 return expected
             if size in self._traces:
                 self._fail("its logits differ from those of the eager pass")
@@ -127,14 +127,17 @@ class TracedPasses:
         return all(a.shape == b.shape and torch.equal(a[:, :rows], b[:, :rows]) for a, b in pairs)
 
     def _replay(self, ids: Tensor, positions: Tensor) -> PassResult:
-        replay = self._traces.get(ids.shape[1]) or next(iter(self._traces.values()))
         with interpreted():
-            logits, states = replay(ids, positions)
+            logits, states = self._serving(ids.shape[1])(ids, positions)
         return logits, states
+
+    def _serving(self, rows: int) -> Any:
+        return self._traces.get(rows) or next(iter(self._traces.values()))
 
     def _fail(self, why: str) -> None:
         self.failed = True
         self._traces.clear()
+        self._proven.clear()
         logger.info("passes cannot be traced and run eagerly: %s", " ".join(why.split())[:300])
 
 

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 
 from sakiyomi.kernels.build import loaded
 
-__all__ = ["Row", "Tokens", "as_row", "draw", "draw_distinct", "largest", "positive_part", "top_tokens"]
+__all__ = ["Row", "Tokens", "as_row", "draw", "draw_distinct", "largest", "positive_part", "top_tokens", "without"]
 
 Row = NDArray[np.float32]
 Tokens = NDArray[np.intp]
 
 # Columns of the reshaped row whose maxima bound the k-th largest value.
 _COLUMNS = 1000
-# Below this many weights a call of the compiled kernel does not pay.
-_SHORT = 1024
 _NO_WEIGHT = "a token is to be drawn, but no weight is positive, or one is not a number"
 
 
@@ -77,13 +75,12 @@ def draw(weights: Row, uniform: float, support: Tokens | None = None) -> int:
     Raises:
         ValueError: no weight is positive, or one is not a number.
     """
-    if support is not None:
-        return int(support[_invert(weights[support], uniform)])
-    kernels = loaded() if weights.size > _SHORT else None
+    kernels = loaded()
     if kernels is None:
-        return _invert(weights, uniform)
+        return _invert(weights, uniform) if support is None else int(support[_invert(weights[support], uniform)])
     weights = np.ascontiguousarray(weights, np.float32)
-    token = int(kernels.sk_draw(weights.ctypes.data, weights.size, uniform))
+    known = (None, 0) if support is None else (support.ctypes.data, support.size)
+    token = int(kernels.sk_draw(weights.ctypes.data, weights.size, uniform, *known))
     if token < 0:
         raise ValueError(_NO_WEIGHT)
     return token
@@ -133,3 +130,20 @@ def positive_part(target: Row, other: Row, least: float) -> tuple[Row, float]:
     if mass >= least:
         left /= mass
     return left, mass
+
+
+def without(row: Row, token: int) -> Row:
+    """The row, (V,) float32, without one token, normalised, as new memory; the row itself if it has no other."""
+    kernels = loaded()
+    if kernels is not None:
+        row = np.ascontiguousarray(row, np.float32)
+        left = np.empty_like(row)
+        mass = kernels.sk_without(row.ctypes.data, row.size, token, left.ctypes.data)
+        return left if mass > 0.0 else row
+    left = row.copy()
+    left[token] = 0.0
+    mass = float(left.sum())
+    if mass <= 0.0:
+        return row
+    left /= mass
+    return left

@@ -102,7 +102,7 @@ def _among(tokens: list[int]) -> Any:
 def _joined(first: Draft, rest: Draft) -> Draft:
     """A draft appended to a chain."""
     size = len(first)
-    draws = (*first.draws, *(replace(draw, node=draw.node + size) for draw in rest.draws))
+    draws = (*first.draws, *(draw._replace(node=draw.node + size) for draw in rest.draws))
     parents = (*range(-1, size - 1), *(parent + size for parent in rest.tree.parents))
     return Draft(TokenTree((*first.tree.tokens, *rest.tree.tokens), parents), "point_mass", draws)
 

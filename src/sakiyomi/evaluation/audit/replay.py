@@ -221,7 +221,7 @@ class TableModel:
         """There is nothing but the text."""
         return True
 
-    def native_session(self, rows: int) -> None:
+    def native_passes(self, rows: int) -> None:
         """Nothing: no compiled code runs these passes."""
 
     def known_seconds(self, rows: int) -> None:

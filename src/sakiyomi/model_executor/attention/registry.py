@@ -79,7 +79,10 @@ class PassRecorder(Protocol):
         ...
 
     def pass_of(self, rows: int) -> PassForward | None:
-        """What replays a described pass of so many rows, once it is known to be right; None: only ``run`` does."""
+        """What replays a described pass of so many rows, once it is known to be right; None: only ``run`` does.
+
+        Within ``interpreted`` (``traced.py``).
+        """
         ...
 
     def record(self, begin: BeginPass, rows: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,14 +31,12 @@ class Rows:
     the result depends on that row alone. On an accelerator all are computed at once, and read back one by one.
 
     Args:
-        logits: (n + 1, V) raw logits of any float type.
+        logits: (n + 1, V) raw logits of any float type; with ``here`` those of a whole pass, (..., V).
         sampler: made for the target's vocabulary; None: the distributions are given, see ``of_probs``.
         position: absolute position of the token that row 0 predicts; row i + 1 predicts ``position + depth(i) + 1``.
         tree: the tree that was scored; only read where ``sampler.needs_history``.
         committed: all tokens before, prompt included, list or (length,) int64; only read with ``needs_history``.
-
-    Attributes:
-        raw: (n + 1, V) logits as the target gave them.
+        here: the request's rows of the pass.
     """
 
     def __init__(
@@ -47,9 +46,10 @@ class Rows:
         position: int,
         tree: TokenTree = _NO_TREE,
         committed: Sequence[int] | Tensor = (),
+        here: slice | None = None,
     ) -> None:
         self.sampler, self.position = sampler, position
-        self.raw, self._tree, self._committed = logits, tree, committed
+        self._logits, self._here, self._tree, self._committed = logits, here, tree, committed
         self._processed: dict[int, Tensor] = {}
         self._probs: dict[int, Row] = {}
         self._supports: dict[int, Tokens | None] = {}
@@ -67,6 +67,11 @@ class Rows:
 
     def __len__(self) -> int:
         return int(self.raw.shape[0])
+
+    @cached_property
+    def raw(self) -> Tensor:
+        """(n + 1, V) logits as the target gave them."""
+        return self._logits if self._here is None else self._logits.flatten(0, -2)[self._here]
 
     @property
     def params(self) -> SamplingParams:

@@ -19,9 +19,9 @@ import numpy as np
 
 from sakiyomi.core.tree import Draft, DraftKind, Verdict
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.rows import Row, draw, positive_part
+from sakiyomi.sampling.rows import Row, draw, positive_part, without
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
-from sakiyomi.sampling.verifiers.ratio import LEAST_MASS, without
+from sakiyomi.sampling.verifiers.ratio import LEAST_MASS
 
 __all__ = ["BlockVerifier", "after_refusal", "level_of"]
 

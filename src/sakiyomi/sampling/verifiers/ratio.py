@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from sakiyomi.core.tree import Draft, Verdict
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.rows import Row, draw, positive_part
+from sakiyomi.sampling.rows import Row, draw, positive_part, without
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 
-__all__ = ["LEAST_MASS", "RatioVerifier", "residual", "without"]
+__all__ = ["LEAST_MASS", "RatioVerifier", "residual"]
 
 # Below this mass a residual is rounding error of float32 rows, not a distribution.
 LEAST_MASS = 1e-7
@@ -89,14 +89,3 @@ def residual(target: Row, drawn_from: Row | None, token: int) -> Row:
         return without(target, token)
     left, mass = positive_part(target, drawn_from, LEAST_MASS)
     return left if mass >= LEAST_MASS else without(target, token)
-
-
-def without(row: Row, token: int) -> Row:
-    """The row without one token, normalised; the row itself if it has no other."""
-    left = row.copy()
-    left[token] = 0.0
-    mass = float(left.sum())
-    if mass <= 0.0:
-        return row
-    left /= mass
-    return left

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 from sakiyomi.core.tree import Draft, Draw, Verdict
 from sakiyomi.sampling.rng import RequestNoise
-from sakiyomi.sampling.rows import Row, draw
+from sakiyomi.sampling.rows import Row, draw, without
 from sakiyomi.sampling.verifiers.base import Rows, Rule, Verifier, draft_rows, ended, source_of
 from sakiyomi.sampling.verifiers.block import after_refusal, level_of
-from sakiyomi.sampling.verifiers.ratio import without
 
 __all__ = ["TraversalVerifier"]
 
