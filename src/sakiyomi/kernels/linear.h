@@ -213,7 +213,8 @@ using RowByte = uint8_t;  // a number of a row with 128 added
 constexpr int64_t row_bytes_step = 1;
 
 template <int R>
-APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sum[R][2]) {
+APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2]) {
+  Sums<R, int32_t> sum(sums);
   for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
 #if defined(__AVX512VNNI__)
     __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
@@ -221,19 +222,21 @@ APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i1
       int32_t four;
       std::memcpy(&four, x + r * stride + k, 4);
       __m512i s = _mm512_set1_epi32(four);
-      sum[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][0], s, a);
-      sum[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][1], s, b);
+      sum.of[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum.of[r][0], s, a);
+      sum.of[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum.of[r][1], s, b);
     }
 #else
-    for (int c = 0; c < 2; ++c) {
-      i16v four = load<i16v>(w + 64 * c);
+    UNROLL for (int c = 0; c < sum.count; ++c) {
+      using Own = typename Native<int32_t>::type;
+      const Own four = load<Own>(w + native_bytes * c);
       for (int j = 0; j < 4; ++j) {
-        i16v column = (four << (24 - 8 * j)) >> 24;
-        UNROLL for (int r = 0; r < R; ++r) sum[r][c] += column * int32_t(x[r * stride + k + j]);
+        const Own column = (four << (24 - 8 * j)) >> 24;
+        UNROLL for (int r = 0; r < R; ++r) sum.of[r][c] += column * int32_t(x[r * stride + k + j]);
       }
     }
 #endif
   }
+  sum.put(sums);
 }
 
 // Weights of 4 bits, whose offset of 8 is not taken off; rows without their 128.
