@@ -3,7 +3,7 @@
 // A weight lies in blocks of 32 output channels side by side, so that a task reads one stream of memory and has two vectors of sums
 // for each of up to 8 rows (`rows_at_once`). Not more: with more than 16 sums at once a Zen 4 core does half of its products (6 rows x 4 vectors 118 G
 // products of bytes a second, 8 x 2 228). More rows than a group has go through a block in strips, and through its inputs in pieces, which
-// stay in the first-level cache; sums wait in memory between two pieces, so that they are added in the order of few rows.
+// stay in a near cache; sums wait in memory between two pieces, so that they are added in the order of few rows.
 
 #pragma once
 
@@ -24,7 +24,11 @@ constexpr int64_t block_width = 32;   // output channels of a block
 
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
 constexpr int64_t strip_rows = 48;     // rows of a strip
-constexpr int64_t piece_length = 128;  // inputs of a piece
+#if defined(BF16_PAIRS)
+constexpr int64_t piece_length = 512;  // inputs of a piece
+#else
+constexpr int64_t piece_length = 128;  // less where pieces are widened first
+#endif
 
 // Rows whose sums, a column of weights and the rows' own numbers fit into registers. With 16 registers of 32 bytes three rows have all
 // but the weights there, and two are faster; but one row alone takes as long as two.
