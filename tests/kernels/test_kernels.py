@@ -199,7 +199,7 @@ def cases(draw: st.DrawFn, prompts: bool = False) -> Case:
 def cache_of(case: Case, dtype: torch.dtype) -> SlotCache:
     """A cache filled with noise: columns that a row must not see would be seen in the result."""
     cache = SlotCache([case.shape], dtype=dtype, max_slots=4)
-    cache.reserve(3, 140)
+    cache.reserve(3, max(140, *(each.length + len(each.tokens) for each in case.segments)))
     for store, seed in ((cache.keys, 3), (cache.values, 4)):
         store[0].copy_(random(*store[0].shape, seed=case.seed + seed))
     return cache
@@ -272,6 +272,38 @@ def test_attention_over_prompt_chunks(how: str, dtype: torch.dtype, case: Case) 
     """Chunks of prompts take another kernel, and may share a pass with trees."""
     got, _ = run(case, dtype, how)
     assert_attention(got, oracle(case, dtype), dtype)
+
+
+def long_case(window: int, softcap: float = 0.0, *, length: int = 250, rows: int = 330) -> Case:
+    """A chunk that the kernels read in blocks of columns, as tasks of some of its rows."""
+    segments = (SequenceRows(2, length, [0] * rows, prompt=True), SequenceRows(0, 30, [0] * 3, (-1, 0, 0)))
+    return Case(LayerShape(2, 64, 40), 3, segments, 0.3, softcap, window, 5)
+
+
+@native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (0, 1.5), (40, 0.0), (300, 1.5)])
+def test_attention_over_long_chunks(dtype: torch.dtype, window: int, softcap: float) -> None:
+    """Rows of several blocks of columns, some of them out of the window, against one row at a time."""
+    case = long_case(window, softcap)
+    got, _ = run(case, dtype, "native")
+    assert_attention(got, oracle(case, dtype), dtype)
+
+
+@native_only
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 200])
+def test_a_row_of_a_prompt_does_not_depend_on_its_chunk(dtype: torch.dtype, window: int) -> None:
+    """Bit-equal wherever its chunk begins and ends: blocks of columns begin at fixed places."""
+    case = long_case(window, length=0)
+    q, k, v = case.inputs(dtype)
+    whole, _ = run(case, dtype, "native")
+    backend = backend_on(cache_of(case, dtype), native=True)
+    for first, count in ((0, 7), (7, 250), (257, 72), (329, 1)):
+        backend.begin(BatchPlan([SequenceRows(2, first, [0] * count, prompt=True)]), count)
+        part = (x[:, :, first : first + count] for x in (q, k, v))
+        found = backend.attend(*part, 0, case.scaling, case.softcap, case.window)
+        assert torch.equal(found[0], whole[first : first + count])
 
 
 @pytest.mark.parametrize("how", HOW)

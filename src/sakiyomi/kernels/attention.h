@@ -81,10 +81,10 @@ inline f16v add_products(f16v sum, f16v column, int32_t q) {
 #endif
 
 // The lane that begins at number d; zeros behind the last number.
-template <typename T>
-inline typename Lane<T>::type lane_at(const T* from, int64_t d, int64_t dim) {
-  typename Lane<T>::type lane = 0;
-  if constexpr (Lane<T>::numbers == 2)
+template <typename T, typename L = typename Lane<T>::type>
+inline L lane_at(const T* from, int64_t d, int64_t dim) {
+  L lane = 0;
+  if constexpr (std::is_same_v<L, int32_t>)
     std::memcpy(&lane, from + d, sizeof(T) * std::min<int64_t>(2, dim - d));
   else
     lane = value_of(from[d]);
@@ -152,10 +152,9 @@ inline void transpose(f16v* m) {
 #endif
 
 // 16 keys, lane by lane: to[i * 16 + t] is lane i of key t. In place of missing keys stands the last one.
-template <typename T>
-void turn(const T* keys, int64_t count, int64_t dim, typename Lane<T>::type* to) {
-  using L = typename Lane<T>::type;
-  constexpr int64_t width = 16 * Lane<T>::numbers;
+template <typename T, typename L = typename Lane<T>::type>
+void turn(const T* keys, int64_t count, int64_t dim, L* to) {
+  constexpr int64_t together = std::is_same_v<L, int32_t> ? 2 : 1, width = 16 * together;
   int64_t d = 0;
   for (; d + width <= dim; d += width, to += 256) {
     f16v m[16];
@@ -163,8 +162,8 @@ void turn(const T* keys, int64_t count, int64_t dim, typename Lane<T>::type* to)
     transpose(m);
     std::memcpy(to, m, sizeof(m));
   }
-  for (; d < dim; d += Lane<T>::numbers, to += 16)
-    for (int64_t t = 0; t < 16; ++t) to[t] = lane_at(keys + std::min(t, count - 1) * dim, d, dim);
+  for (; d < dim; d += together, to += 16)
+    for (int64_t t = 0; t < 16; ++t) to[t] = lane_at<T, L>(keys + std::min(t, count - 1) * dim, d, dim);
 }
 
 // Scores of R rows against 16 turned keys. Each is a sum over lanes in order, so it is the same number whichever keys or rows
@@ -242,6 +241,16 @@ inline float soften(float* score, int64_t begin, int64_t end, float scaling, flo
   return total(sum);
 }
 
+// A segment's keys and values of one head into the cache.
+template <typename T>
+void write_pairs(const Layer& layer, const Segment& seg, int64_t head, View k, View v) {
+  const int64_t kd = layer.key_dim, vd = layer.value_dim, first = layer.first_row(seg.slot, head) + seg.length - layer.gone(seg.slot, head);
+  for (int64_t i = 0; i < seg.rows; ++i) {
+    std::memcpy((T*)layer.keys + (first + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
+    std::memcpy((T*)layer.values + (first + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
+  }
+}
+
 // One request, one key head: all its rows and the query heads of its group. A `source` is not the request's text: all rows see all
 // of its pairs, and have none of their own.
 template <typename T, bool source = false>
@@ -258,10 +267,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
   // As if the packed columns lay before the others.
   T* keys = (T*)layer.keys + (layer.first_row(seg.slot, head) - packed) * kd;
   T* values = (T*)layer.values + (layer.first_row(seg.slot, head) - packed) * vd;
-  for (int64_t i = 0; i < (source ? 0 : seg.rows); ++i) {
-    std::memcpy(keys + (held + i) * kd, (const T*)k.data + head * k.head + (seg.row + i) * k.row, kd * sizeof(T));
-    std::memcpy(values + (held + i) * vd, (const T*)v.data + head * v.head + (seg.row + i) * v.row, vd * sizeof(T));
-  }
+  if constexpr (!source) write_pairs<T>(layer, seg, head, k, v);
   s.q.resize(rows * lanes);
   s.scores.resize(rows * stride);
   s.own.resize(rows * own_stride);

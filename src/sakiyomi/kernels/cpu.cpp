@@ -24,6 +24,7 @@
 #include "attention.h"
 #include "growth.h"
 #include "linear.h"
+#include "prompt.h"
 #include "recurrent.h"
 #include "row.h"
 #include "selftest.h"
@@ -136,87 +137,6 @@ Tensor nothing_attended(const Tensor& query, int64_t dim) {
   return out;
 }
 
-// A chunk of a prompt has hundreds of rows: arithmetic bounds it, and torch's blocked kernel is the fast one. Its rows need not
-// equal those of other row counts, since where the chunks of a prompt begin depends on the prompt alone.
-// Heads [first, last) have rooms of one size and have dropped equally much.
-void attend_prompt(const Layer& layer, const Segment& seg, int64_t first, int64_t last, const View& q, const View& k, const View& v,
-                   const Tensor& out, int64_t all_heads, double scaling, int64_t window) {
-  const int64_t bytes = layer.half ? 2 : 4, group = all_heads / layer.heads, heads = last - first;
-  const int64_t packed = layer.before(seg.slot, first), room = layer.starts[first + 1] - layer.starts[first];
-  const int32_t dtype = dtype_of(layer.half);
-  int64_t length = seg.length - layer.gone(seg.slot, first), end = length + seg.rows;
-  // Rows of a head, each of `dim` numbers: (heads, count, dim).
-  auto some = [&](const void* data, int64_t head, int64_t row, int64_t from, int64_t count, int64_t dim) {
-    return Tensor::view((const char*)data + from * row * bytes, {heads, count, dim}, {head, row, 1}, dtype);
-  };
-  auto fresh = [&](const View& x, int64_t dim) {
-    return some(x.data + first * x.head * bytes, x.head, x.row, seg.row, seg.rows, dim);
-  };
-  struct Store {  // (heads, step / dim, dim)
-    char* data;
-    int64_t step;
-  };
-  auto kept = [&](char* data, int64_t dim) { return Store{data + layer.first_row(seg.slot, first) * dim * bytes, room * dim}; };
-  Store keys = kept(layer.keys, layer.key_dim), values = kept(layer.values, layer.value_dim);
-  some(keys.data, keys.step, layer.key_dim, length, seg.rows, layer.key_dim).copy_(fresh(k, layer.key_dim));
-  some(values.data, values.step, layer.value_dim, length, seg.rows, layer.value_dim).copy_(fresh(v, layer.value_dim));
-  Tensor all_keys, all_values;
-  if (packed) {  // hundreds of rows read them: unpacked once, of one layer at a time
-    all_keys = Tensor::empty({heads, packed + end, layer.key_dim}, dtype);
-    all_values = Tensor::empty({heads, packed + end, layer.value_dim}, dtype);
-    auto unpack = [&]<typename T>(T* to_keys, T* to_values) {
-      parallel_for(0, heads, 1, [&](int64_t begin, int64_t stop) {
-        for (int64_t head = begin; head < stop; ++head)
-          unpack_head(layer.packed, layer.leveled, seg.slot * layer.heads + first + head, first + head, packed, layer.key_dim,
-                      layer.value_dim, to_keys + head * (packed + end) * layer.key_dim, to_values + head * (packed + end) * layer.value_dim);
-      });
-    };
-    if (layer.half) unpack((bf16*)all_keys.data(), (bf16*)all_values.data());
-    else unpack((float*)all_keys.data(), (float*)all_values.data());
-    auto append = [&](Store& store, const Tensor& all, int64_t dim) {
-      const Store whole{(char*)all.data(), (packed + end) * dim};
-      some(whole.data, whole.step, dim, packed, end, dim).copy_(some(store.data, store.step, dim, 0, end, dim));
-      store = whole;
-    };
-    append(keys, all_keys, layer.key_dim), append(values, all_values, layer.value_dim);
-    length += packed, end += packed;
-  }
-  auto batch = [&](const Store& store, int64_t dim) { return Tensor::view(store.data, {1, heads, end, dim}, {heads * store.step, store.step, dim, 1}, dtype); };
-  const int64_t query_heads = heads * group;
-  auto rows = [&](const void* data, int64_t head, int64_t row, int64_t dim) {
-    const int64_t at = first * group * head + seg.row * row;
-    return Tensor::view((const char*)data + at * bytes, {1, query_heads, seg.rows, dim}, {query_heads * head, head, row, 1}, dtype);
-  };
-  Value mask = 0;
-  const bool causal = length == 0 && window <= 0;
-  if (!causal) {
-    Tensor seen = Tensor::empty({seg.rows, end}, torch.aoti_torch_dtype_bool);
-    for (int64_t r = 0; r < seg.rows; ++r) {
-      const int64_t stop = length + r + 1, begin = window > 0 ? std::max<int64_t>(0, stop - window) : 0;
-      char* line = (char*)seen.data() + r * end;
-      std::memset(line, 0, end), std::memset(line + begin, 1, stop - begin);
-    }
-    mask = optional(seen.release());
-  }
-  Value stack[] = {rows(q.data, q.head, q.row, layer.key_dim).release(), batch(keys, layer.key_dim).release(),
-                   batch(values, layer.value_dim).release(), mask, bits_of(0.0), causal, optional(bits_of(scaling)), group != 1};
-  TORCH_CALL(torch_call_dispatcher, "aten::scaled_dot_product_attention", "", stack, built_for);
-  rows(out.data(), layer.value_dim, all_heads * layer.value_dim, layer.value_dim).copy_(Tensor(stack[0]));
-}
-
-void attend_prompt(const Layer& layer, const Segment& seg, const View& q, const View& k, const View& v, const Tensor& out, int64_t heads,
-                   double scaling, int64_t window) {
-  auto alike = [&](int64_t a, int64_t b) {
-    return layer.gone(seg.slot, a) == layer.gone(seg.slot, b) && layer.before(seg.slot, a) == layer.before(seg.slot, b) &&
-           layer.starts[a + 1] - layer.starts[a] == layer.starts[b + 1] - layer.starts[b];
-  };
-  for (int64_t first = 0, last = 1; last <= layer.heads; ++last)
-    if (last == layer.heads || !alike(first, last)) {
-      attend_prompt(layer, seg, first, last, q, k, v, out, heads, scaling, window);
-      first = last;
-    }
-}
-
 // A tensor whose last dimension lies without gaps; `copy` holds it where that is another one.
 const Tensor& dense(const Tensor& x, Tensor& copy) {
   if (x.stride(-1) == 1) return x;
@@ -248,31 +168,37 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
   View qv = view_of(q), kv = view_of(k), vv = view_of(v);
   Paths paths{pass.path_start.data(), pass.path.data()};
   ++pass.calls;
+  struct Task {
+    const Segment* segment;
+    int64_t head, first, count;  // rows of the segment
+  };
+  std::vector<Task> tasks;
   int64_t work = 0, used = 0;
-  std::vector<const Segment*> short_segments;
   for (const Segment& s : pass.segments) {
-    if (s.prompt && softcap <= 0 && !layer.bias)
-      attend_prompt(layer, s, qv, kv, vv, out, heads, scaling, window);
-    else
-      short_segments.push_back(&s);
+    const int64_t parts = s.prompt ? (s.rows * group + prompt_rows - 1) / prompt_rows : 1, most = (s.rows + parts - 1) / parts;
+    for (int64_t head = 0; head < layer.heads; ++head)
+      for (int64_t first = 0; first < s.rows; first += most) tasks.push_back({&s, head, first, std::min<int64_t>(most, s.rows - first)});
     work += s.rows * (s.length + s.rows) * layer.key_dim * group * 2;
     used += s.rows;
   }
   // Rows that only fill the pass up to its size must not carry garbage (a NaN there would be harmless but alarming).
   const int64_t line = heads * layer.value_dim * q.element_size();
   if (used < rows) std::memset(to + used * line, 0, (rows - used) * line);
-  int64_t tasks = (int64_t)short_segments.size() * layer.heads;
-  int64_t grain = std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work));
-  parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const Segment& seg = *short_segments[t / layer.heads];
-      int64_t head = t % layer.heads;
-      if (layer.half)
-        attend_group<bf16>(paths, layer, seg, head, group, qv, kv, vv, (bf16*)to, heads, scaling, softcap, window);
-      else
-        attend_group<float>(paths, layer, seg, head, group, qv, kv, vv, (float*)to, heads, scaling, softcap, window);
-    }
-  });
+  auto run = [&]<typename T>(T* to) {
+    for (const Segment& s : pass.segments)
+      if (s.prompt)  // all of its tasks read them
+        for (int64_t head = 0; head < layer.heads; ++head) write_pairs<T>(layer, s, head, kv, vv);
+    const int64_t grain = std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work));
+    parallel_for(0, (int64_t)tasks.size(), grain, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        const auto& [segment, head, first, count] = tasks[t];
+        if (segment->prompt) attend_prompt(layer, *segment, head, group, first, count, qv, to, heads, scaling, softcap, window);
+        else attend_group(paths, layer, *segment, head, group, qv, kv, vv, to, heads, scaling, softcap, window);
+      }
+    });
+  };
+  if (layer.half) run((bf16*)to);
+  else run((float*)to);
   return out;
 }
 

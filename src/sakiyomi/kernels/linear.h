@@ -3,7 +3,7 @@
 // A weight lies in blocks of 32 output channels side by side, so that a task reads one stream of memory and has two vectors of sums
 // for each of up to 8 rows (`rows_at_once`). Not more: with more than 16 sums at once a Zen 4 core does half of its products (6 rows x 4 vectors 118 G
 // products of bytes a second, 8 x 2 228). More rows than a group has go through a block in strips, and through its inputs in pieces, which
-// stay in the first-level cache; sums wait in memory between two pieces, so that they are added in the order of few rows.
+// stay in a near cache; sums wait in memory between two pieces, so that they are added in the order of few rows.
 
 #pragma once
 
@@ -24,7 +24,11 @@ constexpr int64_t block_width = 32;   // output channels of a block
 
 constexpr int64_t group_length = 32;  // weights of an output channel that share a scale in 4 bits
 constexpr int64_t strip_rows = 48;     // rows of a strip
-constexpr int64_t piece_length = 128;  // inputs of a piece
+#if defined(BF16_PAIRS)
+constexpr int64_t piece_length = 512;  // inputs of a piece
+#else
+constexpr int64_t piece_length = 128;  // less where pieces are widened first
+#endif
 
 // Rows whose sums, a column of weights and the rows' own numbers fit into registers. With 16 registers of 32 bytes three rows have all
 // but the weights there, and two are faster; but one row alone takes as long as two.
@@ -213,7 +217,8 @@ using RowByte = uint8_t;  // a number of a row with 128 added
 constexpr int64_t row_bytes_step = 1;
 
 template <int R>
-APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sum[R][2]) {
+APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i16v sums[R][2]) {
+  Sums<R, int32_t> sum(sums);
   for (int64_t k = 0; k < in; k += 4, w += 4 * block_width) {
 #if defined(__AVX512VNNI__)
     __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
@@ -221,19 +226,21 @@ APART void dot(const uint8_t* x, int64_t stride, const int8_t* w, int64_t in, i1
       int32_t four;
       std::memcpy(&four, x + r * stride + k, 4);
       __m512i s = _mm512_set1_epi32(four);
-      sum[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][0], s, a);
-      sum[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum[r][1], s, b);
+      sum.of[r][0] = (i16v)_mm512_dpbusd_epi32((__m512i)sum.of[r][0], s, a);
+      sum.of[r][1] = (i16v)_mm512_dpbusd_epi32((__m512i)sum.of[r][1], s, b);
     }
 #else
-    for (int c = 0; c < 2; ++c) {
-      i16v four = load<i16v>(w + 64 * c);
+    UNROLL for (int c = 0; c < sum.count; ++c) {
+      using Own = typename Native<int32_t>::type;
+      const Own four = load<Own>(w + native_bytes * c);
       for (int j = 0; j < 4; ++j) {
-        i16v column = (four << (24 - 8 * j)) >> 24;
-        UNROLL for (int r = 0; r < R; ++r) sum[r][c] += column * int32_t(x[r * stride + k + j]);
+        const Own column = (four << (24 - 8 * j)) >> 24;
+        UNROLL for (int r = 0; r < R; ++r) sum.of[r][c] += column * int32_t(x[r * stride + k + j]);
       }
     }
 #endif
   }
+  sum.put(sums);
 }
 
 // Weights of 4 bits, whose offset of 8 is not taken off; rows without their 128.

@@ -83,25 +83,25 @@ inline void put(bf16* y, f16v v, int64_t n) {
 }
 
 inline float total(f16v x) {  // a fixed tree of additions
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX512F__)
+  // No copies of parts of x: gcc would keep a sum whose address is taken in memory, and wait for it at every step of a loop.
+  const __m256 a = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)x, 1)));
+  const __m128 c = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  return (c[0] + c[2]) + (c[1] + c[3]);
+#else
+#if defined(__AVX2__)
   typedef float f8v __attribute__((vector_size(32)));
 #else
   using f8v = f16v::Half;
 #endif
   typedef float f4v __attribute__((vector_size(16)));
-#if defined(__AVX512F__)
-  f8v a, b;
-  std::memcpy(&a, &x, 32);
-  std::memcpy(&b, (const char*)&x + 32, 32);
-  a += b;
-#else
   f8v a = x.lo + x.hi;
-#endif
   f4v c, d;
   std::memcpy(&c, &a, 16);
   std::memcpy(&d, (const char*)&a + 16, 16);
   c += d;
   return (c[0] + c[2]) + (c[1] + c[3]);
+#endif
 }
 
 // Rows that a group has at most, where each has two vectors of sums: beyond that sums no longer stay in registers, of which there are
