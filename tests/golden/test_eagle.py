@@ -16,11 +16,12 @@ from architectures import VOCAB, greedy, prompt
 from damage import DAMAGES, refusals
 from eagle_toys import guessed, new_head, original_folder, speculators_folder
 from sakiyomi import LLM, Draft, InputError, LoadError, SamplingParams, UnsupportedError
+from sakiyomi.drafters import parse_drafters
 from sakiyomi.drafters.base import Context
 from sakiyomi.drafters.eagle import EagleDrafter
 from sakiyomi.drafters.eagle_heads.formats import EagleFile, read_eagle
 from sakiyomi.kernels.build import native
-from toys import character_tokenizer, tiny_llama
+from toys import character_tokenizer, save_model, tiny_llama
 
 NEW = 24
 PROMPTS = [prompt(11, 1), prompt(3, 2), prompt(70, 3)]
@@ -173,6 +174,16 @@ def test_conversations_and_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not wrong, ([len(t) for t, _ in asked], wrong)
     with llm.conversation(llm.prefix(PROMPTS[2])) as talk:  # whose features are not known: the guesses are others
         say(talk, PROMPTS[2] + PROMPTS[0])
+
+
+def test_a_folder_says_what_it_holds(tmp_path: Path) -> None:
+    eagle = speculators_folder(tmp_path / "eagle", head("plain"))
+    model = save_model(tmp_path / "model", tiny_llama(vocab=VOCAB), TOKENIZER)
+    assert parse_drafters(f"{eagle}+suffix") == [f"eagle:{eagle}", "suffix"]
+    assert parse_drafters([str(model), "tales-draft"]) == [f"model:{model}", "model:tales-draft"]
+    assert parse_drafters("tales-medusa") == ["medusa:tales-medusa"]
+    assert parse_drafters(str(original_folder(tmp_path / "o", head("plain")))) == [f"eagle:{tmp_path / 'o'}"]
+    assert [out.token_ids for out in llm_of(str(eagle)).generate(PROMPTS, params())] == texts()[0]
 
 
 # ---------------------------------------------------------------- what is refused

@@ -6,9 +6,10 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sakiyomi.core.embedded import DRAFTS
+from sakiyomi.core.embedded import DRAFTS, folder_of, is_embedded_name
 from sakiyomi.core.errors import InputError
 from sakiyomi.drafters.adapter import Proposer, as_drafter
 from sakiyomi.drafters.base import Context, Drafter, Rule
@@ -205,13 +206,14 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
             raise InputError(f"draft={spec!r} holds {wrong[0]!r}; expected specs, or objects with propose")
         return [part for entry in spec for part in parse_drafters(entry)]
     if isinstance(spec, str):
-        parts = _JOINT.split(spec)
+        parts = [_spec_of(part) for part in _JOINT.split(spec)]
         for part in parts:
             if part not in ("none", "auto") and part.partition(":")[0] not in DRAFTERS:
                 forms = ("none", "auto", *(name + kind.form for name, kind in DRAFTERS.items()))
                 known = ", ".join(f'"{form}"' for form in forms)
                 raise InputError(
-                    f"unknown draft {part!r}; this version has {known}, several joined by +, or a Drafter object"
+                    f"unknown draft {part!r}; this version has {known}, a folder, several joined by +, or a Drafter "
+                    "object"
                 )
         return [*parts]
     if not hasattr(spec, "propose"):
@@ -219,6 +221,21 @@ def parse_drafters(spec: Any) -> list[str | Drafter]:
             f"draft={spec!r}; expected a spec such as 'none' or 'model:<path>', or one object with propose"
         )
     return [as_drafter(spec)]
+
+
+def _spec_of(part: str) -> str:
+    """A spec as it is; of a folder, or the name of what is embedded, alone the spec of what it holds."""
+    from sakiyomi.core.checkpoint import HEADS_FILE, read_json
+    from sakiyomi.drafters.eagle_heads.formats import is_eagle
+
+    folder = folder_of(part) if is_embedded_name(part) else Path(part).expanduser()
+    if part in ("none", "auto") or part.partition(":")[0] in DRAFTERS or not folder.is_dir():
+        return part
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if is_eagle(config):
+        return f"eagle:{part}"
+    medusa = (folder / HEADS_FILE).is_file() or config.get("model_type") == "medusa" or "medusa_num_heads" in config
+    return f"medusa:{part}" if medusa else f"model:{part}"
 
 
 def make_drafter(parts: Sequence[str | Drafter], around: DrafterContext, *, strict: bool = False) -> Drafter | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sakiyomi.drafters.eagle_heads.module import EagleOptions
 
-__all__ = ["EagleFile", "read_eagle", "write_eagle"]
+__all__ = ["EagleFile", "is_eagle", "read_eagle", "usual_layers", "write_eagle"]
 
 WHAT = "EAGLE head"
 ORIGINAL = "LlamaForCausalLMEagle3"
@@ -47,6 +47,11 @@ class EagleFile:
     tensors: dict[str, Tensor]
     tokens: Tensor | None
     name: str
+
+
+def is_eagle(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a head in one of the forms."""
+    return _SPECULATORS in config or ORIGINAL in (config.get("architectures") or ())
 
 
 def usual_layers(count: int) -> tuple[int, ...]:
@@ -75,7 +80,7 @@ def read_eagle(folder: str | Path, layers: int, *, allow_pickle: bool = False) -
         raise LoadError(f"there is no {WHAT} in {str(folder)!r} (no config.json); check the path")
     config = read_config(folder)
     ours = _SPECULATORS in config
-    if not ours and ORIGINAL not in (config.get("architectures") or ()):
+    if not is_eagle(config):
         said = config.get("architectures") or config.get("model_type") or "nothing that is known"
         raise LoadError(
             f"{folder} holds no {WHAT}: config.json says {said}; expected {_SPECULATORS} eagle3, or the architecture "
