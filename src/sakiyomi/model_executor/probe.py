@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +20,24 @@ __all__ = ["Probed", "expected_logits", "probe", "proof_text"]
 
 PROOF = 11  # tokens of the proof at load
 
-Probed = tuple[list[LayerShape], list[list[nn.Module]], bool]
-"""Shapes of the cache by layer; groups of linear layers that read the same input; whether the class keeps its own
-attention."""
+
+class Probed(NamedTuple):
+    """What a small pass tells of a model.
+
+    Attributes:
+        shapes: of the cache, by layer.
+        siblings: groups of linear layers that read the same input.
+        read: ids of linear layers whose weights others read.
+        own_attention: the class keeps its own attention.
+    """
+
+    shapes: list[LayerShape]
+    siblings: list[list[nn.Module]]
+    read: set[int]
+    own_attention: bool
 
 
-def probe(
-    model: Any,
-    vocab_size: int,
-    layers: int | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    stateful: Sequence[nn.Module],
-) -> Probed:
+def probe(model: Any, vocab_size: int, layers: int | None, dtype: torch.dtype, device: torch.device) -> Probed:
     """Run a model on two tokens; its attention is left switched.
 
     Args:
@@ -41,7 +45,6 @@ def probe(
         vocab_size: of the model.
         layers: attention layers; None: other layers, whose states are served, are among them.
         dtype, device: of the model.
-        stateful: modules that call state functions.
 
     Raises:
         UnsupportedError: it does not run on a cache of ours.
@@ -62,14 +65,13 @@ def probe(
                 "use transformers for this model"
             ) from error
         if shapes is not None:
-            watch.leave_unread(stateful)
-            return shapes, watch.siblings(), False
+            return Probed(shapes, watch.siblings(), watch.read, False)
         if layers is None:
             raise UnsupportedError(
                 f"{type(model).__name__} has recurrent layers beside attention of its own, which cannot be switched to "
                 "ours; use transformers for this model"
             )
-        return _own_shapes(model, ids, layers, dtype), watch.siblings(), True
+        return Probed(_own_shapes(model, ids, layers, dtype), watch.siblings(), watch.read, True)
 
 
 def proof_text(vocab_size: int) -> list[int]:

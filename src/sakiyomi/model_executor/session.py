@@ -156,8 +156,14 @@ class Session:
     # ------------------------------------------------------------ attention, and recorded passes
 
     def settle(self) -> None:
-        """Take kernels into use that were being built when the model was loaded. Only while no request runs."""
+        """Take into use what changed since the model was loaded: kernels that were being built, layers that the user
+        patched. Only while no request runs.
+
+        Raises:
+            UnsupportedError: another module than a linear layer was patched.
+        """
         weights = self.weights
+        weights.take_patches()
         if weights.unsettled and native_at_hand():
             weights.unsettled = False
             share_processors(False)

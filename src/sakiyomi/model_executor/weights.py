@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.core.memory import available_bytes, readable
 from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
-from sakiyomi.kernels.pack import is_linear, pack_linears
+from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
 from sakiyomi.model_executor.attention import BackendNeeds
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
@@ -32,7 +33,7 @@ from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.probe import expected_logits, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
-from sakiyomi.model_executor.structural_copy import structural_copy
+from sakiyomi.model_executor.structural_copy import layer_list, structural_copy
 
 __all__ = ["ModelWeights"]
 
@@ -121,6 +122,8 @@ class ModelWeights:
         self.lock = threading.RLock()
         self.capture = HiddenStateCapture()
         self._together: list[list[nn.Module]] = []
+        self._read: set[int] = set()
+        self._others = [] if owned or recorded else _forwards(model)
         callers = stateful_modules(self.module)
         # Quantized, it gives other logits; and what is packed by now has no forward of its own.
         proven = bool(callers) and not (recorded or prepared is not None or quantize)
@@ -135,8 +138,8 @@ class ModelWeights:
             if prepared is not None and prepared.native is not None:
                 prepared.native.begin(BatchPlan([]), 0)
             layers = None if callers or modules else int(self.config.num_hidden_layers)
-            found = probe(self.module, self.vocab_size, layers, self.dtype, self.device, callers)
-            self.shapes, self._together, self.own_attention = found
+            found = probe(self.module, self.vocab_size, layers, self.dtype, self.device)
+            self.shapes, self._together, self._read, self.own_attention = found
         self.stateful: dict[int, Served] = {**modules, **calls}
         self._before: Tensor | None = None
 
@@ -170,13 +173,8 @@ class ModelWeights:
                 f"hidden states of layers {', '.join(map(str, layers))} are wanted, and {name} has {count}, counted "
                 "from 0: name others"
             )
-        lists = [m for m in self.module.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-        if len(lists) != 1:
-            raise UnsupportedError(
-                f"{name} has {len(lists)} lists of {count} layers where one is expected: hidden states of its layers "
-                "cannot be captured"
-            )
-        wanted = {layer: lists[0][layer] for layer in sorted({*self.capture.wanted, *layers})}
+        found = self.module.get_submodule(layer_list(self.module, count, "hidden states of layers"))
+        wanted = {layer: found[layer] for layer in sorted({*self.capture.wanted, *layers})}
         if wanted.keys() != self.capture.wanted.keys():
             self.capture.wanted = wanted
             self.generation += 1
@@ -264,9 +262,31 @@ class ModelWeights:
         bits = self._choose_bits(self._given.quantize) if self._given.quantize else None
         names = {id(module): name for name, module in self.module.named_modules()}
         self.siblings = [[names[id(layer)] for layer in group] for group in self._together]
-        pack_linears(self.module, table, self._together, free=self._given.owned, bits=bits)
+        pack_linears(self.module, table, self._together, read=self._read, free=self._given.owned, bits=bits)
         self._together = []
         return table
+
+    def take_patches(self) -> None:
+        """Run linear layers whose forward the user has replaced in his model since they were packed.
+
+        Raises:
+            UnsupportedError: he has replaced that of another module.
+        """
+        for name, place, before in self._others:
+            theirs = place()
+            if theirs is None or vars(theirs).get("forward") is before or replaced_forward(theirs) is None:
+                continue
+            path = name if self.encoder is None else f"inner.{name}"
+            ours = dict(self.module.named_modules()).get(path)
+            if ours is theirs:
+                continue
+            if not isinstance(ours, nn.Linear | PackedLinear):
+                raise UnsupportedError(
+                    f"forward of {name} was replaced in the user's model after sakiyomi had taken it over; make a new "
+                    "LLM of the changed model"
+                )
+            self.module.set_submodule(path, theirs)
+            self.generation += 1
 
     def _choose_bits(self, kind: str) -> dict[int, int]:
         """Bits of the linear layers' weights, by their id; the model's logits on the text are kept."""
@@ -296,6 +316,11 @@ class ModelWeights:
         kept = tuple(name for name, layer in layers.items() if layer.bits == 16)
         counts = len(layers) - len(kept), kept, agreement, divergence, len(self.text)
         self.quantization = QuantizationReport(str(self._given.quantize), *counts)
+
+
+def _forwards(model: nn.Module) -> list[tuple[str, weakref.ref[nn.Module], Any]]:
+    """The modules of a model, not kept alive, and what stands in the place of their forwards."""
+    return [(name, weakref.ref(part), vars(part).get("forward")) for name, part in model.named_modules() if name]
 
 
 def _device(model: Any) -> torch.device:
