@@ -23,7 +23,13 @@ from sakiyomi.core.errors import InputError, LoadError, MemoryLimitError, Unsupp
 from sakiyomi.core.memory import require_bytes
 from sakiyomi.kernels.quantization import check_quantization
 from sakiyomi.model_executor.loading.accelerated import read_quantized
-from sakiyomi.model_executor.loading.families import check_adapter, check_supported, has_encoder, read_config, text_config
+from sakiyomi.model_executor.loading.families import (
+    check_adapter,
+    check_supported,
+    has_encoder,
+    read_config,
+    text_config,
+)
 from sakiyomi.model_executor.loading.fit import by_layer, check_memory
 from sakiyomi.model_executor.loading.folder import gguf_file, local_folder, read_extractor, read_tokenizer
 from sakiyomi.model_executor.loading.gguf import read_gguf
