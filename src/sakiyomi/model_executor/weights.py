@@ -24,13 +24,13 @@ from sakiyomi.kernels.batch import BatchPlan
 from sakiyomi.kernels.native import PackedLinear, PackedWeights
 from sakiyomi.kernels.pack import is_linear, pack_linears, replaced_forward
 from sakiyomi.kernels.quantization import QuantizationReport, check_quantization, choose_bits, compare, layer_errors
-from sakiyomi.model_executor.attention import BackendNeeds
+from sakiyomi.model_executor.attention import BackendNeeds, op
 from sakiyomi.model_executor.encoder_decoder.decoder import Encoder, split
 from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
-from sakiyomi.model_executor.probe import expected_logits, probe
+from sakiyomi.model_executor.probe import PROOF, Expectation, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
 from sakiyomi.model_executor.structural_copy import layer_list, structural_copy
@@ -69,7 +69,7 @@ class ModelWeights:
         stream: where those come from that lie in files; None: no weights do.
         shapes: of the cache, by layer.
         stateful: layers that keep something else than keys and values, see ``cache/layer_state.py``.
-        expected: logits of the model's own forward, for the proof that ours gives the same; None: none is made.
+        expected: what the model's own forward gives, for the proof that ours gives the same; None: none is made.
         own_attention: the class keeps its own attention and cannot be switched to another.
         packed: linear layers in the compiled kernels; None: none are.
         unsettled: kernels are being built, and taken into use by ``ModelRunner.settle``.
@@ -125,9 +125,9 @@ class ModelWeights:
         self._read: set[int] = set()
         self._others = [] if owned or recorded else _forwards(model)
         callers = stateful_modules(self.module)
-        # Quantized, it gives other logits; and what is packed by now has no forward of its own.
-        proven = bool(callers) and not (recorded or prepared is not None or quantize)
-        self.expected = expected_logits(self.module, self.vocab_size, self.device) if proven else None
+        self.expected: Expectation | None = None
+        if not quantize and (prepared is None or prepared.native is None):  # else it gives other logits
+            self.expect(bool(callers))
         modules = serve_modules(self.module)
         callers = [module for module in callers if all(module is not other for other in modules.values())]
         calls = serve_functions(callers)
@@ -138,8 +138,10 @@ class ModelWeights:
             if prepared is not None and prepared.native is not None:
                 prepared.native.begin(BatchPlan([]), 0)
             layers = None if callers or modules else int(self.config.num_hidden_layers)
-            found = probe(self.module, self.vocab_size, layers, self.dtype, self.device)
+            found = probe(self.module, self.vocab_size, layers, self.device)
             self.shapes, self._together, self._read, self.own_attention = found
+        if not recorded:
+            op.set_reach(self.module, self.shapes)
         self.stateful: dict[int, Served] = {**modules, **calls}
         self._before: Tensor | None = None
 
@@ -153,7 +155,21 @@ class ModelWeights:
         """Put the transformers model in the place of a recorded one, for its modules, once sessions settle."""
         if isinstance(self.module, RecordedModel):
             self.module = self.module.whole(self.module)
+            op.set_reach(self.module, self.shapes)
             self.generation += 1
+
+    def expect(self, stateful: bool) -> None:
+        """Run the model's own forward for the proof at load, where there is one; attention is left switched.
+
+        What was recorded was proven then; the decoders of encoder-decoder models are those of ``FAMILIES``, and have no
+        forward of their own; a pass with offloaded weights costs as much as loading them.
+        """
+        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
+        if apart or self.max_context < PROOF + 2:
+            return
+        if self.packed is not None:
+            self.packed.begin(BatchPlan([]), 0)
+        self.expected = expect(self.module, self.vocab_size, self.device, stateful=stateful)
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
@@ -226,6 +242,7 @@ class ModelWeights:
             offloaded=self.offloaded,
             encoder=self.encoder is not None,
             distances=getattr(self.module, "distances", None),
+            plain=all(shape.plain for shape in self.shapes),
         )
 
     # ------------------------------------------------------------ packing
@@ -348,10 +365,7 @@ def _stored_bytes(tensor: Tensor) -> int:
 
 def _max_context(config: Any) -> int:
     """Tokens that a text may have, prompt included."""
-    most = int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):  # llama4: chunks are in the mask only
-        most = min(most, int(config.attention_chunk_size or most))
-    return min(most, _rope_limit(config))
+    return min(int(getattr(config, "max_position_embeddings", 0) or 1 << 30), _rope_limit(config))
 
 
 def _rope_limit(config: Any) -> int:

@@ -50,7 +50,7 @@ from sakiyomi.model_executor.recorded import RecordedConfig, RecordedModel
 __all__ = ["SCRIPT", "TAIL", "TensorSource", "assemble", "place_of", "read_recording", "recording_key", "undeprecated"]
 
 logger = logging.getLogger("sakiyomi")
-FORMAT = 2
+FORMAT = 3
 SCRIPT, TAIL = "script", "tail"
 SETTINGS = {".json", ".model", ".txt", ".jinja", ".tiktoken"}  # files beside the weights
 
@@ -157,8 +157,7 @@ def _from_checkpoint(
     layers = {layer["name"]: table.add_linear(*source.linear(layer, dtype)) for layer in about["layers"]}
     for group in about["siblings"]:
         join_siblings(table, [layers[name] for name in group])
-    cpu = torch.device("cpu")
-    shapes = [LayerShape(heads, key, value, cpu, window) for heads, key, value, window in about["cache"]]
+    shapes = list(map(LayerShape.from_json, about["cache"]))
     return layers, Prepared(table, shapes, None, about["siblings"]), source
 
 
