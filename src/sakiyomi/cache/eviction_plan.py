@@ -112,11 +112,13 @@ class EvictionPlan:
             UnsupportedError: it keeps its own attention, or has an encoder; its scores depend on positions that
                 evicted pairs would change; or attention to some of the columns alone is asked for, and it has sinks.
         """
-        placed = any(shape.chunk or shape.slopes is not None for shape in shapes)
+        placed = any(shape.chunk or shape.alibi is not None for shape in shapes)
         sinks = self.sparse is not None and any(shape.sinks is not None for shape in shapes)
         if own_attention or has_encoder or placed or sinks:
             what = "keeps its own attention" if own_attention else "has an encoder"
-            what = "has ALiBi or chunks, which count all positions" if placed else "has attention sinks" if sinks else what
+            what = (
+                "has ALiBi or chunks, which count all positions" if placed else "has attention sinks" if sinks else what
+            )
             raise UnsupportedError(
                 f"{name} {what}: its cache is not kept within a budget, nor packed; use cache='full'"
             )

@@ -13,7 +13,26 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache", "LayerShape", "Part"]
+__all__ = ["Alibi", "KVCache", "LayerShape", "Part"]
+
+
+class Alibi(NamedTuple):
+    """What ALiBi adds to scores: (position of the key) * slope * unit.
+
+    Attributes:
+        slopes: (query heads,) float32.
+        unit: of the slopes.
+        coarse: position * slope is rounded to bfloat16, as the model's class does.
+    """
+
+    slopes: Tensor
+    unit: float = 1.0
+    coarse: bool = False
+
+    def scores(self, heads: slice, positions: Tensor) -> Tensor:
+        """Of these query heads (heads, 1, n), float32."""
+        found = self.slopes[heads, None, None].to(positions.device) * positions
+        return self.unit * (found.bfloat16().float() if self.coarse else found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +47,7 @@ class LayerShape:
         chunk: a row sees its own chunk of so many positions alone; 0: there are no chunks.
         sinks: (query heads,) float32, a score of each head that takes part in its softmax and belongs to no key; None:
             there are none.
-        slopes: (query heads,) float32, what a score loses by position that its key lies before the row (ALiBi); None:
-            nothing.
+        alibi: what is added to scores by the positions of keys; None: nothing is.
     """
 
     heads: int
@@ -39,7 +57,7 @@ class LayerShape:
     window: int = 0
     chunk: int = 0
     sinks: Tensor | None = field(default=None, compare=False)
-    slopes: Tensor | None = field(default=None, compare=False)
+    alibi: Alibi | None = field(default=None, compare=False)
 
     @property
     def reach(self) -> int:
@@ -49,18 +67,25 @@ class LayerShape:
     @property
     def plain(self) -> bool:
         """Whether softmax runs over scores of keys alone, of all keys or of those in a window."""
-        return not self.chunk and self.sinks is None and self.slopes is None
+        return not self.chunk and self.sinks is None and self.alibi is None
 
     def as_json(self) -> list[Any]:
         """All but the device, for a file."""
-        tables = [None if table is None else table.tolist() for table in (self.sinks, self.slopes)]
-        return [self.heads, self.key_dim, self.value_dim, self.window, self.chunk, *tables]
+        sinks = None if self.sinks is None else self.sinks.tolist()
+        alibi = None if self.alibi is None else [self.alibi.slopes.tolist(), *self.alibi[1:]]
+        return [self.heads, self.key_dim, self.value_dim, self.window, self.chunk, sinks, alibi]
 
     @classmethod
     def from_json(cls, about: Sequence[Any]) -> LayerShape:
         """What ``as_json`` gave, on the CPU; in older files the last ones are missing."""
-        tables = [None if table is None else torch.tensor(table) for table in about[5:]]
-        return cls(*about[:3], torch.device("cpu"), *about[3:5], *tables)
+        sinks, alibi = (*about[5:], None, None)[:2]
+        return cls(
+            *about[:3],
+            torch.device("cpu"),
+            *about[3:5],
+            sinks=None if sinks is None else torch.tensor(sinks),
+            alibi=None if alibi is None else Alibi(torch.tensor(alibi[0]), *alibi[1:]),
+        )
 
     def pair_bytes(self, itemsize: int) -> int:
         """Bytes of one token's keys and values in this layer."""

@@ -23,8 +23,16 @@ struct Layer {
   // Added to scores by how many places the key lies before the row: [query heads][far], and the last one further back.
   const float* bias = nullptr;
   int64_t far = 0;
-  // Of each query head: a score that takes part in its softmax and belongs to no key; what a score loses by place (ALiBi).
+  // Of each query head: a score that takes part in its softmax and belongs to no key; what is added to a score for each position
+  // of its key (ALiBi), in units, and rounded to bf16 before where it is coarse.
   const float *sinks = nullptr, *slopes = nullptr;
+  float unit = 1.0f;
+  bool coarse = false;
+
+  float by_position(int64_t query, int64_t t) const {
+    const float found = slopes[query] * t;
+    return unit * (coarse ? widen(narrow(found)) : found);
+  }
   // Pairs that a head has dropped or packed: [slots][dropped_stride], this layer's heads first. Columns of `keys` and `values` are
   // places less those.
   const int32_t* dropped = nullptr;
@@ -321,8 +329,7 @@ void attend_group(const Paths& paths, const Layer& layer, const Segment& seg, in
     float left = scaling, sink = -INFINITY;
     if (layer.sinks || layer.slopes) {
       const int64_t query = head * group + r % group;
-      const float slope = layer.slopes ? layer.slopes[query] : 0.0f;
-      for (int64_t t = begin; t < end; ++t) score[t] = score[t] * scaling - slope * (end - 1 - t);
+      for (int64_t t = begin; t < end; ++t) score[t] = score[t] * scaling + (layer.slopes ? layer.by_position(query, t) : 0.0f);
       if (layer.sinks) sink = layer.sinks[query];
       left = 1.0f;
     }

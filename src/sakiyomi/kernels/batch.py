@@ -191,15 +191,21 @@ class BatchPlan:
             seen &= _within(position, before + depth[part.done :, None], window)
         return seen
 
-    def distances(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
-        """How many places before each row of a segment each column lies, as positions count: (rows, columns) int64.
-
-        Columns are those of ``visible``; what a row does not see has any number that is not negative.
-        """
+    def column_positions(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
+        """The position of each column of ``visible``, (columns,) int64, of siblings the same."""
         _, _, rows, length, _ = self.table[segment]
         part = self.parts[segment]
         position = torch.arange(length + rows, device=device)
         if part.parents is not None:
             before = length - part.done
             position[before:] = before + _family(part.parents)[1].to(device)
+        return position
+
+    def distances(self, segment: int, device: torch.device | str = "cpu") -> Tensor:
+        """How many places before each row of a segment each column lies, as positions count: (rows, columns) int64.
+
+        Columns are those of ``visible``; what a row does not see has any number that is not negative.
+        """
+        length = self.parts[segment].length
+        position = self.column_positions(segment, device)
         return (position[length:, None] - position).clamp_min_(0)

@@ -464,9 +464,9 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
 }
 
 // What a layer adds to its scores, see Layer, after sk_layer; null where it does not.
-void sk_layer_scores(int64_t m, int64_t index, const float* sinks, const float* slopes) {
+void sk_layer_scores(int64_t m, int64_t index, const float* sinks, const float* slopes, double unit, int coarse) {
   Layer& layer = ((Session*)m)->layers[index];
-  layer.sinks = sinks, layer.slopes = slopes;
+  layer.sinks = sinks, layer.slopes = slopes, layer.unit = (float)unit, layer.coarse = coarse != 0;
 }
 
 // Pairs that heads have dropped: [slots][layers][heads], `heads` those of the largest layer.

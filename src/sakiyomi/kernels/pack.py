@@ -16,14 +16,18 @@ __all__ = [
     "Watch", "is_linear", "join_siblings", "linear_beside", "pack_linears", "present", "replaced_forward", "weight_of",
 ]  # fmt: skip
 
+TURNED = ("transformers.pytorch_utils", "Conv1D")
+"""Transformers' linear layer with its weight the other way round."""
+_ALIKE = [("transformers.models.falcon.modeling_falcon", "FalconLinear")]
+"""Those of its classes that compute what torch's does."""
 _ABOUT = {"dtype", "device", "requires_grad"}
 """What a packed layer's weight can be asked for, too."""
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is exactly torch's linear layer, or transformers' one with its weight the other way round."""
+    """Whether it is exactly torch's linear layer, or one of transformers' own."""
     kind = type(module)
-    linear = kind is nn.Linear or (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+    linear = kind is nn.Linear or (kind.__module__, kind.__name__) in (TURNED, *_ALIKE)
     return linear and replaced_forward(module) is None
 
 
@@ -130,7 +134,8 @@ def present(layer: nn.Module) -> Iterator[None]:
 
 def weight_of(layer: nn.Module) -> Tensor:
     """A linear layer's weight as (out, in)."""
-    weight: Tensor = layer.weight if type(layer) is nn.Linear else layer.weight.T  # type: ignore[assignment]
+    turned = (type(layer).__module__, type(layer).__name__) == TURNED
+    weight: Tensor = layer.weight.T if turned else layer.weight  # type: ignore[assignment,operator]
     return weight
 
 

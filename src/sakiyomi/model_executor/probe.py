@@ -151,10 +151,8 @@ def _short_reaches(model: Any) -> Iterator[None]:
 def _own_shapes(model: Any, ids: Tensor, layers: int) -> list[LayerShape]:
     """Layer shapes of a model that keeps its own attention."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
-        raise UnsupportedError(
-            f"{name} derives positions from the column of the cache (ALiBi); such models are not supported"
-        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedError(f"{name} derives positions from the column of the cache; such models are not supported")
     if "local" in (getattr(config, "attention_layers", None) or ()) or getattr(config, "sliding_window", None):
         raise UnsupportedError(
             f"{name} cuts its sliding window by the column of the cache; such models are not supported"

@@ -133,10 +133,13 @@ def _noting(
             max(reach, 0),
             max(-reach, 0),
             None if sinks is None else sinks.detach().float().contiguous(),
+            kwargs.get("own_alibi"),
         )
     )
     if attention_mask is None and query.shape[2] > 1:
-        attention_mask = torch.full((1, 1, *[query.shape[2]] * 2), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
+        attention_mask = torch.full(
+            (1, 1, *[query.shape[2]] * 2), -torch.inf, dtype=query.dtype, device=query.device
+        ).triu(1)
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None) or _eager
     out: tuple[Tensor, Any] = eager(
         module, query, key, value, attention_mask, scaling=_scaling(query, scaling), **kwargs
@@ -175,6 +178,11 @@ CROSS: dict[str, Callable[[Tensor, int, float], Tensor]] = {}
 """Cross-attention by the names of operators: (1, heads, rows, dim) to (1, rows, heads, dim)."""
 
 
+def _no_mask(*_: Any, config: Any = None, **__: Any) -> Tensor | None:
+    """In the place of a mask: nothing, or a tensor for classes that do something with any (see ``own.py``)."""
+    return torch.zeros(1) if getattr(config, "_any_mask", False) else None
+
+
 @functools.cache
 def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Tensor]) -> None:
     """Make an operator known to transformers, once a process; see ``AttentionBackend`` for what it computes."""
@@ -182,7 +190,7 @@ def register(name: str, attend: Attend, cross: Callable[[Tensor, int, float], Te
 
     if name != "eager":  # a model's own
         AttentionInterface.register(name, _attention_of(attend))
-        AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+        AttentionMaskInterface.register(name, _no_mask)
     CROSS[name] = cross
 
 

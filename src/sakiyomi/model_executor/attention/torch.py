@@ -167,12 +167,11 @@ def _attend_part(
     shape, group = dense.cache.shapes[layer], queries.shape[0] // keys.shape[0]
     own = slice(part.heads.start * group, part.heads.stop * group)  # query heads
     sinks = None if shape.sinks is None else shape.sinks[own]
-    slopes = None if shape.slopes is None else shape.slopes[own, None, None]
     if not (dense.by_row and alone):
         mask = _pass.mask(segment, window, gone, queries.device) if rows > 1 or window else None
         bias = _pass.bias(segment, dense.distances) if dense.distances is not None else None
-        if slopes is not None:
-            bias = -slopes * plan.distances(segment, queries.device)
+        if shape.alibi is not None:
+            bias = shape.alibi.scores(own, plan.column_positions(segment, queries.device)).expand(-1, rows, -1)
         return attend_all(queries, keys, values, mask, scaling, softcap, bias, sinks)
     outs = []
     for row in range(rows):
@@ -180,12 +179,12 @@ def _attend_part(
         columns = torch.tensor([*range(length - plan.parts[segment].done), *path.tolist()], device=queries.device)
         if window:
             columns = columns[-window if window > 0 else (len(columns) - 1) // -window * -window :]
-        far = torch.arange(len(columns) - 1, -1, -1, device=queries.device)
         bias = dense.distances
         if bias is not None:
-            bias = bias[:, None, far.clamp_max(bias.shape[1] - 1)]
-        if slopes is not None:
-            bias = -slopes * far
+            far = torch.arange(len(columns) - 1, -1, -1, device=queries.device).clamp_max_(bias.shape[1] - 1)
+            bias = bias[:, None, far]
+        if shape.alibi is not None:  # never with a window
+            bias = shape.alibi.scores(own, torch.arange(len(columns), device=queries.device))
         pairs = keys[:, columns], values[:, columns]
         outs.append(attend_all(queries[:, row : row + 1], *pairs, None, scaling, softcap, bias, sinks))
     return torch.cat(outs)
