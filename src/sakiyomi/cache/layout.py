@@ -79,10 +79,14 @@ class LayerShape:
     def from_json(cls, about: Sequence[Any]) -> LayerShape:
         """What ``as_json`` gave, on the CPU; in older files the last ones are missing."""
         sinks, alibi = (*about[5:], None, None)[:2]
+        heads, key_dim, value_dim, window, chunk = (*about, 0)[:5]
         return cls(
-            *about[:3],
+            heads,
+            key_dim,
+            value_dim,
             torch.device("cpu"),
-            *about[3:5],
+            window,
+            chunk,
             sinks=None if sinks is None else torch.tensor(sinks),
             alibi=None if alibi is None else Alibi(torch.tensor(alibi[0]), *alibi[1:]),
         )

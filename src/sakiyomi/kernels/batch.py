@@ -72,7 +72,7 @@ def _family(parents: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _within(columns: Tensor, rows: Tensor, window: int) -> Tensor:
-    """Which positions a window or chunk (see ``BatchPlan.visible``) lets rows at other positions see, as they broadcast."""
+    """Which positions a window or chunk (see ``BatchPlan.visible``) lets rows at other positions see."""
     return columns > rows - window if window > 0 else columns >= rows // -window * -window
 
 

@@ -135,7 +135,7 @@ def present(layer: nn.Module) -> Iterator[None]:
 def weight_of(layer: nn.Module) -> Tensor:
     """A linear layer's weight as (out, in)."""
     turned = (type(layer).__module__, type(layer).__name__) == TURNED
-    weight: Tensor = layer.weight.T if turned else layer.weight  # type: ignore[assignment,operator]
+    weight: Tensor = layer.weight.T if turned else layer.weight  # type: ignore[assignment]
     return weight
 
 

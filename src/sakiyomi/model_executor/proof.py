@@ -25,8 +25,8 @@ ROUNDED = 0.1  # the same in bfloat16 and float16, and where weights are quantiz
 def prove(runner: ModelRunner) -> None:
     """Take the text through prompt, single rows, a token tree and a commit, beside another request.
 
-    Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them. Nothing
-    is done for a model whose own logits were not taken (see ``ModelWeights.expect``).
+    Windows are as short as they were when the model's own forward was run, so that the text reaches beyond them.
+    Nothing is done for a model whose own logits were not taken (see ``ModelWeights.expect``).
 
     Raises:
         UnsupportedError: the logits differ by more than rounding.

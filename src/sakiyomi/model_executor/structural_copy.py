@@ -40,4 +40,4 @@ def layer_list(model: nn.Module, count: int, what: str) -> str:
         raise UnsupportedError(
             f"{what}: {type(model).__name__} has {len(outer)} lists of {count} layers where one is expected"
         )
-    return outer[0]
+    return str(outer[0])

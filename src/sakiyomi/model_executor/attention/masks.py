@@ -1,7 +1,7 @@
 """How far a mask lets rows see, read from the mask functions of transformers' classes.
 
-A class may have its window in the mask alone, and tell the attention function nothing of it. A mask function says of two
-positions whether one sees the other; it is asked about some rows that lie far behind, and must answer as one of the
+A class may have its window in the mask alone, and tell the attention function nothing of it. A mask function says of
+two positions whether one sees the other; it is asked about some rows that lie far behind, and must answer as one of the
 kinds that are known here: all positions before a row, a sliding window, or chunks.
 """
 

@@ -20,7 +20,7 @@ from sakiyomi.cache.layout import Alibi
 __all__ = ["OWN", "serve_own"]
 
 Attend = Callable[..., Tensor]
-"""From the module, queries, keys and values (1, heads, N, dim), the factor of scores and ALiBi to (1, N, heads * dim)."""
+"""From module, queries, keys and values (1, heads, N, dim), factor of scores and ALiBi to (1, N, heads * dim)."""
 
 
 def serve_own(model: Any) -> bool:
