@@ -14,6 +14,8 @@ from drafters import Branching, Scripted, texts_of
 from sakiyomi import LLM, SamplingParams, UnsupportedError
 from sakiyomi.kernels.native import native
 from sakiyomi.model_executor.build import build_runner
+from sakiyomi.model_executor.proof import prove
+from sakiyomi.model_executor.runner import ModelRunner
 from toys import character_tokenizer
 
 TOKENIZER = character_tokenizer("".join(map(chr, range(0x3041, 0x3041 + VOCAB - 2))))
@@ -105,9 +107,12 @@ def drop(name: str, layer: int) -> Sequence[Any]:
     return shapes
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("name", ["gpt_oss", "bloom", "llama4-chunked", "phimoe"])
-def test_the_proof_finds_what_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_finds_what_is_left_out(name: str, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sinks, ALiBi, chunks or windows of one layer that attention does not know of."""
+    if large:  # then on some of the layers
+        monkeypatch.setattr("sakiyomi.model_executor.weights.LARGE", 0)
     broken = drop(name, 0)
     from sakiyomi.model_executor.weights import ModelWeights
 
@@ -139,3 +144,21 @@ def test_a_window_that_the_text_does_not_reach() -> None:
         config.sliding_window = 250
         far = make(config)
     assert greedy(far, tokens, 8) != done[0].token_ids, "the window makes no difference"
+
+
+@pytest.mark.parametrize(("name", "depth"), [("gpt_oss", 2), ("bloom", 1), ("gemma3n", None)])
+def test_a_large_model_is_proven_on_some_of_its_layers(
+    name: str, depth: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as hold one of every kind."""
+    depths: list[int | None] = []
+
+    def note(runner: ModelRunner) -> None:
+        assert runner.weights.expected is not None
+        depths.append(runner.weights.expected.depth)
+        prove(runner)
+
+    monkeypatch.setattr("sakiyomi.model_executor.weights.LARGE", 0)
+    monkeypatch.setattr("sakiyomi.model_executor.build.prove", note)
+    check(LLM((model_of(name), TOKENIZER), "none", compile=False), name)
+    assert depths == [depth]

@@ -29,10 +29,12 @@ class Expectation(NamedTuple):
     Attributes:
         logits: (PROOF, V) of the model's own forward, without any cache, with windows of ``SHORT`` positions.
         reaches: by the number of each layer that called attention how far it saw.
+        depth: so many of the first layers were run; None: all.
     """
 
     logits: Tensor
     reaches: dict[int, int]
+    depth: int | None = None
 
 
 class Probed(NamedTuple):

@@ -34,11 +34,12 @@ from sakiyomi.model_executor.loading.stream import attach, is_offloaded
 from sakiyomi.model_executor.probe import PROOF, Expectation, expect, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
-from sakiyomi.model_executor.structural_copy import layer_list, structural_copy
+from sakiyomi.model_executor.structural_copy import distinct_layers, first_layers, layer_list, structural_copy
 
 __all__ = ["ModelWeights"]
 
 logger = logging.getLogger("sakiyomi")
+LARGE = 1 << 27  # bytes of weights, from which on the proof at load takes some layers instead of all
 SMALL_HEAD = 0.1  # share of the weights, below which a head is small
 
 
@@ -173,7 +174,24 @@ class ModelWeights:
             return
         if self.packed is not None:
             self.packed.begin(BatchPlan([]), 0)
-        self.expected = expect(self.module, self.vocab_size, self.device, stateful=stateful)
+        module, depth = self.module, None if stateful else self._enough()
+        if depth is not None:
+            module = first_layers(module, depth, int(self.config.num_hidden_layers))
+        found = expect(module, self.vocab_size, self.device, stateful=stateful)
+        self.expected = None if found is None else found._replace(depth=depth)
+
+    def _enough(self) -> int | None:
+        """Layers on which a large model is proven, since passes over all would take long; None: all."""
+        count = int(self.config.num_hidden_layers)
+        size = sum(map(_stored_bytes, (*self.module.parameters(), *self.module.buffers())))
+        if size < LARGE:
+            return None
+        try:
+            layers = self.module.get_submodule(layer_list(self.module, count, "the proof"))
+        except UnsupportedError:
+            return None
+        depth = distinct_layers(layers)
+        return depth if depth < count else None
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Have every pass give what these decoder layers give, too (see ``PassOutput``), once sessions have settled.
