@@ -128,10 +128,10 @@ class ModelWeights:
         self._others = [] if owned or recorded else _forwards(model)
         callers = stateful_modules(self.module)
         self.expected: Expectation | None = None
-        self._replaced = False  # modules have another forward than their class
         if not quantize and (prepared is None or prepared.native is None):  # else it gives other logits
             self.expect(bool(callers))
-        self._replaced = not recorded and serve_own(self.module)
+        if not recorded:
+            serve_own(self.module)
         modules = serve_modules(self.module)
         callers = [module for module in callers if all(module is not other for other in modules.values())]
         calls = serve_functions(callers)
@@ -166,10 +166,9 @@ class ModelWeights:
         """Run the model's own forward for the proof at load, where there is one; attention is left switched.
 
         What was recorded was proven then; the decoders of encoder-decoder models are those of ``FAMILIES``, and have no
-        forward of their own, nor have classes whose attention was replaced; a pass with offloaded weights costs as much
-        as loading them.
+        forward of their own; a pass with offloaded weights costs as much as loading them.
         """
-        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded or self._replaced
+        apart = isinstance(self.module, RecordedModel) or self.encoder is not None or self.offloaded
         if apart or self.max_context < PROOF + 2:
             return
         if self.packed is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sakiyomi.cache.layout import LayerShape
+from sakiyomi.cache.layout import Alibi, LayerShape
 from sakiyomi.core.errors import UnsupportedError
 from sakiyomi.model_executor.attention import observe  # noqa: F401  (their operators are registered)
 from sakiyomi.model_executor.attention import torch as dense
@@ -136,12 +136,10 @@ def _noting(
             kwargs.get("own_alibi"),
         )
     )
-    if attention_mask is None and query.shape[2] > 1:
-        attention_mask = torch.full(
-            (1, 1, *[query.shape[2]] * 2), -torch.inf, dtype=query.dtype, device=query.device
-        ).triu(1)
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None) or _eager
-    out: tuple[Tensor, Any] = eager(
+    if attention_mask is None:
+        attention_mask = _causal(query)
+    function = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None) or eager
+    out: tuple[Tensor, Any] = function(
         module, query, key, value, attention_mask, scaling=_scaling(query, scaling), **kwargs
     )
     return out
@@ -151,13 +149,27 @@ def _scaling(query: Tensor, scaling: float | None) -> float:
     return float(scaling if scaling is not None else query.shape[-1] ** -0.5)
 
 
-def _eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **kwargs: Any
+def _causal(query: Tensor) -> Tensor:
+    rows = query.shape[2]
+    return torch.full((1, 1, rows, rows), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
+
+
+def eager(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    own_alibi: Alibi | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a class whose file has no function of that."""
+    """Attention of one text for classes whose file has no function of that, see ``own.py``."""
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
-    weights = (scores if mask is None else scores + mask).float().softmax(-1).to(query.dtype)
+    if own_alibi is not None:
+        scores = scores + own_alibi.scores(slice(None), torch.arange(key.shape[2], device=key.device))
+    weights = (scores + (_causal(query) if mask is None else mask)).float().softmax(-1).to(query.dtype)
     return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
 

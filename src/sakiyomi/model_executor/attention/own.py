@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sakiyomi.cache.layout import Alibi
+from sakiyomi.model_executor.attention.op import eager
 
 __all__ = ["OWN", "serve_own"]
 
@@ -23,8 +24,8 @@ Attend = Callable[..., Tensor]
 """From module, queries, keys and values (1, heads, N, dim), factor of scores and ALiBi to (1, N, heads * dim)."""
 
 
-def serve_own(model: Any) -> bool:
-    """Have the attention modules of a model that are known here call the attention operator; whether there are some.
+def serve_own(model: Any) -> None:
+    """Have the attention modules of a model that are known here call the attention operator.
 
     Args:
         model: our structural copy; changed in place.
@@ -36,7 +37,6 @@ def serve_own(model: Any) -> bool:
     if known:  # transformers would not switch such a class
         model.config._any_mask = True  # MPT converts it, before nobody reads it
         model.set_attn_implementation = functools.partial(setattr, model.config, "_attn_implementation")
-    return bool(known)
 
 
 def _attend(
@@ -44,7 +44,7 @@ def _attend(
 ) -> Tensor:
     from transformers import AttentionInterface
 
-    function = AttentionInterface()[config._attn_implementation]
+    function = AttentionInterface().get(config._attn_implementation, eager)
     out: Tensor = function(module, q, k, v, None, scaling=scaling, own_alibi=alibi)[0]
     return out.flatten(2)
 
