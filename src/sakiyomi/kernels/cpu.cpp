@@ -174,8 +174,10 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
   };
   std::vector<Task> tasks;
   int64_t work = 0, used = 0;
+  // Sinks, slopes and chunks are known to the kernel of few rows alone.
+  const bool blocks = window >= 0 && !layer.sinks && !layer.slopes;
   for (const Segment& s : pass.segments) {
-    const int64_t parts = s.prompt ? (s.rows * group + prompt_rows - 1) / prompt_rows : 1, most = (s.rows + parts - 1) / parts;
+    const int64_t parts = blocks && s.prompt ? (s.rows * group + prompt_rows - 1) / prompt_rows : 1, most = (s.rows + parts - 1) / parts;
     for (int64_t head = 0; head < layer.heads; ++head)
       for (int64_t first = 0; first < s.rows; first += most) tasks.push_back({&s, head, first, std::min<int64_t>(most, s.rows - first)});
     work += s.rows * (s.length + s.rows) * layer.key_dim * group * 2;
@@ -186,13 +188,13 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, int64
   if (used < rows) std::memset(to + used * line, 0, (rows - used) * line);
   auto run = [&]<typename T>(T* to) {
     for (const Segment& s : pass.segments)
-      if (s.prompt)  // all of its tasks read them
+      if (blocks && s.prompt)  // all of its tasks read them
         for (int64_t head = 0; head < layer.heads; ++head) write_pairs<T>(layer, s, head, kv, vv);
     const int64_t grain = std::max<int64_t>(1, 20000 / std::max<int64_t>(1, work));
     parallel_for(0, (int64_t)tasks.size(), grain, [&](int64_t begin, int64_t end) {
       for (int64_t t = begin; t < end; ++t) {
         const auto& [segment, head, first, count] = tasks[t];
-        if (segment->prompt) attend_prompt(layer, *segment, head, group, first, count, qv, to, heads, scaling, softcap, window);
+        if (blocks && segment->prompt) attend_prompt(layer, *segment, head, group, first, count, qv, to, heads, scaling, softcap, window);
         else attend_group(paths, layer, *segment, head, group, qv, kv, vv, to, heads, scaling, softcap, window);
       }
     });
@@ -392,6 +394,12 @@ void sk_layer(int64_t m, int64_t index, void* keys, void* values, int64_t heads,
   auto& layers = ((Session*)m)->layers;
   if ((int64_t)layers.size() <= index) layers.resize(index + 1);
   layers[index] = {(char*)keys, (char*)values, {starts, starts + heads + 1}, heads, key_dim, value_dim, half != 0};
+}
+
+// What a layer adds to its scores, see Layer, after sk_layer; null where it does not.
+void sk_layer_scores(int64_t m, int64_t index, const float* sinks, const float* slopes, double unit, int coarse) {
+  Layer& layer = ((Session*)m)->layers[index];
+  layer.sinks = sinks, layer.slopes = slopes, layer.unit = (float)unit, layer.coarse = coarse != 0;
 }
 
 // Pairs that heads have dropped: [slots][layers][heads], `heads` those of the largest layer.

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
-from torch import nn
-
 from sakiyomi.core.errors import InputError, UnsupportedError
 from sakiyomi.model_executor.runner import ModelRunner
 from sakiyomi.model_executor.session import DRAFT_SIZES
+from sakiyomi.model_executor.structural_copy import first_layers
 
 __all__ = ["FirstLayers"]
 
@@ -24,13 +20,14 @@ class FirstLayers(ModelRunner):
     Args:
         whole: the model.
         count: layers that are run, at least 1 and fewer than there are.
+        compile: see ``Session``; None: as the model's.
 
     Raises:
         InputError: there are not so many.
         UnsupportedError: the model's layers are not one list of modules.
     """
 
-    def __init__(self, whole: ModelRunner, count: int) -> None:
+    def __init__(self, whole: ModelRunner, count: int, *, compile: bool | str | None = None) -> None:
         layers = int(whole.config.num_hidden_layers)
         if not 1 <= count < layers:
             raise InputError(f"early exit after layer {count}; the model has {layers}: give one of 1 to {layers - 1}")
@@ -43,10 +40,10 @@ class FirstLayers(ModelRunner):
         super().__init__(
             whole.weights,
             whole.cache,
-            module=_cut(whole.module, count, layers),
+            module=first_layers(whole.module, count, layers),
             sources=whole.sources,
             eviction=whole.eviction,
-            compile=whole.compile,
+            compile=whole.compile if compile is None else compile,
             first_sizes=DRAFT_SIZES,
             depth=count,
         )
@@ -55,34 +52,5 @@ class FirstLayers(ModelRunner):
     def take_backend(self) -> None:
         """That of the whole model, on its modules as they are now."""
         whole = self._whole
-        self.module = _cut(whole.module, self._depth, int(whole.config.num_hidden_layers))
+        self.module = first_layers(whole.module, self._depth, int(whole.config.num_hidden_layers))
         self._adopt(whole.backend)
-
-
-def _cut(model: nn.Module, count: int, layers: int) -> Any:
-    """The model with fewer layers: new modules on the way to the list of layers, all others are the model's own."""
-    lists = [
-        name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == layers
-    ]
-    if len(lists) != 1:
-        raise UnsupportedError(
-            f"early exit: {type(model).__name__} has {len(lists)} lists of {layers} layers where one is expected"
-        )
-    top = place = _shallow(model)
-    *way, last = lists[0].split(".")
-    for name in way:
-        place._modules[name] = inner = _shallow(place.get_submodule(name))
-        place = inner
-    whole = place._modules[last]
-    assert isinstance(whole, nn.ModuleList)
-    place._modules[last] = nn.ModuleList(list(whole)[:count])
-    return top.eval()
-
-
-def _shallow(module: nn.Module) -> nn.Module:
-    """The module again, with a dictionary of children of its own."""
-    same = copy.copy(module)
-    same._modules = dict(module._modules)
-    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the original
-        vars(same).pop(name, None)
-    return same
