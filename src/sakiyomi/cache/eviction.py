@@ -254,16 +254,17 @@ class EvictingCache(ManagedCache):
         self._slots.pop(slot, None)
 
     def resume(self, slot: int, length: int, multiple: int = 1) -> int:
-        """Take a slot's text back, but not behind its last boundary: before that it begins anew.
+        """Take a slot's text back; where pairs are evicted, not behind its last boundary: before that it begins anew.
 
         Where log probabilities are needed, the token behind them must be the one that was there: how likely it was,
         the row before it has said, which is not computed again.
         """
         record = self._slots[slot]
         length = super().resume(slot, length, multiple)
-        if length < record.boundary:
+        if length < record.boundary and self.cache.dropped is not None:
             self.begin(slot)
             return 0
+        record.boundary = min(record.boundary, length)
         del record.neg_log_prob[length - record.boundary + (length > 0) :]
         return length
 

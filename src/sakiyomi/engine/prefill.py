@@ -102,6 +102,7 @@ class Prefill:
                 last.append(at.stop - 1)
                 continue
             self.evict(request)
+            self.slots.keep_border(request)
             running.remove(request)  # the others' turn, so that a long prompt does not hold up short ones
             running.append(request)
         self.slots.share()

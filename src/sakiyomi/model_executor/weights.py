@@ -29,6 +29,7 @@ from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
+from sakiyomi.model_executor.positions import take_positions
 from sakiyomi.model_executor.probe import expected_logits, probe
 from sakiyomi.model_executor.recorded import RecordedModel
 from sakiyomi.model_executor.recurrences import serve_functions, stateful_modules
@@ -98,6 +99,8 @@ class ModelWeights:
         self.encoder: Encoder | None = None
         if getattr(model.config, "is_encoder_decoder", False):
             self.module, self.encoder = split(self.module)
+        elif not recorded:
+            take_positions(self.module)
         self.config = self.module.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])
