@@ -52,9 +52,27 @@ _TINY: dict[str, Any] = {
 
 DECODER = "with is_decoder in its configuration, as here; without it an encoder, which is refused"
 _LATENT = {"num_key_value_heads": 4}
-_DECODER = {"is_decoder": True, "is_encoder_decoder": False, "pad_token_id": 0, "encoder_layers": 3, "forced_eos_token_id": None}
-_SEEING = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28}
-_HEARING = {"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 4, "ext_pw_out_channel": 32}
+_DECODER = {
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "pad_token_id": 0,
+    "encoder_layers": 3,
+    "forced_eos_token_id": None,
+}
+_SEEING = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+}
+_HEARING = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_blocks": 1,
+    "num_attention_heads": 4,
+    "ext_pw_out_channel": 32,
+}
 _IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 _BERT = {"pad_token_id": 0, "is_decoder": True}
 _LAST_FULL = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
@@ -78,12 +96,17 @@ _QWEN4 = {
     "indexer_compress_ratio": 2,
     "hc_lowrank": 8,
 }
-_DOTS = {"layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "num_key_value_heads": 4, "index_head_dim": 256}
+_DOTS = {
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "num_key_value_heads": 4,
+    "index_head_dim": 256,
+}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(ENCODERS, _BERT),
     "xmod": _BERT | {"default_language": "en_XX"},
-    "roc_bert": _BERT | {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB, "shape_embed_dim": 8}
+    "roc_bert": _BERT
+    | {"pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB, "shape_embed_dim": 8}
     | {"pronunciation_embed_dim": 8},
     **dict.fromkeys(
         ("axk1", "axk2", "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"), _LATENT
@@ -92,7 +115,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
         _DECODER,
     ),
-    "longcat_flash": _LATENT | {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2},
+    "longcat_flash": _LATENT
+    | {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2},
     "whisper": _DECODER | {"num_mel_bins": 8, "max_source_positions": 16},
     "trocr": {"is_decoder": True, "pad_token_id": 0},
     "cwm": _IDS | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -123,8 +147,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xlm": {"pad_token_id": 2, "causal": True, "is_encoder": False},
     "xlnet": {"attn_type": "bi"},
     "xlstm": {"hidden_size": 64, "embedding_dim": 64, "vocab_size": VOCAB, "num_blocks": 3},
-    "prophetnet": {"is_decoder": True, "is_encoder_decoder": False, "num_decoder_layers": 3, "num_encoder_layers": 1,
-        "num_decoder_attention_heads": 4, "num_encoder_attention_heads": 4, "pad_token_id": 0},
+    "prophetnet": {
+        "is_decoder": True,
+        "is_encoder_decoder": False,
+        "num_decoder_layers": 3,
+        "num_encoder_layers": 1,
+        "num_decoder_attention_heads": 4,
+        "num_encoder_attention_heads": 4,
+        "pad_token_id": 0,
+    },
     "laguna": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
     "mellum": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": WINDOW},
     "qwen2_moe": {"decoder_sparse_step": 1},
@@ -144,9 +175,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
         "max_position_embeddings": 256,
-        "patcher_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48},
+        "patcher_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+        },
         "encoder_config": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
-        "decoder_config": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2},
+        "decoder_config": {
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+        },
         "global_config": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2},
     },
 }
@@ -276,7 +317,12 @@ def main(kinds: Sequence[str]) -> None:
         try:
             known[kind] = outcome(kind)
         except Exception as error:
-            known[kind] = {"type": kind, "class": KINDS[kind], "state": "wrong", "why": f"{type(error).__name__}: {error}"}
+            known[kind] = {
+                "type": kind,
+                "class": KINDS[kind],
+                "state": "wrong",
+                "why": f"{type(error).__name__}: {error}",
+            }
         print(json.dumps(known[kind]), flush=True)
     lines = [{"transformers": transformers.__version__}, *(known[kind] for kind in sorted(known))]
     TABLE.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Any
 from sakiyomi.cache.cross_attention import Source
 from sakiyomi.core.audio import Audio
 from sakiyomi.core.errors import InputError
+from sakiyomi.core.images import ImagePrompt
 from sakiyomi.core.params import SamplingParams
 
 __all__ = ["InputProcessor", "TextInputProcessor", "TokenizedPrompt", "prompt_tokens", "with_ids"]
@@ -50,6 +51,8 @@ class TextInputProcessor:
         """See ``InputProcessor``."""
         if isinstance(prompt, Audio):
             raise InputError(f"the prompt is {prompt!r}, and the model reads text; load a speech model (whisper)")
+        if isinstance(prompt, ImagePrompt):
+            raise InputError(f"the prompt is {prompt!r}, and the model reads text; load a model that sees")
         tokens = prompt_tokens(prompt, self._tokenizer, self._vocab_size, self._max_context)
         return TokenizedPrompt(tokens, with_ids(params, self._tokenizer))
 

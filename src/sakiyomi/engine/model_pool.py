@@ -100,7 +100,11 @@ class ModelPool:
             model.settle()
 
     def input_processor(self, max_context: int) -> InputProcessor | None:
-        """What makes sources for the target's encoder; None where it has none."""
+        """What makes sources for the target's encoder, or reads images; None where it reads text alone."""
+        if self.target.weights.multimodal:
+            from sakiyomi.engine.image_inputs import ImageInputProcessor
+
+            return ImageInputProcessor(self.loaded, self.target, max_context)
         if not has_encoder(self.loaded.model.config):
             return None
         from sakiyomi.engine.encoder_inputs import SourceInputProcessor

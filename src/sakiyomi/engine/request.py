@@ -57,6 +57,11 @@ class RetainedSlot:
     border: Prefix | None = None
     context: Context | None = None
 
+    @property
+    def lends(self) -> bool:
+        """Whether it holds what any prompt with these tokens would have there: no prefix's, and no image's."""
+        return not self.base and (self.context is None or self.context.source is None)
+
     def shared(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are held."""
         return alike(self.held, tokens)

@@ -82,12 +82,15 @@ class SlotManager:
             self._go_on(request)
         if lender is not None and lender.slot is not None and not self._eviction.chunked:
             self._copy(request, lender.slot, self._lendable(lender.slot, self._held(lender, request)))
+        assert request.slot is not None
+        self._target.shifts.pop(request.slot, None)
         self._share(request)
 
     def _hand_over(self, place: RetainedSlot, request: Request) -> None:
         """Give a retained slot to a request, rolled back to what can be reused."""
         assert place.slot is not None and place.context is not None
-        same = request.context.source is None  # else what is held was made from another source
+        # Else what is held was made from another source.
+        same = request.context.source is None and place.context.source is None
         shared = self._held(place, request) if same else 0
         self._kept.remove(place)
         whole = self._chunk_size if self._exact or (self._eviction.chunked and not place.base) else 1
@@ -141,7 +144,7 @@ class SlotManager:
         """The shareable place that has most of a request's prompt."""
         if not request.shares or request.context.source is not None:
             return None
-        held = {place: self._held(place, request) for place in self._kept if place.shareable and not place.base}
+        held = {place: self._held(place, request) for place in self._kept if place.shareable and place.lends}
         best = max(held, key=held.__getitem__, default=None)
         return best if best is not None and held[best] >= LEAST else None
 
@@ -186,7 +189,12 @@ class SlotManager:
 
     def _akin(self, request: Request, other: Request) -> bool:
         """Whether two requests may share anything; what an encoder has read is shared by ``SourceCache``."""
-        return other is not request and request.shares and other.shares and request.context.source is None
+        return (
+            other is not request
+            and request.shares
+            and other.shares
+            and not (request.context.source or other.context.source)
+        )
 
     def _coming(self, request: Request, other: Request, count: int) -> bool:
         """Whether another request is about to read enough that waiting for it pays."""
@@ -248,7 +256,10 @@ class SlotManager:
             # not read even so, as where nothing was drafted: what is read next begins at the same place.
             place.held = request.tokens[:-1][: request.cached]
             place.prompt = min(request.prompt_tokens, len(place.held))
-            place.base, place.whole = request.base, self._whole(min(request.cached, self._read_once(request)), request.base)
+            place.base, place.whole = (
+                request.base,
+                self._whole(min(request.cached, self._read_once(request)), request.base),
+            )
             if place.border is not None and place.held[: len(place.border.tokens)] != place.border.tokens:
                 place.border = None
             place.slot, place.context = slot, request.context

@@ -29,6 +29,7 @@ from sakiyomi.model_executor.features import HiddenStateCapture
 from sakiyomi.model_executor.loading.families import has_experts
 from sakiyomi.model_executor.loading.prepared import Prepared
 from sakiyomi.model_executor.loading.stream import attach, is_offloaded
+from sakiyomi.model_executor.multimodal import set_aside
 from sakiyomi.model_executor.positions import take_positions
 from sakiyomi.model_executor.probe import expected_logits, probe
 from sakiyomi.model_executor.recorded import RecordedModel
@@ -62,6 +63,7 @@ class ModelWeights:
     Attributes:
         module: the transformers model as it runs here.
         encoder: of an encoder-decoder model, whose decoder is the module.
+        multimodal: the class reads more than text; its encoders stand aside.
         max_context: positions that the model has.
         small_head: the logits of all rows of a prompt cost next to nothing.
         offloaded: weights come by accelerate's hooks and go after their layer; passes are eager, and cost about the
@@ -97,10 +99,12 @@ class ModelWeights:
         recorded = isinstance(model, RecordedModel)
         self.module: Any = model if recorded else structural_copy(model).eval()
         self.encoder: Encoder | None = None
+        self.multimodal = False
         if getattr(model.config, "is_encoder_decoder", False):
             self.module, self.encoder = split(self.module)
         elif not recorded:
             take_positions(self.module)
+            self.multimodal = set_aside(self.module, model)
         self.config = self.module.config.get_text_config()
         head = model.get_output_embeddings()
         self.vocab_size = int(getattr(head, "out_features", None) or head.weight.shape[0])

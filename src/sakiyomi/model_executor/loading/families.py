@@ -148,7 +148,7 @@ def has_encoder(config: Any) -> bool:
 def auto_class(config: Any) -> str:
     """Name of transformers' class that reads a model of this configuration."""
     if not has_encoder(config):
-        return "AutoModelForCausalLM"
+        return "AutoModelForCausalLM" if _is_causal(config) else "AutoModelForImageTextToText"
     return "AutoModelForSpeechSeq2Seq" if family_of(config).takes_audio else "AutoModelForSeq2SeqLM"
 
 
@@ -158,10 +158,24 @@ def has_experts(config: Any) -> bool:
     return any(int(getattr(text, name, 0) or 0) > 1 for name in _EXPERTS)
 
 
-def _causal_class(config: Any) -> type | None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+def _is_causal(config: Any) -> bool:
+    """Whether transformers' causal class reads it; remote code, and what is unknown, counts as such."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING,
+    )
 
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return type(config) in CAUSAL or type(config) not in SEEING
+
+
+def _causal_class(config: Any) -> type | None:
+    """transformers' class of text, or of images and text, which writes text alike."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as SEEING,
+    )
+
+    found = CAUSAL.get(type(config), None) or SEEING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
 
 
